@@ -1,0 +1,84 @@
+"""The errors that a user of Phalanx can meet.
+
+PhalanxError                 any of the below; the command line prints it in one message and exits 2
+├── ConfigError              a setting: unknown, of the wrong type, out of range, or contradicting another
+│   ├── StrategyError        the text of a strategy cannot be read, or asks for what is not built
+│   ├── NotDivisible         a size does not split over a degree
+│   └── BatchError           global batch, microbatch, accumulation and data ranks contradict each other
+├── DataError                a corpus, tokenizer or token file is missing, empty or unreadable
+├── CheckpointError          a checkpoint is missing, incomplete or of another model
+└── TrainingError            training went wrong: a loss that is not finite
+    └── RankFailed           a process of the job ended; carries that rank's own traceback
+
+Each message says what is wrong, the actual value, what was expected, and the nearest legal value.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PhalanxError(Exception):
+    """Base of every error that is the user's to mend; its text is the whole message."""
+
+    exit_code = 2
+
+
+class ConfigError(PhalanxError, ValueError):
+    """A setting is unknown, of the wrong type, out of range, or contradicts another."""
+
+
+class StrategyError(ConfigError):
+    """The text of a strategy cannot be read, or asks for what is not built."""
+
+
+class NotDivisible(ConfigError):
+    """A size does not split evenly over a degree."""
+
+    def __init__(self, what: str, size: int, degree: int) -> None:
+        legal = min(
+            (d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - degree), d)
+        )
+        super().__init__(
+            f"{what} is {size}, which {degree} does not divide; the nearest degree that does is "
+            f"{legal}"
+        )
+
+
+class BatchError(ConfigError):
+    """Global batch, microbatch, accumulation and data ranks contradict each other."""
+
+
+class DataError(PhalanxError):
+    """A corpus, tokenizer or token file is missing, empty or unreadable."""
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint is missing, incomplete or of another model."""
+
+
+class TrainingError(PhalanxError):
+    """Training went wrong in a way that going on would hide."""
+
+    exit_code = 1
+
+
+class RankFailed(TrainingError):
+    """A process of the job ended early.
+
+    Attributes:
+        rank: global rank of the process that failed first.
+        traceback: that process's own traceback, or a sentence on the signal that ended it.
+    """
+
+    def __init__(self, rank: int, traceback: str) -> None:
+        self.rank = rank
+        self.traceback = traceback
+        super().__init__(f"rank {rank} failed first; its own words:\n{traceback.rstrip()}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `" (did you mean 'x'?)"` for the known word closest to `word`, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else ""
