@@ -1,0 +1,150 @@
+"""The one typed configuration: a TOML file, the command line and the API all make this value.
+
+The sections of the file are the nested dataclasses below, so `[optimizer] lr = 1e-3` in a file is
+`--optimizer.lr 1e-3` on the command line and `TrainConfig(optimizer=OptimizerConfig(lr=1e-3))` here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeConfig:
+    """Sizes that replace those of the preset named by `model`; unset ones stay the preset's."""
+
+    num_layers: int | None = None
+    """Number of transformer blocks."""
+    hidden: int | None = None
+    """Width of the residual stream."""
+    num_heads: int | None = None
+    """Number of query heads."""
+    num_kv_heads: int | None = None
+    """Number of key and value heads; fewer than num_heads is grouped-query attention."""
+    head_dim: int | None = None
+    """Width of one head; hidden / num_heads if only those are given."""
+    ffn: int | None = None
+    """Inner width of the feed-forward layer."""
+    vocab_size: int | None = None
+    """Rows of the embedding."""
+    max_seq_len: int | None = None
+    """Longest sequence the positions allow."""
+    tied: bool | None = None
+    """Whether the output projection is the embedding."""
+    dropout: float | None = None
+    """Probability of dropping an element of the embedding and of each residual branch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """How text becomes samples."""
+
+    seq_len: int = 256
+    """Tokens in one sample."""
+    vocab_size: int | None = None
+    """Size of the tokenizer that is trained when none is given; the model's vocabulary, at most
+    8192, if unset."""
+    validation: float = 0.02
+    """Share of the documents kept aside for validation."""
+    max_bytes: int | None = None
+    """Read at most this many bytes of text; all of it if unset."""
+    document_mask: bool = True
+    """Whether a token attends only to tokens of its own document."""
+    shuffle: bool = True
+    """Whether each epoch visits the samples in an order of its own."""
+    tail: Literal["keep", "drop", "pad"] = "keep"
+    """The samples left over at the end of the last epoch: a smaller batch, dropped, or padded with
+    samples from the start of the epoch."""
+    cache: str | None = None
+    """Folder of tokenizers and token files; $XDG_CACHE_HOME/phalanx or ~/.cache/phalanx if unset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """The batch law: global_size = microbatch x accumulation x data ranks; any two give the third."""
+
+    global_size: int | None = None
+    """Sequences in one optimizer step over all ranks."""
+    microbatch: int | None = None
+    """Sequences in one forward pass of one rank."""
+    accumulation: int | None = None
+    """Forward and backward passes of one rank before each optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, a cosine schedule with warm-up, and clipping."""
+
+    lr: float = 3e-3
+    """Highest learning rate."""
+    min_lr_ratio: float = 0.1
+    """The learning rate at the last step, as a share of lr."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises from 0; a tenth of the steps, at most 200, if unset."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; vectors (norms, biases) do not decay."""
+    clip_norm: float = 1.0
+    """Largest norm of the whole gradient; 0 switches clipping off."""
+    clip_p: float = 2.0
+    """The p of that norm: 1, 2 or inf."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a decoder on text over one or many processes."""
+
+    model: str = "demo"
+    """Preset of the model's shape."""
+    data: str | None = None
+    """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet; the standard library
+    of this Python if unset."""
+    tokenizer: str | None = None
+    """A tokenizer.json; a byte-level BPE trained on the data if unset."""
+    strategy: str | None = None
+    """How to split the work, such as dp2 or dp4:naive; dp over all processes if unset."""
+    nproc: int | None = None
+    """Processes to start on this host; what the strategy needs, or 2 (one per GPU), if unset."""
+    steps: int | None = None
+    """Optimizer steps; the preset's length for the demo, or what `epochs` asks for, if unset."""
+    epochs: float | None = None
+    """Passes over the data, instead of steps."""
+    seed: int = 0
+    """Fixes the initial weights, the order of the data and the dropout masks."""
+    precision: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the arithmetic; master weights are float32 (float64 for float64). auto: bfloat16
+    where the device has it, else float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    threads: int | None = None
+    """CPU threads of each process; the cores shared evenly if unset."""
+    out: str | None = None
+    """Folder of what the run writes; runs/<model>-<strategy>-<date> if unset."""
+    resume: str | None = None
+    """A run folder or checkpoint folder to go on from."""
+    eval_every: int = 100
+    """Steps between two measurements of the validation loss; 0: only at the start and the end."""
+    eval_samples: int = 256
+    """Validation samples in one such measurement."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0: only at the end."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What all ranks do on a loss or gradient that is not finite: end the run, or skip the step."""
+    timeout_s: float = 600.0
+    """Longest wait for another rank, in seconds."""
+    shape: ShapeConfig = field(default_factory=ShapeConfig)
+    """Sizes that replace the preset's."""
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    """How text becomes samples."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """The batch law."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW, the learning rate and clipping."""
