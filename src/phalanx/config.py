@@ -148,3 +148,19 @@ class TrainConfig:
     """The batch law."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, the learning rate and clipping."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch law solved: global_size = microbatch x accumulation x num_data_ranks."""
+
+    global_size: int
+    microbatch: int
+    accumulation: int
+    num_data_ranks: int
+
+    def __str__(self) -> str:
+        return (
+            f"global batch {self.global_size} = microbatch {self.microbatch} x accumulation "
+            f"{self.accumulation} x {self.num_data_ranks} data ranks"
+        )
