@@ -1,0 +1,63 @@
+"""Collectives over one named axis of a mesh.
+
+Notation (Austin et al., How to Scale Your Model, 2025): `{sum dp}` is a sum still owed over axis dp.
+
+    all_reduce   A{sum dp} -> A      sends 2 (N - 1)/N bytes a byte of A and rank, as ring algorithms do
+    broadcast    A on one  -> A      sends (N - 1)/N
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Reduction = Literal["sum", "max", "min"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Pending:
+    """A collective under way; `wait` returns its tensor when it is there."""
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None) -> None:
+        self._tensor = tensor
+        self._work = work
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor once the collective has ended (for CUDA: once it is on the stream)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def all_reduce(
+    tensor: torch.Tensor, mesh: DeviceMesh, axis: str, reduction: Reduction = "sum"
+) -> torch.Tensor:
+    """Reduce `tensor` in place over `axis`; every rank of the axis then holds the result."""
+    return all_reduce_start(tensor, mesh, axis, reduction).wait()
+
+
+def all_reduce_start(
+    tensor: torch.Tensor, mesh: DeviceMesh, axis: str, reduction: Reduction = "sum"
+) -> Pending:
+    """Begin `all_reduce` and return at once; `tensor` must not be touched before `wait`."""
+    if mesh[axis].size() == 1:
+        return Pending(tensor, None)
+    work = dist.all_reduce(tensor, _OPS[reduction], group=mesh.get_group(axis), async_op=True)
+    return Pending(tensor, work)
+
+
+def broadcast(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.Tensor:
+    """Overwrite `tensor` on every rank of `axis` with that of the axis's first rank."""
+    if mesh[axis].size() > 1:
+        dist.broadcast(tensor, group_src=0, group=mesh.get_group(axis))
+    return tensor
+
+
+def barrier() -> None:
+    """Wait until every rank of the job has come here."""
+    dist.barrier()

@@ -1,0 +1,246 @@
+"""Data parallelism: every rank holds the whole model and computes other samples.
+
+Idea      The gradient of a sum over samples is the sum of the gradients, so N ranks that each take a share
+          of the batch need one all-reduce a step. `naive` reduces each gradient after backward has ended;
+          `bucketed` gathers gradients in flat buckets of 25 MB and reduces a full bucket while backward
+          still computes the earlier layers' (Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
+Layout    X[B_dp, ...]  W[...]  dW[...]: samples split over dp, weights and their gradients whole everywhere.
+Forward   Y[B_dp] = f(X[B_dp], W), no communication
+Backward  dW{sum dp} = f'(X[B_dp], W), then all_reduce: dW{sum dp} -> dW, once for each *global* batch, also
+          where that is accumulated from several microbatches. A sum, not a mean: the loss is divided by the
+          valid tokens of the global batch before backward.
+Cost      Sends 2 (N-1)/N P bytes a rank and step (P: bytes of the trained parameters) and one byte for each
+          parameter, by which the ranks agree which parameters any of them used.
+Limits    Any N. Buffers (running statistics of BatchNorm) are made equal at the start and then stay a
+          rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm.ledger import Entry, sent_bytes
+from phalanx.comm.primitives import Pending, all_reduce, all_reduce_start, broadcast
+
+Kind = Literal["naive", "bucketed"]
+
+BUCKET_BYTES = 25 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes of the trained state that one rank holds for P bytes of parameters."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+
+
+def layout(parameter_sizes: Sequence[int]) -> Holding:
+    """Return what each rank holds: the whole of parameters and gradients, whatever N is.
+
+    Args:
+        parameter_sizes: bytes of each trained parameter's share on this rank.
+    """
+    return Holding(parameter_bytes=sum(parameter_sizes), gradient_bytes=sum(parameter_sizes))
+
+
+def traffic(parameter_sizes: Sequence[int], num_ranks: int, kind: Kind) -> list[Entry]:
+    """Return what one rank sends in one step, accumulated or not.
+
+    Args:
+        parameter_sizes: bytes of each trained parameter, in the order of `model.parameters()`.
+        num_ranks: N, the degree of dp.
+        kind: "naive" makes one call a parameter, "bucketed" one a bucket; the bytes are the same.
+    """
+    if num_ranks == 1:
+        return []
+    num_calls = len(parameter_sizes if kind == "naive" else buckets(parameter_sizes))
+    total, flags = sum(parameter_sizes), len(parameter_sizes)
+    return [
+        Entry(phase, "dp", "all_reduce", calls, size, sent_bytes("all_reduce", size, num_ranks))
+        for phase, calls, size in (("backward", num_calls, total), ("agree", 1, flags))
+    ]
+
+
+def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
+    """Cut parameters into buckets of at least `bucket_bytes`, last parameters first.
+
+    Backward makes the gradients of the last layers first, so their bucket is full first.
+
+    Returns:
+        For each bucket, the indices into `parameter_sizes`.
+    """
+    result: list[list[int]] = []
+    filled = bucket_bytes
+    for index in reversed(range(len(parameter_sizes))):
+        if filled >= bucket_bytes:
+            result.append([])
+            filled = 0
+        result[-1].append(index)
+        filled += parameter_sizes[index]
+    return result
+
+
+def apply(model: nn.Module, mesh: DeviceMesh, kind: Kind = "bucketed") -> GradientReducer:
+    """Make parameters and buffers equal over dp and return what will reduce their gradients."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            broadcast(_local(tensor), mesh, "dp")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    reducer = NaiveReducer if kind == "naive" else BucketedReducer
+    return reducer(parameters, mesh)
+
+
+class GradientReducer:
+    """Reduces the gradients of `parameters` over dp once for each global batch.
+
+    Call `before_backward` before each backward and `finish` after the last.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
+        self.parameters = parameters
+        self.mesh = mesh
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Say that a backward follows, and whether it is the last of this global batch."""
+
+    def finish(self) -> None:
+        """Return when every gradient is the sum over dp; None where no rank used the parameter."""
+        raise NotImplementedError
+
+    def agree(self) -> list[bool]:
+        """Return for each parameter whether any rank of dp has a gradient for it."""
+        used = [parameter.grad is not None for parameter in self.parameters]
+        if not used:
+            return used
+        flags = torch.tensor(used, dtype=torch.uint8, device=_local(self.parameters[0]).device)
+        return all_reduce(flags, self.mesh, "dp", "max").bool().tolist()
+
+
+class NaiveReducer(GradientReducer):
+    """One blocking all-reduce for each gradient, after backward."""
+
+    def finish(self) -> None:
+        """Reduce every gradient."""
+        for parameter, is_used in zip(self.parameters, self.agree(), strict=True):
+            if is_used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                all_reduce(_local(parameter.grad), self.mesh, "dp")
+
+
+@dataclass
+class _Bucket:
+    """A flat buffer, the parameters whose gradients are views of it, and its reduction under way."""
+
+    flat: torch.Tensor
+    members: list[nn.Parameter]
+    views: list[torch.Tensor]
+    num_missing: int = 0
+    pending: Pending | None = None
+
+
+class BucketedReducer(GradientReducer):
+    """Flat buckets, each reduced as soon as backward has filled it and those before it.
+
+    Gradients become views of their bucket, so that nothing is copied back. Buckets start in one fixed
+    order on all ranks, whatever order the hooks fire in, or collectives would be mismatched.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
+        super().__init__(parameters, mesh)
+        self._buckets: list[_Bucket] = []
+        self._place: dict[nn.Parameter, tuple[_Bucket, torch.Tensor]] = {}
+        self._num_started = 0
+        self._is_last = False
+        sizes = [_local(parameter).nbytes for parameter in parameters]
+        for indices in buckets(sizes):
+            self._add_bucket([parameters[index] for index in indices])
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _add_bucket(self, members: list[nn.Parameter]) -> None:
+        dtypes = {member.dtype for member in members}
+        for dtype in sorted(dtypes, key=str):  # one buffer a data type; nearly always one
+            same = [member for member in members if member.dtype == dtype]
+            locals_ = [_local(member) for member in same]
+            flat = torch.empty(
+                sum(local.numel() for local in locals_), dtype=dtype, device=locals_[0].device
+            )
+            parts = flat.split([local.numel() for local in locals_])
+            views = [part.view(local.shape) for part, local in zip(parts, locals_, strict=True)]
+            bucket = _Bucket(flat, same, views)
+            self._buckets.append(bucket)
+            for member, view in zip(same, views, strict=True):
+                self._place[member] = (bucket, view)
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Arm the buckets before the last backward."""
+        self._is_last = is_last
+        self._num_started = 0
+        for bucket in self._buckets:
+            bucket.num_missing = len(bucket.members)
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        bucket, view = self._place[parameter]  # pyright: ignore[reportArgumentType]
+        grad = parameter.grad
+        if grad is None:
+            raise RuntimeError("autograd called the hook of a parameter without a gradient")
+        if _local(grad).data_ptr() != view.data_ptr():
+            view.copy_(_local(grad))
+            parameter.grad = _like(grad, view)
+        if self._is_last:
+            bucket.num_missing -= 1
+            self._start_full_buckets()
+
+    def _start_full_buckets(self) -> None:
+        for bucket in self._buckets[self._num_started :]:
+            if bucket.num_missing:
+                return
+            bucket.pending = all_reduce_start(bucket.flat, self.mesh, "dp")
+            self._num_started += 1
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Start the buckets that unused parameters held back, and wait for all."""
+        for bucket in self._buckets[self._num_started :]:
+            for member, view in zip(bucket.members, bucket.views, strict=True):
+                if member.grad is None:
+                    view.zero_()
+            bucket.num_missing = 0
+        self._start_full_buckets()
+        is_used = dict(zip(self.parameters, self.agree(), strict=True))
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+                bucket.pending = None
+            for member, view in zip(bucket.members, bucket.views, strict=True):
+                if is_used[member] and member.grad is None:
+                    member.grad = _like(member, view)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return `local` as a part of a DTensor laid out as `tensor`, or itself if that is plain."""
+    if isinstance(tensor, DTensor):
+        return DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return local
