@@ -1,0 +1,298 @@
+"""A strategy: how the work of one model is split over ranks. One frozen value with a text form.
+
+    pp2:1f1b,dp2,fsdp2,cp2:ring,tp4:2d,recompute:sqrt
+
+The text is a comma-separated list of `AXIS DEGREE [":" KIND ["/" OPTION]]`, in any order, and of
+the setting `recompute:KIND[/OPTION]`, which has no degree. The canonical order is outer to inner,
+the slowest link first: pp dp fsdp cp tp. An axis that is not named has degree 1. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from phalanx.errors import StrategyError, nearest
+
+
+@dataclass(frozen=True)
+class OptionRule:
+    """What a kind asks for after the slash: a whole number of at least `least`, called `name`."""
+
+    name: str
+    least: int
+
+
+KINDS: Final[dict[str, dict[str, OptionRule | None]]] = {
+    "pp": {
+        "1f1b": None,
+        "gpipe": None,
+        "naive": None,
+        "interleaved": OptionRule("CHUNKS", 2),
+        "zb": OptionRule("CHUNKS", 1),
+        "zbv": None,
+        "dualpipev": None,
+    },
+    "dp": {
+        "bucketed": None,
+        "naive": None,
+        "ps": None,
+        "async": None,
+        "ssp": OptionRule("STALENESS", 0),
+        "local": OptionRule("STEPS", 1),
+    },
+    "fsdp": {"zero3": None, "zero2": None, "zero1": None},
+    "cp": {"ring": None, "ulysses": None},
+    "tp": {"1d": None, "2d": None, "2.5d": OptionRule("DEPTH", 1), "3d": None},
+    "recompute": {
+        "none": None,
+        "full": None,
+        "every": OptionRule("BLOCKS", 1),
+        "sqrt": None,
+        "selective": None,
+    },
+}
+"""The kinds of each axis, outer to inner, and of recompute last; the first kind is the default."""
+
+AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
+"""The axes, outer to inner."""
+
+BUILT: Final = frozenset({("dp", "bucketed"), ("dp", "naive")})
+"""The (axis, kind) pairs that run today. Whoever builds another adds it here, and only here."""
+
+_PART: Final = re.compile(r"([a-z_]+)([0-9]{1,9})?(?::([^/:]+)(?:/([0-9]{1,9}))?)?")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a strategy: its degree, how it splits, and the number that this kind may take."""
+
+    degree: int
+    kind: str
+    option: int | None = None
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are dropped after the forward pass and computed again in the backward."""
+
+    kind: str = "none"
+    option: int | None = None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the work is split: a degree and a kind for each axis.
+
+    `Strategy.parse(text)` reads the text form and `str()` gives the canonical one;
+    `Strategy.parse(str(strategy)) == strategy` always holds.
+
+    Raises:
+        StrategyError: an unknown kind, a degree below 1 or one that the kind cannot arrange.
+    """
+
+    pp: Axis = Axis(1, "1f1b")
+    dp: Axis = Axis(1, "bucketed")
+    fsdp: Axis = Axis(1, "zero3")
+    cp: Axis = Axis(1, "ring")
+    tp: Axis = Axis(1, "1d")
+    recompute: Recompute = Recompute()
+
+    def __post_init__(self) -> None:
+        for name, axis in self.axes():
+            if axis.degree < 1:
+                raise StrategyError(f"{name}{axis.degree}: a degree must be at least 1, as {name}1")
+            _check_kind(name, axis.kind, axis.option)
+        _check_kind("recompute", self.recompute.kind, self.recompute.option)
+        _check_arrangement(self.tp)
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """Read the text form.
+
+        Raises:
+            StrategyError: the text cannot be read; the message names the nearest legal text.
+        """
+        try:
+            values: dict[str, Any] = {}
+            for part in text.split(","):
+                name, value = _parse_part(part.strip())
+                if name in values:
+                    raise StrategyError(f"{name} is named twice; each axis at most once")
+                values[name] = value
+            return cls(**values)
+        except StrategyError as error:
+            raise StrategyError(f"strategy '{text}': {error}") from None
+
+    def axes(self) -> Iterator[tuple[str, Axis]]:
+        """Yield (name, axis), outer to inner."""
+        for name in AXES:
+            yield name, getattr(self, name)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the strategy needs."""
+        return math.prod(axis.degree for _, axis in self.axes())
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that see different samples: dp times fsdp."""
+        return self.dp.degree * self.fsdp.degree
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name}{axis.degree}" + _suffix(name, axis.kind, axis.option)
+            for name, axis in self.axes()
+            if not _is_plain(name, axis)
+        ]
+        if self.recompute != Recompute():
+            parts.append(
+                "recompute" + _suffix("recompute", self.recompute.kind, self.recompute.option)
+            )
+        return ",".join(parts) or "dp1"
+
+
+def require_built(strategy: Strategy) -> None:
+    """Refuse a strategy that the grammar knows and the code does not run yet.
+
+    Raises:
+        StrategyError: names the part that is not built and what is.
+    """
+    missing = [
+        f"{name}{axis.degree}" + _suffix(name, axis.kind, axis.option)
+        for name, axis in strategy.axes()
+        if not _is_plain(name, axis) and (name, axis.kind) not in BUILT
+    ]
+    recompute = strategy.recompute
+    if recompute.kind != "none" and ("recompute", recompute.kind) not in BUILT:
+        missing.append("recompute" + _suffix("recompute", recompute.kind, recompute.option))
+    if missing:
+        raise StrategyError(
+            f"strategy '{strategy}': {', '.join(missing)} is not built yet; built: {_built_text()}"
+        )
+
+
+def check_ranks(strategy: Strategy, num_ranks: int) -> None:
+    """Refuse a strategy that needs another number of ranks than there are.
+
+    Raises:
+        StrategyError: names both numbers and a strategy that fits.
+    """
+    if strategy.num_ranks == num_ranks:
+        return
+    raise StrategyError(
+        f"strategy '{strategy}' needs {strategy.num_ranks} ranks, but there are {num_ranks}; "
+        f"'{_fitting(strategy, num_ranks)}' would use them all, or start {strategy.num_ranks}"
+    )
+
+
+def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
+    """Return a strategy for `num_ranks` ranks that changes one axis of `strategy`, or else dp."""
+    for name in ("dp", "fsdp", "cp", "tp", "pp"):
+        axis: Axis = getattr(strategy, name)
+        others = strategy.num_ranks // axis.degree
+        if num_ranks % others or (axis.degree == 1 and name != "dp"):
+            continue
+        try:
+            changed = dataclasses.replace(axis, degree=num_ranks // others)
+            return dataclasses.replace(strategy, **{name: changed})
+        except StrategyError:  # a tensor-parallel degree that its kind cannot arrange: try the next
+            continue
+    return Strategy(dp=Axis(num_ranks, strategy.dp.kind, strategy.dp.option))
+
+
+def _parse_part(part: str) -> tuple[str, Axis | Recompute]:
+    """Read one part between two commas into (name, value)."""
+    match = _PART.fullmatch(part)
+    if match is None:
+        raise StrategyError(
+            f"cannot read '{part}'; expected AXIS DEGREE[:KIND[/OPTION]], such as dp2 or "
+            "pp4:interleaved/2, separated by commas"
+        )
+    name, degree, kind, option = match.groups()
+    if name not in KINDS:
+        raise StrategyError(
+            f"axis '{name}' is unknown{nearest(name, KINDS)}; the axes are "
+            f"{', '.join(AXES)}, and recompute is a setting"
+        )
+    number = None if option is None else int(option)
+    if name == "recompute":
+        if degree is not None or kind is None:
+            raise StrategyError(
+                f"'{part}': recompute has a kind and no degree, such as "
+                f"recompute:{kind or 'full'}; the kinds are {', '.join(KINDS[name])}"
+            )
+        return name, Recompute(kind, number)
+    if degree is None:
+        raise StrategyError(f"'{part}' lacks its degree; write {name}2, say")
+    return name, Axis(int(degree), kind or next(iter(KINDS[name])), number)
+
+
+def _check_kind(name: str, kind: str, option: int | None) -> None:
+    """Raise StrategyError unless `kind` is one of the axis's and takes this option."""
+    kinds = KINDS[name]
+    if kind not in kinds:
+        raise StrategyError(
+            f"kind '{kind}' of {name} is unknown{nearest(kind, kinds)}; the kinds are "
+            f"{', '.join(kinds)}"
+        )
+    rule = kinds[kind]
+    if rule is None:
+        if option is not None:
+            raise StrategyError(
+                f"{name}:{kind}/{option}: {kind} takes no option; write {name}:{kind}"
+            )
+    elif option is None:
+        raise StrategyError(
+            f"{name}:{kind} lacks its option {rule.name}; write {kind}/{rule.least}, say"
+        )
+    elif option < rule.least:
+        raise StrategyError(
+            f"{name}:{kind}/{option}: {rule.name} must be at least {rule.least}; write "
+            f"{kind}/{rule.least}"
+        )
+
+
+def _check_arrangement(tp: Axis) -> None:
+    """Raise StrategyError unless the ranks of tp can stand in the grid that its kind asks for."""
+    depth, power, form = {
+        "1d": (1, 1, ""),
+        "2d": (1, 2, "a square, q x q"),
+        "2.5d": (tp.option or 1, 2, f"q x q x {tp.option}"),
+        "3d": (1, 3, "a cube, q x q x q"),
+    }[tp.kind]
+    # A whole root of the degree lies next to the rounded one; of the two, the nearer grid wins.
+    root = max(1, round((tp.degree / depth) ** (1 / power)))
+    legal = [depth * q**power for q in range(max(1, root - 1), root + 2)]
+    if tp.degree not in legal:
+        best = min(legal, key=lambda degree: (abs(degree - tp.degree), degree))
+        suffix = _suffix("tp", tp.kind, tp.option)
+        raise StrategyError(
+            f"tp{tp.degree}{suffix}: the degree must be {form}; the nearest is tp{best}{suffix}"
+        )
+
+
+def _is_plain(name: str, axis: Axis) -> bool:
+    """Return whether the axis is as if it had not been named."""
+    return axis == Axis(1, next(iter(KINDS[name])))
+
+
+def _suffix(name: str, kind: str, option: int | None) -> str:
+    """Return ':KIND/OPTION' as far as it says more than the default."""
+    if option is not None:
+        return f":{kind}/{option}"
+    return "" if kind == next(iter(KINDS[name])) else f":{kind}"
+
+
+def _built_text() -> str:
+    """Return what is built as text, such as 'dp2, dp2:naive'."""
+    return ", ".join(
+        name + ("" if name == "recompute" else "2") + _suffix(name, kind, rule and rule.least)
+        for name, kinds in KINDS.items()
+        for kind, rule in kinds.items()
+        if (name, kind) in BUILT
+    )

@@ -1,0 +1,203 @@
+"""The text form of a strategy, its rules, and what its errors propose."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import StrategyError
+from phalanx.strategy import (
+    AXES,
+    KINDS,
+    Axis,
+    Recompute,
+    Strategy,
+    check_ranks,
+    require_built,
+)
+
+
+@st.composite
+def axes(draw: st.DrawFn, name: str) -> Axis:
+    kind = draw(st.sampled_from(sorted(KINDS[name])))
+    rule = KINDS[name][kind]
+    option = None if rule is None else draw(st.integers(rule.least, 9))
+    if name != "tp" or kind == "1d":
+        return Axis(draw(st.integers(1, 64)), kind, option)
+    side = draw(st.integers(1, 6))
+    return Axis((option or 1) * side ** (3 if kind == "3d" else 2), kind, option)
+
+
+@st.composite
+def recomputes(draw: st.DrawFn) -> Recompute:
+    kind = draw(st.sampled_from(sorted(KINDS["recompute"])))
+    rule = KINDS["recompute"][kind]
+    return Recompute(kind, None if rule is None else draw(st.integers(rule.least, 9)))
+
+
+def strategies() -> st.SearchStrategy[Strategy]:
+    return st.builds(
+        Strategy,
+        **{name: axes(name) for name in AXES},
+        recompute=recomputes(),  # type: ignore[arg-type]
+    )
+
+
+@given(strategies())
+def test_parse_undoes_str(strategy: Strategy) -> None:
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+@given(strategies(), st.randoms())
+def test_any_order_reads_as_the_same_value(strategy: Strategy, random: object) -> None:
+    parts = str(strategy).split(",")
+    random.shuffle(parts)  # type: ignore[attr-defined]
+    assert str(Strategy.parse(" , ".join(parts))) == str(strategy)
+
+
+@given(strategies())
+def test_ranks_are_the_product_of_the_degrees(strategy: Strategy) -> None:
+    degrees = [int(number) for number in re.findall(r"(?:^|,)[a-z]+(\d+)", str(strategy))]
+    product = 1
+    for degree in degrees:
+        product *= degree
+    assert strategy.num_ranks == product
+    assert product % strategy.data_ranks == 0
+
+
+@given(st.text(alphabet="dpfstcrecomute0123456789:/,. ", max_size=30))
+def test_text_is_read_or_refused_in_our_own_words(text: str) -> None:
+    try:
+        strategy = Strategy.parse(text)
+    except StrategyError as error:
+        assert str(error).startswith(f"strategy '{text}': ")
+    else:
+        assert Strategy.parse(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical", "num_ranks", "data_ranks"),
+    [
+        ("dp1", "dp1", 1, 1),
+        ("dp2", "dp2", 2, 2),
+        ("dp2:bucketed", "dp2", 2, 2),
+        ("dp4:naive", "dp4:naive", 4, 4),
+        ("tp4:2d,dp3", "dp3,tp4:2d", 12, 3),
+        ("recompute:every/2,fsdp4:zero1", "fsdp4:zero1,recompute:every/2", 4, 4),
+        (
+            "pp2:1f1b,dp2,fsdp2,cp2:ring,tp4:2d,recompute:sqrt",
+            "pp2,dp2,fsdp2,cp2,tp4:2d,recompute:sqrt",
+            64,
+            4,
+        ),
+    ],
+)
+def test_canonical_text(text: str, canonical: str, num_ranks: int, data_ranks: int) -> None:
+    strategy = Strategy.parse(text)
+    assert str(strategy) == canonical
+    assert (strategy.num_ranks, strategy.data_ranks) == (num_ranks, data_ranks)
+
+
+def test_axes_are_read_by_name() -> None:
+    strategy = Strategy.parse("dp4:ssp/3,tp8:2.5d/2")
+    assert strategy.dp == Axis(4, "ssp", 3)
+    assert (strategy.tp.degree, strategy.tp.kind, strategy.tp.option) == (8, "2.5d", 2)
+    assert [name for name, _ in strategy.axes()] == ["pp", "dp", "fsdp", "cp", "tp"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "cannot read ''"),
+        ("dp2,", "cannot read ''"),
+        ("2dp", "cannot read '2dp'"),
+        ("dp-1", "cannot read 'dp-1'"),
+        ("dp2:/3", "cannot read"),
+        ("dp", "lacks its degree; write dp2"),
+        ("dp0", "at least 1, as dp1"),
+        ("tpp4", "did you mean 'tp'?"),
+        ("fdsp2", "did you mean 'fsdp'?"),
+        ("dp2,tp2,dp4", "dp is named twice"),
+        ("dp2:naiv", "did you mean 'naive'?"),
+        ("pp2:1f1d", "did you mean '1f1b'?"),
+        ("dp2:naive/3", "naive takes no option; write dp:naive"),
+        ("pp4:interleaved", "lacks its option CHUNKS; write interleaved/2"),
+        ("pp4:interleaved/1", "at least 2; write interleaved/2"),
+        ("dp4:local/0", "at least 1; write local/1"),
+        ("tp6:2d", "a square, q x q; the nearest is tp4:2d"),
+        ("tp7:2.5d/2", "q x q x 2; the nearest is tp8:2.5d/2"),
+        ("tp20:3d", "a cube, q x q x q; the nearest is tp27:3d"),
+        ("recompute", "no degree, such as recompute:full"),
+        ("recompute2:sqrt", "no degree, such as recompute:sqrt"),
+        ("recompute:evry/2", "did you mean 'every'?"),
+    ],
+)
+def test_errors_name_the_thing_and_the_fix(text: str, words: str) -> None:
+    with pytest.raises(StrategyError, match=re.escape(words)):
+        Strategy.parse(text)
+
+
+@given(st.sampled_from(["2d", "3d", "2.5d/3"]), st.integers(1, 5000))
+def test_the_nearest_grid_is_the_nearest(kind: str, degree: int) -> None:
+    depth, power = {"2d": (1, 2), "3d": (1, 3), "2.5d/3": (3, 2)}[kind]
+    grids = [depth * side**power for side in range(1, 80)]
+    try:
+        Strategy.parse(f"tp{degree}:{kind}")
+        assert degree in grids
+    except StrategyError as error:
+        proposed = int(re.findall(r"nearest is tp(\d+)", str(error))[0])
+        assert proposed in grids
+        assert abs(proposed - degree) == min(abs(grid - degree) for grid in grids)
+
+
+def test_values_made_in_python_meet_the_same_rules() -> None:
+    with pytest.raises(StrategyError, match="the nearest is tp4:2d"):
+        Strategy(tp=Axis(5, "2d"))
+    with pytest.raises(StrategyError, match="at least 1"):
+        Strategy(dp=Axis(0, "naive"))
+
+
+@pytest.mark.parametrize("text", ["dp1", "dp7", "dp2:naive", "dp1:naive"])
+def test_what_is_built_passes(text: str) -> None:
+    require_built(Strategy.parse(text))
+
+
+@pytest.mark.parametrize("text", ["dp2:ps", "fsdp2", "dp2,tp4:2d", "recompute:sqrt"])
+def test_what_is_not_built_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.strategy.BUILT", frozenset({("dp", "bucketed"), ("dp", "naive")}))
+    missing = text.rsplit(",", maxsplit=1)[-1]
+    with pytest.raises(StrategyError, match=f"{missing} is not built yet; built: dp2, dp2:naive$"):
+        require_built(Strategy.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "proposed"),
+    [
+        ("dp4", 3, "dp3"),
+        ("dp2:naive", 1, "dp1:naive"),
+        ("fsdp2", 3, "fsdp3"),
+        ("tp4:2d", 8, "dp2,tp4:2d"),
+        ("tp4:2d", 6, "dp6"),
+        ("tp4:2d", 9, "tp9:2d"),
+    ],
+)
+def test_ranks_that_do_not_fit(text: str, num_ranks: int, proposed: str) -> None:
+    strategy = Strategy.parse(text)
+    with pytest.raises(
+        StrategyError, match=rf"needs {strategy.num_ranks} ranks.* {num_ranks};"
+    ) as e:
+        check_ranks(strategy, num_ranks)
+    assert f"'{proposed}'" in str(e.value)
+
+
+@given(strategies(), st.integers(1, 64))
+def test_the_proposal_uses_every_rank(strategy: Strategy, num_ranks: int) -> None:
+    try:
+        check_ranks(strategy, num_ranks)
+        assert strategy.num_ranks == num_ranks
+    except StrategyError as error:
+        proposed = re.findall(r"'([^']+)' would use them all", str(error))[0]
+        check_ranks(Strategy.parse(proposed), num_ranks)
