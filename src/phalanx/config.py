@@ -1,13 +1,16 @@
 """The one typed configuration: a TOML file, the command line and the API all make this value.
 
 The sections of the file are the nested dataclasses below, so `[optimizer] lr = 1e-3` in a file is
-`--optimizer.lr 1e-3` on the command line and `TrainConfig(optimizer=OptimizerConfig(lr=1e-3))` here.
+`--optimizer.lr 1e-3` on the command line and `TrainConfig(optimizer=OptimizerConfig(lr=1e-3))` in
+Python. What a legal value is, stands in config_check; how the value is read, in config_load.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from phalanx.errors import BatchError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +60,13 @@ class CorpusConfig:
     """The samples left over at the end of the last epoch: a smaller batch, dropped, or padded with
     samples from the start of the epoch."""
     cache: str | None = None
-    """Folder of tokenizers and token files; $XDG_CACHE_HOME/phalanx or ~/.cache/phalanx if unset."""
+    """Folder of tokenizers and token files; $XDG_CACHE_HOME/phalanx or ~/.cache/phalanx if
+    unset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """The batch law: global_size = microbatch x accumulation x data ranks; any two give the third."""
+    """The batch law: global_size = microbatch x accumulation x data ranks; two give the third."""
 
     global_size: int | None = None
     """Sequences in one optimizer step over all ranks."""
@@ -81,7 +85,8 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.1
     """The learning rate at the last step, as a share of lr."""
     warmup_steps: int | None = None
-    """Steps over which the learning rate rises from 0; a tenth of the steps, at most 200, if unset."""
+    """Steps over which the learning rate rises from 0; a tenth of the steps, at most 200, if
+    unset."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -103,8 +108,8 @@ class TrainConfig:
     model: str = "demo"
     """Preset of the model's shape."""
     data: str | None = None
-    """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet; the standard library
-    of this Python if unset."""
+    """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet; the standard
+    library of this Python if unset."""
     tokenizer: str | None = None
     """A tokenizer.json; a byte-level BPE trained on the data if unset."""
     strategy: str | None = None
@@ -164,3 +169,54 @@ class BatchPlan:
             f"global batch {self.global_size} = microbatch {self.microbatch} x accumulation "
             f"{self.accumulation} x {self.num_data_ranks} data ranks"
         )
+
+
+def solve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchPlan:
+    """Solve the batch law for the numbers that are not given.
+
+    Any two of global_size, microbatch and accumulation give the third. With fewer than two,
+    accumulation is 1, and if that is not enough microbatch is 8.
+
+    Args:
+        batch: the numbers that were given.
+        num_data_ranks: groups of ranks that see different samples.
+
+    Raises:
+        BatchError: the numbers contradict each other; names the nearest that do not.
+    """
+    size, microbatch, accumulation = batch.global_size, batch.microbatch, batch.accumulation
+    for name in ("global_size", "microbatch", "accumulation"):
+        value = getattr(batch, name)
+        if value is not None and value < 1:
+            raise BatchError(f"batch.{name} is {value}; it must be at least 1")
+    if accumulation is None and (size is None or microbatch is None):
+        accumulation = 1
+    if microbatch is None and size is None:
+        microbatch = 8
+    if microbatch is not None and accumulation is not None:
+        product = microbatch * accumulation * num_data_ranks
+        if size not in (None, product):
+            raise BatchError(
+                f"batch.global_size is {size}, but microbatch {microbatch} x accumulation "
+                f"{accumulation} x {num_data_ranks} data ranks = {product}; set global_size to "
+                f"{product}, or give only two of the three"
+            )
+        return BatchPlan(product, microbatch, accumulation, num_data_ranks)
+    assert size is not None  # without it, the other two would both be known by now
+    name, known = ("microbatch", microbatch) if microbatch else ("accumulation", accumulation)
+    assert known is not None
+    other, rest = divmod(size, known * num_data_ranks)
+    if rest:
+        raise BatchError(_indivisible(size, name, known, num_data_ranks))
+    return BatchPlan(size, microbatch or other, accumulation or other, num_data_ranks)
+
+
+def _indivisible(size: int, known_name: str, known: int, num_data_ranks: int) -> str:
+    """Return the arithmetic of a global size that the known numbers do not divide, and the fix."""
+    unit = known * num_data_ranks
+    below, above = size // unit * unit, (size // unit + 1) * unit
+    legal = f"{below} and {above} are" if below else f"{above} is"
+    return (
+        f"batch.global_size is {size}, which {known_name} {known} x {num_data_ranks} data ranks = "
+        f"{unit} does not divide; {legal} the nearest global_size that it divides"
+    )

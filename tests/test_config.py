@@ -1,0 +1,84 @@
+"""The batch law, the checks of values, and where each value came from."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.config import BatchConfig, BatchPlan, solve_batch
+from phalanx.errors import BatchError
+
+counts = st.integers(1, 64)
+
+
+@given(counts, counts, counts, st.sampled_from(["global_size", "microbatch", "accumulation", ""]))
+def test_any_two_give_the_third(
+    microbatch: int, accumulation: int, num_data_ranks: int, left_out: str
+) -> None:
+    size = microbatch * accumulation * num_data_ranks
+    given_ = {"global_size": size, "microbatch": microbatch, "accumulation": accumulation}
+    given_.pop(left_out, None)
+    plan = solve_batch(BatchConfig(**given_), num_data_ranks)
+    assert plan == BatchPlan(size, microbatch, accumulation, num_data_ranks)
+
+
+@pytest.mark.parametrize(
+    ("batch", "plan"),
+    [
+        (BatchConfig(), BatchPlan(16, 8, 1, 2)),
+        (BatchConfig(accumulation=3), BatchPlan(48, 8, 3, 2)),
+        (BatchConfig(microbatch=5), BatchPlan(10, 5, 1, 2)),
+        (BatchConfig(global_size=12), BatchPlan(12, 6, 1, 2)),
+    ],
+)
+def test_what_is_left_open(batch: BatchConfig, plan: BatchPlan) -> None:
+    assert solve_batch(batch, 2) == plan
+
+
+def test_the_solution_reads_as_the_law() -> None:
+    plan = solve_batch(BatchConfig(global_size=32, microbatch=8), 2)
+    assert str(plan) == "global batch 32 = microbatch 8 x accumulation 2 x 2 data ranks"
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_data_ranks", "words"),
+    [
+        (
+            BatchConfig(global_size=32, microbatch=8, accumulation=3),
+            2,
+            "global_size is 32, but microbatch 8 x accumulation 3 x 2 data ranks = 48; set "
+            "global_size to 48",
+        ),
+        (
+            BatchConfig(global_size=30, microbatch=8),
+            2,
+            "global_size is 30, which microbatch 8 x 2 data ranks = 16 does not divide; 16 and 32 "
+            "are the nearest",
+        ),
+        (BatchConfig(global_size=3), 4, "accumulation 1 x 4 data ranks = 4 does not divide; 4 is"),
+        (BatchConfig(global_size=7, accumulation=2), 1, "accumulation 2 x 1 data ranks = 2"),
+        (BatchConfig(microbatch=0), 2, "batch.microbatch is 0; it must be at least 1"),
+        (BatchConfig(accumulation=-1), 2, "batch.accumulation is -1"),
+    ],
+)
+def test_a_contradiction_shows_its_arithmetic(
+    batch: BatchConfig, num_data_ranks: int, words: str
+) -> None:
+    with pytest.raises(BatchError, match=re.escape(words)):
+        solve_batch(batch, num_data_ranks)
+
+
+@given(st.builds(BatchConfig, **dict.fromkeys(["global_size", "microbatch"], counts)), counts)
+def test_the_proposed_sizes_are_accepted(batch: BatchConfig, num_data_ranks: int) -> None:
+    try:
+        solve_batch(batch, num_data_ranks)
+    except BatchError as error:
+        proposed = re.search(r"divide; (?:(\d+) and )?(\d+)", str(error))
+        assert proposed is not None
+        for size in filter(None, proposed.groups()):
+            solve_batch(
+                BatchConfig(global_size=int(size), microbatch=batch.microbatch), num_data_ranks
+            )
