@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.errors import ConfigError
-from phalanx.strategy import Strategy
+from phalanx.strategy import Strategy, check_ranks
 
 DATA_AXES = ("dp", "fsdp")
 """The axes whose coordinates hold different samples."""
@@ -54,16 +53,10 @@ def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: the degrees do not multiply to the number of ranks.
+        StrategyError: the degrees do not multiply to the number of ranks.
     """
-    axes = {name: degree for name, degree in strategy.degrees().items() if degree > 1}
-    axes = axes or {"dp": 1}
-    num_ranks = dist.get_world_size()
-    if strategy.num_ranks != num_ranks:
-        raise ConfigError(
-            f"strategy {strategy} is for {strategy.num_ranks} ranks, but the job has {num_ranks}; "
-            f"start it with --nproc {strategy.num_ranks}"
-        )
+    check_ranks(strategy, dist.get_world_size())
+    axes = {name: axis.degree for name, axis in strategy.axes() if axis.degree > 1} or {"dp": 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 

@@ -14,8 +14,8 @@ Yuan, Bandwidth optimal all-reduce algorithms, 2009):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
+
+Phase = Callable[[str], AbstractContextManager[None]]
+"""`with phase("backward"):` books what runs inside under that name."""
+
+
+def no_phase(name: str) -> AbstractContextManager[None]:
+    """Book nothing: the phase of a step that nobody watches."""
+    del name
+    return nullcontext()
+
 
 _KIND = {
     "allreduce_": "all_reduce",

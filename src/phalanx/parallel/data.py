@@ -17,6 +17,7 @@ Limits    Any N. Buffers (running statistics of BatchNorm) are made equal at the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phalanx.comm.ledger import Entry, sent_bytes
+from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.comm.primitives import Pending, all_reduce, all_reduce_start, broadcast
 
 Kind = Literal["naive", "bucketed"]
@@ -61,11 +62,15 @@ def traffic(parameter_sizes: Sequence[int], num_ranks: int, kind: Kind) -> list[
     """
     if num_ranks == 1:
         return []
-    num_calls = len(parameter_sizes if kind == "naive" else buckets(parameter_sizes))
     total, flags = sum(parameter_sizes), len(parameter_sizes)
+    gradients = (
+        ("reduce", len(parameter_sizes), total)
+        if kind == "naive"
+        else ("backward", len(buckets(parameter_sizes)), total)
+    )
     return [
         Entry(phase, "dp", "all_reduce", calls, size, sent_bytes("all_reduce", size, num_ranks))
-        for phase, calls, size in (("backward", num_calls, total), ("agree", 1, flags))
+        for phase, calls, size in (gradients, ("agree", 1, flags))
     ]
 
 
@@ -111,7 +116,7 @@ class GradientReducer:
     def before_backward(self, *, is_last: bool) -> None:
         """Say that a backward follows, and whether it is the last of this global batch."""
 
-    def finish(self) -> None:
+    def finish(self, phase: Phase = no_phase) -> None:
         """Return when every gradient is the sum over dp; None where no rank used the parameter."""
         raise NotImplementedError
 
@@ -127,10 +132,12 @@ class GradientReducer:
 class NaiveReducer(GradientReducer):
     """One blocking all-reduce for each gradient, after backward."""
 
-    def finish(self) -> None:
+    def finish(self, phase: Phase = no_phase) -> None:
         """Reduce every gradient."""
-        for parameter, is_used in zip(self.parameters, self.agree(), strict=True):
-            if is_used:
+        with phase("agree"):
+            is_used = self.agree()
+        with phase("reduce"):
+            for parameter in itertools.compress(self.parameters, is_used):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 all_reduce(_local(parameter.grad), self.mesh, "dp")
@@ -209,22 +216,25 @@ class BucketedReducer(GradientReducer):
             self._num_started += 1
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, phase: Phase = no_phase) -> None:
         """Start the buckets that unused parameters held back, and wait for all."""
-        for bucket in self._buckets[self._num_started :]:
-            for member, view in zip(bucket.members, bucket.views, strict=True):
-                if member.grad is None:
-                    view.zero_()
-            bucket.num_missing = 0
-        self._start_full_buckets()
-        is_used = dict(zip(self.parameters, self.agree(), strict=True))
-        for bucket in self._buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-                bucket.pending = None
-            for member, view in zip(bucket.members, bucket.views, strict=True):
-                if is_used[member] and member.grad is None:
-                    member.grad = _like(member, view)
+        with phase("backward"):
+            for bucket in self._buckets[self._num_started :]:
+                for member, view in zip(bucket.members, bucket.views, strict=True):
+                    if member.grad is None:
+                        view.zero_()
+                bucket.num_missing = 0
+            self._start_full_buckets()
+        with phase("agree"):
+            is_used = dict(zip(self.parameters, self.agree(), strict=True))
+        with phase("reduce"):
+            for bucket in self._buckets:
+                if bucket.pending is not None:
+                    bucket.pending.wait()
+                    bucket.pending = None
+        for member, (_, view) in self._place.items():
+            if is_used[member] and member.grad is None:
+                member.grad = _like(member, view)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

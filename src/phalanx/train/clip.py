@@ -1,0 +1,72 @@
+"""The one true norm of the whole gradient, and clipping by it.
+
+||g||_p = (sum over all elements of the model |g_i|^p)^(1/p), or max |g_i| for p = inf. Each element of the
+model counts once, however many ranks hold it: a sharded gradient (DTensor) is summed over exactly the axes
+it is sharded on, a replicated one over none (Pascanu et al., On the difficulty of training recurrent neural
+networks, 2013, section 3.2, for the clipping).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from phalanx.comm.primitives import all_reduce
+
+
+def gradient_norm(gradients: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    """Return the p-norm of all gradients taken as one vector; equal on every rank.
+
+    Args:
+        gradients: plain tensors that every rank holds whole, or DTensors.
+        p: 1, 2 or inf (any p > 0 is right).
+
+    Returns:
+        A 0-d tensor of the gradients' data type.
+    """
+    by_axes: dict[tuple[DeviceMesh | None, tuple[str, ...]], list[torch.Tensor]]
+    by_axes = defaultdict(list)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            place = (gradient.device_mesh, _sharded_axes(gradient))
+            by_axes[place].append(gradient.to_local())
+        else:
+            by_axes[None, ()].append(gradient)
+    parts: list[torch.Tensor] = []
+    for (mesh, axes), locals_ in by_axes.items():
+        norms = torch.stack(torch._foreach_norm(locals_, p))
+        part = norms.max() if math.isinf(p) else norms.pow(p).sum()
+        for axis in axes if mesh is not None else ():
+            all_reduce(part, mesh, axis, "max" if math.isinf(p) else "sum")
+        parts.append(part)
+    if not parts:
+        return torch.zeros(())
+    whole = torch.stack(parts)
+    return whole.max() if math.isinf(p) else whole.sum().pow(1 / p)
+
+
+def scale_to(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
+    """Scale the gradients in place so that a norm above `limit` becomes `limit`."""
+    locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    if locals_:
+        factor = min(1.0, limit / (norm + 1e-6))
+        torch._foreach_mul_(locals_, factor)
+
+
+def _sharded_axes(gradient: DTensor) -> tuple[str, ...]:
+    """Return the names of the axes over which the parts of `gradient` are different elements."""
+    names = gradient.device_mesh.mesh_dim_names
+    if names is None:
+        raise ValueError("a sharded gradient must lie on a mesh whose axes have names")
+    axes: list[str] = []
+    for name, placement in zip(names, gradient.placements, strict=True):
+        if isinstance(placement, Shard):
+            axes.append(name)
+        elif placement.is_partial():
+            raise ValueError(f"a gradient still owes a sum over axis {name}; reduce it first")
+    return tuple(axes)

@@ -1,0 +1,55 @@
+"""AdamW with decay for matrices only, and a cosine learning rate after a linear warm-up.
+
+AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. Cosine: the same authors, SGDR,
+2017, without restarts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from phalanx.config import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return a fused AdamW over the trained parameters of `model`.
+
+    Vectors (norms and biases) do not decay. A parameter that is tied appears once.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {
+            "params": [parameter for parameter in trained if parameter.ndim >= 2],
+            "weight_decay": config.weight_decay,
+        },
+        {
+            "params": [parameter for parameter in trained if parameter.ndim < 2],
+            "weight_decay": 0.0,
+        },
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of step `step` (the first is 0) of `num_steps`.
+
+    It rises in a line over the warm-up steps, is `config.lr` at their end, and falls by half a cosine to
+    `config.min_lr_ratio * config.lr` at the last step.
+    """
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = min(200, num_steps // 10)
+    if step < warmup:
+        return config.lr * (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, num_steps - 1 - warmup))
+    low = config.min_lr_ratio
+    return config.lr * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)

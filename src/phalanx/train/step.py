@@ -1,0 +1,196 @@
+"""One training step: forward and backward over the microbatches, reduce, clip, update.
+
+Loss law: each microbatch's sum of losses is divided by the valid tokens of the *global* batch, which the
+ranks count together before the first backward. Gradients are then summed, never averaged, so that
+accumulation, data ranks, uneven and empty ranks all give what one process gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.comm.ledger import Ledger
+from phalanx.comm.primitives import all_reduce
+from phalanx.config import OptimizerConfig
+from phalanx.errors import TrainingError
+from phalanx.mesh import DATA_AXES, device_of
+from phalanx.parallel.data import GradientReducer
+from phalanx.train.clip import gradient_norm, scale_to
+from phalanx.train.objective import Objective
+from phalanx.train.optimizer import learning_rate
+
+TERMS = {
+    "count": "communication",
+    "forward": "forward",
+    "backward": "backward",
+    "agree": "communication",
+    "reduce": "communication",
+    "metrics": "communication",
+    "clip": "optimizer",
+    "optimizer": "optimizer",
+}
+"""Phase of the step -> term of the step ledger it is booked under."""
+
+
+class Clock(Protocol):
+    """What a step tells its time to."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Book the time that passes inside under `name`."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, the same on every rank.
+
+    Attributes:
+        loss: sum over valid tokens / valid tokens of the global batch, in nats.
+        grad_norm: norm of the whole gradient before clipping.
+        learning_rate: of this step.
+        num_valid_tokens: in the global batch.
+        is_skipped: the weights were left alone, since the loss or the gradient was not finite.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_valid_tokens: int
+    is_skipped: bool
+
+
+class Trainer:
+    """A model, its optimizer and its reducer, and the number of steps taken."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        config: OptimizerConfig,
+        *,
+        mesh: DeviceMesh,
+        num_steps: int,
+        reducer: GradientReducer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        nonfinite: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.objective = objective
+        self.config = config
+        self.mesh = mesh
+        self.num_steps = num_steps
+        self.reducer = reducer
+        self.scaler = scaler
+        self.nonfinite = nonfinite
+        self.steps_done = 0
+        self.clock: Clock | None = None
+        self.ledger: Ledger | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book what runs inside under `name`, in the ledger of bytes and in the ledger of time."""
+        with ExitStack() as stack:
+            if self.ledger is not None:
+                stack.enter_context(self.ledger.phase(name))
+            if self.clock is not None:
+                stack.enter_context(self.clock.phase(TERMS[name]))
+            yield
+
+    def step(self, microbatches: Sequence[Any]) -> StepResult:
+        """Take one step over this rank's microbatches of one global batch.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop".
+        """
+        return self.apply_gradients(*self.compute_gradients(microbatches))
+
+    def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[float, int]:
+        """Leave in each `.grad` the gradient of the global batch's loss.
+
+        Returns:
+            The loss, and the valid tokens of the global batch.
+        """
+        device = device_of(self.mesh)
+        counts = [self.objective.num_valid(microbatch) for microbatch in microbatches]
+        with self.phase("count"):
+            num_valid = int(self._sum_over_data(torch.tensor(sum(counts), device=device)))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        for index, microbatch in enumerate(microbatches):
+            with self.phase("forward"):
+                part = self.objective.loss_sum(self.model, microbatch, self.steps_done)
+                loss_sum += part.detach()
+            with self.phase("backward"):
+                if self.reducer is not None:
+                    self.reducer.before_backward(is_last=index == len(microbatches) - 1)
+                scaled = part / max(1, num_valid)
+                if self.scaler is not None:
+                    scaled = self.scaler.scale(scaled)
+                scaled.backward()
+        if self.reducer is not None:
+            self.reducer.finish(self.phase)
+        with self.phase("metrics"):
+            loss = float(self._sum_over_data(loss_sum)) / max(1, num_valid)
+        return loss, num_valid
+
+    def apply_gradients(self, loss: float, num_valid: int) -> StepResult:
+        """Clip, update the weights, and count the step.
+
+        Args:
+            loss: of the global batch.
+            num_valid: valid tokens of the global batch.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop"; raised on all
+                ranks alike, before the weights change.
+        """
+        rate = learning_rate(self.config, self.steps_done, self.num_steps)
+        with self.phase("clip"):
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            norm = float(gradient_norm(self.gradients(), self.config.clip_p))
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        # Under float16 a gradient overflows now and then: the scaler skips the step and scales less.
+        is_overflow = self.scaler is not None and math.isfinite(loss)
+        if not is_finite and self.nonfinite == "stop" and not is_overflow:
+            raise TrainingError(
+                f"step {self.steps_done}: the loss is {loss} and the norm of the gradient {norm}; the "
+                "weights are those of the step before. Lower optimizer.lr, or go on past such steps "
+                "with --nonfinite skip"
+            )
+        with self.phase("optimizer"):
+            self._update(rate, norm, is_finite)
+        self.steps_done += 1
+        return StepResult(loss, norm, rate, num_valid, not is_finite)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that there are."""
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        return [grad for grad in grads if grad is not None]
+
+    def _sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        for axis in DATA_AXES:
+            if axis in (self.mesh.mesh_dim_names or ()):
+                all_reduce(value, self.mesh, axis)
+        return value
+
+    def _update(self, rate: float, norm: float, is_finite: bool) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if is_finite and self.config.clip_norm > 0 and norm > self.config.clip_norm:
+            scale_to(self.gradients(), norm, self.config.clip_norm)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)  # skips by itself what is not finite
+            self.scaler.update()
+        elif is_finite:
+            self.optimizer.step()

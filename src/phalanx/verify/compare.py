@@ -1,0 +1,120 @@
+"""Compare two records of a run, tensor by tensor, and name the first that differs.
+
+The error of a tensor is max |a - b| / max |b|, with b from the one process; max |a| where b is all zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from phalanx.verify.record import StepRecord
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}
+"""Largest error by data type. The strategies are exact; what is left is the order of sums, which grows
+over a few steps by AdamW's division by the root of the second moment."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One compared quantity of one step.
+
+    Attributes:
+        step: number of the step, from 0.
+        quantity: "loss", "gradient", "norm" or "weight".
+        name: name of the parameter; empty for the loss and the norm.
+        error: relative error, infinite where one side is not finite or missing.
+    """
+
+    step: int
+    quantity: str
+    name: str
+    error: float
+
+    def __str__(self) -> str:
+        what = f"{self.quantity} of {self.name}" if self.name else f"the {self.quantity}"
+        return f"step {self.step}, {what}: relative error {self.error:.1e}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a strategy computes what one process computes.
+
+    Attributes:
+        strategy: its text.
+        tolerance: largest relative error that passes.
+        differences: everything compared, in the order of the computation.
+        replicas: names of parameters that differ between ranks that should hold the same bits.
+    """
+
+    strategy: str
+    tolerance: float
+    differences: list[Difference] = field(repr=False)
+    replicas: list[str]
+
+    @property
+    def first(self) -> Difference | None:
+        """The first quantity, in the order of the computation, that differs."""
+        return next((d for d in self.differences if not d.error <= self.tolerance), None)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything agrees."""
+        return self.first is None and not self.replicas
+
+    def worst(self, step: int, quantity: str) -> Difference:
+        """Return the largest error of one quantity in one step."""
+        rows = [d for d in self.differences if (d.step, d.quantity) == (step, quantity)]
+        return max(rows, key=lambda d: d.error)
+
+    def __str__(self) -> str:
+        if self.is_equal:
+            worst = max(self.differences, key=lambda d: d.error)
+            return (
+                f"{self.strategy} computes what one process computes: the largest of "
+                f"{len(self.differences)} errors is {worst.error:.1e} ({worst.quantity}), at most "
+                f"{self.tolerance:.0e} passes"
+            )
+        if self.first is not None:
+            return f"{self.strategy} differs from one process, first at {self.first}"
+        return f"{self.strategy}: ranks that should hold equal bits differ in {self.replicas[0]}"
+
+
+def compare_step(step: int, ours: StepRecord, reference: StepRecord) -> list[Difference]:
+    """Compare one step of a strategy with that of one process."""
+    rows = [Difference(step, "loss", "", _error(_scalar(ours.loss), _scalar(reference.loss)))]
+    rows += _compare_tensors(step, "gradient", ours.gradients, reference.gradients)
+    rows.append(Difference(step, "norm", "", _error(_scalar(ours.norm), _scalar(reference.norm))))
+    rows += _compare_tensors(step, "weight", ours.weights, reference.weights)
+    return rows
+
+
+def _compare_tensors(
+    step: int, quantity: str, ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
+) -> list[Difference]:
+    """Compare by name, in the reference's order; a name on one side only is an infinite error."""
+    rows: list[Difference] = []
+    for name, right in reference.items():
+        left = ours.get(name)
+        is_comparable = left is not None and left.shape == right.shape
+        error = _error(left, right) if left is not None and is_comparable else math.inf
+        rows.append(Difference(step, quantity, name, error))
+    extra = [name for name in ours if name not in reference]
+    return rows + [Difference(step, quantity, name, math.inf) for name in extra]
+
+
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    ours, reference = ours.double(), reference.double()
+    if ours.numel() == 0:
+        return 0.0
+    gap = float((ours - reference).abs().max())
+    scale = float(reference.abs().max())
+    if not math.isfinite(gap) or not math.isfinite(scale):
+        return math.inf
+    return gap / scale if scale > 0 else gap

@@ -1,0 +1,89 @@
+"""Does this strategy of this model compute what one process computes?
+
+The same code trains the same batches twice, once on the strategy's ranks (gloo, on this host) and once on one,
+and every loss, gradient, norm and weight is compared, step by step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from phalanx.comm.ledger import Entry
+from phalanx.config import OptimizerConfig
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.strategy import Strategy, require_built
+from phalanx.train.objective import Objective
+from phalanx.verify.compare import TOLERANCE, Difference, Verdict, compare_step
+from phalanx.verify.record import Case, RankReport, load_step, run_case
+
+
+def verify(
+    build: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    strategy: str | Strategy,
+    objective: Objective,
+    *,
+    accumulation: int = 1,
+    dtype: str = "float64",
+    optimizer: OptimizerConfig | None = None,
+) -> Verdict:
+    """Compare a strategy with one process on your own module and batches.
+
+    Args:
+        build: importable function that returns the module with its first weights; it must draw the same
+            ones in every process.
+        batches: the global batch of each step: a tensor, or a mapping, sequence or dataclass of
+            tensors, whose first dimension is the samples.
+        strategy: such as "dp2".
+        objective: how a microbatch becomes a sum of losses and a number of valid tokens.
+        accumulation: microbatches each rank cuts its share into; one process always takes the whole.
+        dtype: "float64", "float32" or "bfloat16", of weights and arithmetic.
+        optimizer: AdamW's settings; its defaults if None.
+
+    Returns:
+        The verdict; `verdict.is_equal` and `str(verdict)` say it all.
+
+    Raises:
+        ConfigError: the strategy is not built, or a batch has too few rows.
+    """
+    parsed = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy)
+    require_built(parsed)
+    if dtype not in TOLERANCE:
+        raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(TOLERANCE)}")
+    if not batches:
+        raise ConfigError("verify: no batches; give at least one")
+    case = Case(build, objective, batches, accumulation, dtype, optimizer or OptimizerConfig())
+    return compare_case(case, parsed)[0]
+
+
+def compare_case(case: Case, strategy: Strategy) -> tuple[Verdict, list[Entry]]:
+    """Run a case both ways.
+
+    Returns:
+        The verdict, and what rank 0 sent in the last step under the strategy.
+    """
+    alone = Case(case.build, case.objective, case.batches, 1, case.dtype, case.optimizer)
+    differences: list[Difference] = []
+    with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
+        with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as reference:
+            run_ranks(run_case, 1, alone, "dp1", reference)
+            reports: list[RankReport] = run_ranks(
+                run_case, strategy.num_ranks, case, str(strategy), folder
+            )
+            for step in range(len(case.batches)):
+                differences += compare_step(
+                    step, load_step(folder, step), load_step(reference, step)
+                )
+    verdict = Verdict(str(strategy), TOLERANCE[case.dtype], differences, _unequal(reports))
+    return verdict, reports[0].entries
+
+
+def _unequal(reports: list[RankReport]) -> list[str]:
+    """Name the weights whose bits differ between ranks that hold the same part."""
+    first = reports[0].weights
+    return [name for name in first if any(r.weights[name] != first[name] for r in reports)]
