@@ -29,7 +29,7 @@ class ModelShape:
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
     rope_scaling: tuple[float, float, float, int] | None = None
-    """Llama 3.1's frequency scaling: (factor, low_freq_factor, high_freq_factor, original length)."""
+    """Llama 3.1's frequency scaling: factor, low_freq_factor, high_freq_factor, original length."""
     mlp: Literal["swiglu", "gelu"] = "swiglu"
     bias: bool = False
     qk_norm: bool = False

@@ -1,0 +1,200 @@
+"""One decoder-only transformer for two families: Llama (also Qwen3) and GPT-2.
+
+Which family is only a matter of its ModelShape. Layers hold plain parameters, cast them to the
+dtype of what they multiply, and know nothing of devices.
+
+Dimensions, as they stand in the suffixes of tensor names:
+
+    B rows of the batch      D hidden            H query heads         K width of a head
+    T positions in a row     F inner of the MLP  G key-value heads     V vocabulary
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.models.attention import Attention, document_mask, rotation
+from phalanx.models.initial import fill_initial
+from phalanx.models.layers import Linear, Norm, swiglu
+from phalanx.models.loss import token_loss_sum
+from phalanx.models.random import dropout
+from phalanx.models.shape import ModelShape
+
+
+class MLP(nn.Module):
+    """The feed-forward branch: SwiGLU (Shazeer 2020) or GELU with its tanh form (GPT-2)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = Linear(shape.hidden, shape.ffn, shape.bias) if shape.mlp == "swiglu" else None
+        self.up = Linear(shape.hidden, shape.ffn, shape.bias)
+        self.down = Linear(shape.ffn, shape.hidden, shape.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map x_BTD to a tensor like it."""
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.down(swiglu(self.gate(x_BTD), self.up(x_BTD)))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual stream."""
+
+    def __init__(self, shape: ModelShape, index: int) -> None:
+        super().__init__()
+        self.dropout = shape.dropout
+        self.index = index
+        self.attention_norm = Norm(shape.hidden, shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = Norm(shape.hidden, shape)
+        self.mlp = MLP(shape)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        mask_B1TT: Tensor | None = None,
+        dropout_keys_B: Tensor | None = None,
+    ) -> Tensor:
+        """Map x_BTD to a tensor like it.
+
+        Args:
+            x_BTD: the residual stream.
+            rotation: cosines and sines of the rotary embedding, or None without one.
+            mask_B1TT: True where a query (first T) may look; None is plain causal attention.
+            dropout_keys_B: a dropout key for each row; None drops nothing.
+        """
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rotation, mask_B1TT)
+        x_BTD = x_BTD + self._drop(attended_BTD, 1, dropout_keys_B)
+        mixed_BTD = self.mlp(self.mlp_norm(x_BTD))
+        return x_BTD + self._drop(mixed_BTD, 2, dropout_keys_B)
+
+    def _drop(self, x_BTD: Tensor, branch: int, keys_B: Tensor | None) -> Tensor:
+        if keys_B is None:
+            return x_BTD
+        return dropout(x_BTD, self.dropout, keys_B, 2 * self.index + branch)
+
+
+class Head(nn.Module):
+    """The output projection and the loss over it; without a weight of its own if tied."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.weight = (
+            None if shape.tied else nn.Parameter(torch.empty(shape.vocab_size, shape.hidden))
+        )
+
+    def forward(
+        self, x_BTD: Tensor, labels_BT: Tensor | None = None, tied_VD: Tensor | None = None
+    ) -> Tensor:
+        """Return logits_BTV, or with labels the sum of the token losses.
+
+        Args:
+            x_BTD: the normalised residual stream.
+            labels_BT: int64, IGNORE where a token does not count.
+            tied_VD: the embedding, where it is the output projection too.
+        """
+        weight_VD = tied_VD if self.weight is None else self.weight
+        assert weight_VD is not None
+        if labels_BT is None:
+            return F.linear(x_BTD, weight_VD.to(x_BTD.dtype))
+        return token_loss_sum(x_BTD.flatten(0, 1), weight_VD, labels_BT.flatten())
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer of the given shape; its weights are set by `initialize`.
+
+    A tied output projection is the embedding's own `nn.Parameter`, used twice and registered once,
+    so that neither `to_empty` nor a copy of the module can part the two.
+
+    Attributes:
+        shape: the ModelShape.
+        blocks: ModuleList of the transformer blocks.
+        compute_dtype: dtype of the arithmetic; None is that of the parameters.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.compute_dtype: torch.dtype | None = None
+        self.embedding = Embedding(shape.vocab_size, shape.hidden)
+        self.position_embedding = (
+            Embedding(shape.max_seq_len, shape.hidden) if shape.position == "learned" else None
+        )
+        self.blocks = nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
+        self.norm = Norm(shape.hidden, shape)
+        self.output = Head(shape)
+
+    def initialize(self, seed: int) -> None:
+        """Draw every weight from (seed, parameter name, flat index); see `fill_initial`."""
+        for name, parameter in self.named_parameters():
+            fill_initial(parameter, self.shape, name, seed)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None = None,
+        *,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        dropout_keys_B: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits_BTV in the compute dtype, or with labels the sum of the token losses.
+
+        Args:
+            tokens_BT: int64 token ids.
+            labels_BT: the token that should follow each, already shifted; IGNORE where none counts.
+            positions_BT: position of each token in its document; 0..T-1 in each row if None.
+            documents_BT: number of the document that each token belongs to; attention stays
+                inside one. One document a row if None.
+            dropout_keys_B: a key for each row, from `models.random.row_keys`; needed for training
+                with dropout, unused otherwise.
+
+        Raises:
+            ConfigError: rows are longer than the shape's max_seq_len, or dropout has no keys.
+        """
+        keys_B = self._dropout_keys(dropout_keys_B)
+        length = tokens_BT.shape[1]
+        if length > self.shape.max_seq_len:
+            raise ConfigError(
+                f"model: rows of {length} tokens; max_seq_len is {self.shape.max_seq_len}"
+            )
+        if positions_BT is None:
+            positions_BT = torch.arange(length, device=tokens_BT.device)[None]
+        x_BTD = self.embedding(tokens_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding(positions_BT)
+        x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
+        if keys_B is not None:
+            x_BTD = dropout(x_BTD, self.shape.dropout, keys_B, 0)
+        angles = rotation(self.shape, positions_BT, x_BTD.dtype)
+        mask_B1TT = document_mask(documents_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, angles, mask_B1TT, keys_B)
+        tied_VD = self.embedding.weight if self.shape.tied else None
+        return self.output(self.norm(x_BTD), labels_BT, tied_VD)
+
+    def _dropout_keys(self, keys_B: Tensor | None) -> Tensor | None:
+        if self.shape.dropout == 0.0 or not self.training:
+            return None
+        if keys_B is None:
+            raise ConfigError(
+                f"model: dropout is {self.shape.dropout}, so training needs dropout_keys_B (from "
+                "models.random.row_keys); call eval() to run without dropout"
+            )
+        return keys_B
+
+
+class Embedding(nn.Module):
+    """A table of vectors, one for each id."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, width))
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Look ids_BT up: a tensor of shape BTD in the table's dtype."""
+        return F.embedding(ids_BT, self.weight)

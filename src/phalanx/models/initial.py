@@ -1,0 +1,48 @@
+"""The first weights: a pure function of (seed, parameter name, position in the parameter)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from phalanx.models.random import fill_normal, key
+from phalanx.models.shape import ModelShape
+
+_STD = 0.02
+_INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
+
+
+def fill_initial(
+    out: Tensor,
+    shape: ModelShape,
+    name: str,
+    seed: int,
+    *,
+    whole: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
+) -> Tensor:
+    """Fill a parameter of a Decoder, or a part of one, with its initial values.
+
+    Matrices are normal with a standard deviation of 0.02; those that write into the residual stream
+    are divided by sqrt(2 num_layers), one for each of the 2 num_layers branches that add up there
+    (Radford et al. 2019, section 2.3). Norms begin at 1, biases at 0.
+
+    Args:
+        out: the part to fill, in place.
+        shape: shape of the decoder.
+        name: the parameter's name in the decoder, such as "blocks.3.attention.q.weight".
+        seed: seed of the run.
+        whole: shape of the whole parameter; that of `out` if None.
+        offset: where `out` begins in the whole parameter; zeros if None.
+
+    Returns:
+        `out`.
+    """
+    if name.endswith("bias"):
+        return out.detach().zero_()
+    if name.endswith("norm.weight"):
+        return out.detach().fill_(1)
+    std = _STD / math.sqrt(2 * shape.num_layers) if name.endswith(_INTO_RESIDUAL) else _STD
+    return fill_normal(out, key(seed, name), std, shape=whole, offset=offset)

@@ -1,0 +1,45 @@
+"""Linear map, norms and SwiGLU, each with a backward pass that keeps and touches little."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.models.shape import ModelShape
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`, computed in the dtype of x."""
+
+    def __init__(self, num_in: int, num_out: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_out, num_in))
+        self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map the last dimension of x from num_in to num_out."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Norm(nn.Module):
+    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension."""
+
+    def __init__(self, width: int, shape: ModelShape) -> None:
+        super().__init__()
+        self.eps = shape.norm_eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if shape.norm == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x over its last dimension."""
+        if self.bias is not None:
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
+    return F.silu(gate) * up

@@ -1,0 +1,187 @@
+"""Random numbers that belong to a position, never to a process.
+
+A number is a pure function of a 64-bit key and of an index, so any rank draws any part of a
+parameter or of a dropout mask by itself and gets what one process alone would have drawn.
+
+    key(seed, "name")         64 bits of a hash of its parts: one stream
+    bits(key, index)          SplitMix64: element `index` of the stream
+    uniform, fill_normal      what those bits become
+
+SplitMix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014),
+figure 17. Its state is `key + index * GOLDEN`, so that an element needs no element before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+_BLOCK_ELEMENTS = 1 << 15
+"""Elements drawn at a time: their int64 and float64 forms together fit a core's second cache."""
+
+
+def key(*parts: int | str) -> int:
+    """Hash `parts` into the key of one stream: a signed 64-bit integer, by BLAKE2b.
+
+    Parts are told apart by type and border: `key("ab", "c")`, `key("a", "bc")` and
+    `key("abc")` differ, as do `key(1)` and `key("1")`.
+    """
+    text = "".join(f"{type(part).__name__}:{len(str(part))}:{part};" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def bits(stream: int | Tensor, index: Tensor) -> Tensor:
+    """Return 64 random bits for each index.
+
+    Args:
+        stream: a key, or a tensor of keys (int64) that broadcasts against `index`.
+        index: int64 tensor of positions in the stream.
+
+    Returns:
+        int64 tensor of the broadcast shape.
+    """
+    state = index * _GOLDEN + stream
+    _mix(state, torch.empty_like(state))
+    return state
+
+
+def uniform(stream: int | Tensor, index: Tensor) -> Tensor:
+    """Return float64 numbers, uniform on the open interval (0, 1), for each index.
+
+    Args:
+        stream: a key, or a tensor of keys (int64) that broadcasts against `index`.
+        index: int64 tensor of positions in the stream.
+    """
+    return _unit(bits(stream, index))
+
+
+def fill_normal(
+    out: Tensor,
+    stream: int,
+    std: float,
+    *,
+    shape: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
+) -> Tensor:
+    """Fill `out` with its part of a normally distributed tensor.
+
+    Element i of the whole tensor, flat and row-major, is `std * normal(bits(stream, i))`, so parts
+    drawn apart fit together. Every dtype gets the numbers that float32 would, cast.
+
+    Args:
+        out: the part to fill, in place; at least one dimension.
+        stream: key of the whole tensor.
+        std: standard deviation; the mean is 0.
+        shape: shape of the whole tensor; that of `out` if None.
+        offset: where `out` begins in the whole tensor, one number a dimension; zeros if None.
+
+    Returns:
+        `out`.
+    """
+    whole = tuple(out.shape if shape is None else shape)
+    start = (0,) * out.ndim if offset is None else tuple(offset)
+    row_size = out.shape[-1]
+    if out.numel() == 0:
+        return out
+    first_R = _first_index_of_rows(out, whole, start)
+    out_RC = out.detach().view(-1, row_size)
+    column_C = torch.arange(row_size, device=out.device)
+    rows_at_once = max(1, _BLOCK_ELEMENTS // row_size)
+    state = torch.empty(rows_at_once, row_size, dtype=torch.int64, device=out.device)
+    scratch = torch.empty_like(state)
+    for row in range(0, len(first_R), rows_at_once):
+        index_R1 = first_R[row : row + rows_at_once, None]
+        z = torch.add(index_R1, column_C, out=state[: len(index_R1)])
+        z.mul_(_GOLDEN).add_(stream)
+        _mix(z, scratch[: len(z)])
+        normal = _unit(z).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2) * std)
+        # Rounded in float64 and then once: devices whose erfinv differs in the last bit of a
+        # float64 still agree on the float32.
+        out_RC[row : row + rows_at_once] = normal.float()
+    return out
+
+
+def row_keys(seed: int, step: int, rows_B: Tensor) -> Tensor:
+    """Return the dropout key of each row of a batch.
+
+    Args:
+        seed: seed of the run.
+        step: optimizer step.
+        rows_B: int64, the rows' positions in the global order of samples.
+
+    Returns:
+        keys_B, int64, on the device of `rows_B`.
+    """
+    return bits(key(seed, "dropout", step), rows_B.to(torch.int64))
+
+
+def dropout(
+    x_BTD: Tensor, p: float, keys_B: Tensor, salt: int, places_T: Tensor | None = None
+) -> Tensor:
+    """Zero each element with probability `p` and scale the others so that the mean stays.
+
+    The mask is a function of (row key, salt, place in the row, feature) alone, whatever the size of
+    the batch. One draw of 64 bits serves four features, so `p` is rounded to a multiple of 1/65536,
+    and the scale is that of the rounded `p`.
+
+    Args:
+        x_BTD: batch, place in the row, feature.
+        p: probability of a zero, in [0, 1).
+        keys_B: a key for each row, from `row_keys`.
+        salt: number of the layer, so that layers draw apart.
+        places_T: where in their row the T tokens stand; 0..T-1 if None.
+
+    Returns:
+        A tensor like `x_BTD`.
+    """
+    levels = 1 << 16
+    dropped_levels = min(round(p * levels), levels - 1)
+    if dropped_levels == 0:
+        return x_BTD
+    _, length, width = x_BTD.shape
+    if places_T is None:
+        places_T = torch.arange(length, device=x_BTD.device)
+    layer_keys_B1 = bits(keys_B, torch.full_like(keys_B, salt))[:, None]
+    keys_BT1 = bits(layer_keys_B1, places_T)[:, :, None]
+    quads = torch.arange((width + 3) // 4, device=x_BTD.device)
+    lanes_BTD = bits(keys_BT1, quads).view(torch.int16)[:, :, :width]
+    keep_BTD = lanes_BTD >= dropped_levels - levels // 2
+    return torch.where(keep_BTD, x_BTD * (levels / (levels - dropped_levels)), 0)
+
+
+def _mix(z: Tensor, scratch: Tensor) -> None:
+    """Apply SplitMix64's output function to `z` in place."""
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        z.bitwise_xor_(_shift_right(z, shift, scratch)).mul_(factor)
+    z.bitwise_xor_(_shift_right(z, 31, scratch))
+
+
+def _shift_right(z: Tensor, shift: int, out: Tensor) -> Tensor:
+    """Shift in zeros; torch's own shift repeats the sign."""
+    torch.bitwise_right_shift(z, shift, out=out)
+    return out.bitwise_and_((1 << (64 - shift)) - 1)
+
+
+def _unit(z: Tensor) -> Tensor:
+    """Map 64 bits to (k + 1/2) / 2**52 with the upper 52 of them as k: never 0, never 1."""
+    return ((z >> 12) & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
+def _first_index_of_rows(out: Tensor, whole: tuple[int, ...], start: tuple[int, ...]) -> Tensor:
+    """Return the flat index in the whole tensor of the first element of each row of `out`."""
+    first = torch.full((1,), start[-1], dtype=torch.int64, device=out.device)
+    stride = whole[-1]
+    for dim in range(out.ndim - 2, -1, -1):
+        along = torch.arange(start[dim], start[dim] + out.shape[dim], device=out.device)
+        first = (along[:, None] * stride + first).flatten()
+        stride *= whole[dim]
+    return first
