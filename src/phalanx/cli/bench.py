@@ -1,0 +1,245 @@
+"""`phalanx bench`: what this machine can do. Each verb prints a table, and keeps JSON if asked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.errors import ConfigError
+from phalanx.measure.ceiling import LARGEST_SIZE, Ceiling, measure_ceiling
+from phalanx.measure.environment import environment, has_fast_bfloat16
+from phalanx.measure.logs import json_text
+from phalanx.measure.mlp import MlpRun, measure_mlp
+from phalanx.measure.peaks import Arithmetic
+from phalanx.measure.picture import draw_ceiling, has_matplotlib
+from phalanx.measure.utilization import percent
+
+_TABLE_WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What every verb of bench takes."""
+
+    device: str = "auto"
+    """cpu, cuda or cuda:INDEX; auto: the first GPU, else the CPU."""
+    dtype: Literal["auto", "bfloat16", "float16", "tf32", "float32", "float64"] = "auto"
+    """Data type of the products; auto: bfloat16 where the device has it, else float32."""
+    threads: int | None = None
+    """CPU threads; torch's own choice if unset."""
+    budget_s: float = 60.0
+    """Seconds to spend on measuring, about."""
+    out: str | None = None
+    """Folder for the results; nothing is written if unset."""
+    json: bool = False
+    """Print the result as one JSON document on the last line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CeilingConfig(BenchConfig):
+    """Measure the matmul ceiling: square products of doubling size, as a table and a picture."""
+
+    max_size: int = LARGEST_SIZE
+    """Largest size to try."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MfuConfig(BenchConfig):
+    """Measure MFU and HFU of a plain perceptron: forward, backward and optimizer."""
+
+    layers: int = 8
+    """Linear layers."""
+    width: int | None = None
+    """Rows and columns of each; the largest of 8192, 4096, ... for time and memory if unset."""
+    compile: bool = False
+    """Compile the perceptron with torch.compile."""
+
+
+Verb = (
+    Annotated[CeilingConfig, tyro.conf.subcommand(name="ceiling")]
+    | Annotated[MfuConfig, tyro.conf.subcommand(name="mfu")]
+)
+
+
+def run(argv: list[str]) -> int:
+    """Run `phalanx bench` on its arguments and return the exit status.
+
+    Raises:
+        ConfigError: a setting is out of range, or this machine lacks what it asks for.
+    """
+    config: Verb = tyro.cli(
+        Verb,  # pyright: ignore[reportArgumentType]
+        prog="phalanx bench",
+        description="Measure what this machine can do.",
+        args=argv,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    if config.threads is not None:
+        if config.threads < 1:
+            raise ConfigError(f"threads is {config.threads}; it must be at least 1")
+        torch.set_num_threads(config.threads)
+    if config.budget_s <= 0:
+        raise ConfigError(f"budget_s is {config.budget_s}; it must be above 0")
+    console = Console(width=min(_TABLE_WIDTH, Console().width), highlight=False)
+    if isinstance(config, CeilingConfig):
+        return _bench_ceiling(config, console)
+    return _bench_mfu(config, console)
+
+
+def _bench_ceiling(config: CeilingConfig, console: Console) -> int:
+    device, arithmetic = _resolved(config)
+    folder = _folder(config.out)
+    ceiling = measure_ceiling(device, arithmetic, config.max_size, config.budget_s)
+    console.print(_ceiling_table(ceiling))
+    for size, reason in ceiling.skipped:
+        console.print(Text(f"{size} skipped: {reason}"))
+    _print_ceiling_text(ceiling, console)
+    document = _document("ceiling", ceiling.as_dict())
+    if folder is not None:
+        stem = f"ceiling-{ceiling.device}-{ceiling.arithmetic}"
+        _write(folder / f"{stem}.json", document, console)
+        if has_matplotlib():
+            draw_ceiling(ceiling, folder / f"{stem}.svg")
+            console.print(Text(f"wrote {folder / f'{stem}.svg'}"), soft_wrap=True)
+        else:
+            console.print("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
+    if config.json:
+        print(json_text(document))
+    return 0
+
+
+def _bench_mfu(config: MfuConfig, console: Console) -> int:
+    device, arithmetic = _resolved(config)
+    folder = _folder(config.out)
+    result = measure_mlp(
+        device,
+        arithmetic,
+        num_layers=config.layers,
+        width=config.width,
+        budget_s=config.budget_s,
+        compile=config.compile,
+    )
+    console.print(_mfu_table(result))
+    console.print(Text(f"{result.choice}"))
+    console.print(Text(result.utilization.text()))
+    document = _document("mfu", result.as_dict())
+    if folder is not None:
+        compiled = "-compiled" if result.is_compiled else ""
+        _write(
+            folder / f"mfu-{result.device}-{result.arithmetic}{compiled}.json", document, console
+        )
+    if config.json:
+        print(json_text(document))
+    return 0
+
+
+def _resolved(config: BenchConfig) -> tuple[str, Arithmetic]:
+    """Replace both `auto` by what this machine has."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.dtype != "auto":
+        return device, config.dtype
+    is_known = device.startswith("cpu") or torch.cuda.is_available()
+    return device, "bfloat16" if is_known and has_fast_bfloat16(device) else "float32"
+
+
+def _folder(out: str | None) -> Path | None:
+    """Make the folder before anything is measured, so that a bad one costs no time."""
+    if out is None:
+        return None
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {out}: {error.strerror}; give another with --out"
+        ) from None
+    return Path(out)
+
+
+def _document(benchmark: str, result: dict[str, object]) -> dict[str, object]:
+    return {
+        "benchmark": benchmark,
+        "date": time.strftime("%Y-%m-%d"),
+        **result,
+        "environment": environment(),
+    }
+
+
+def _write(path: Path, document: dict[str, object], console: Console) -> None:
+    try:
+        path.write_text(json_text(document) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; give another folder with --out"
+        ) from None
+    console.print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+def _ceiling_table(ceiling: Ceiling) -> Table:
+    table = Table(
+        title=f"Matrix products in {ceiling.arithmetic}, {ceiling.machine}",
+        title_justify="left",
+    )
+    table.add_column("n x n", justify="right")
+    table.add_column("repeats", justify="right")
+    table.add_column("median ms", justify="right")
+    table.add_column("median TFLOP/s", justify="right")
+    table.add_column("best TFLOP/s", justify="right")
+    if ceiling.peak is not None:
+        table.add_column("of data sheet", justify="right")
+    for point in ceiling.points:
+        row = [
+            str(point.num_rows),
+            str(point.repeats),
+            f"{1e3 * point.median_s:.3f}",
+            f"{point.median_flops_per_s / 1e12:.3f}",
+            f"{point.best_flops_per_s / 1e12:.3f}",
+        ]
+        if ceiling.peak is not None:
+            row.append(percent(point.best_flops_per_s / ceiling.peak.flops_per_s))
+        table.add_row(*row)
+    return table
+
+
+def _print_ceiling_text(ceiling: Ceiling, console: Console) -> None:
+    words = (
+        f"ceiling {ceiling.flops_per_s / 1e12:.3f} TFLOP/s (fastest repeat), sustained "
+        f"{ceiling.sustained_flops_per_s / 1e12:.3f} TFLOP/s (best median)"
+    )
+    if ceiling.peak is None:
+        words += "; no data sheet is known for this device"
+    else:
+        words += f"; data sheet {ceiling.peak.flops_per_s / 1e12:.1f} ({ceiling.peak.source})"
+    console.print(Text(words))
+
+
+def _mfu_table(result: MlpRun) -> Table:
+    utilization = result.utilization
+    table = Table(
+        title=f"MFU of a perceptron in {result.arithmetic}, {result.machine}",
+        title_justify="left",
+        show_header=False,
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row(
+        "layers x width, rows", f"{result.num_layers} x {result.width}, {result.num_rows}"
+    )
+    table.add_row("compiled", "yes" if result.is_compiled else "no")
+    table.add_row("steps measured", str(result.num_steps))
+    table.add_row("step, median (best)", f"{utilization.time_s:.4g} s ({result.best_step_s:.4g} s)")
+    table.add_row("optimizer in it", percent(result.optimizer_s / utilization.time_s))
+    table.add_row("rate", f"{utilization.causal.model / utilization.time_s / 1e12:.3f} TFLOP/s")
+    if utilization.peak is not None:
+        table.add_row("MFU of data sheet", percent(utilization.mfu("data sheet")))
+    table.add_row("MFU of ceiling", percent(utilization.mfu("ceiling")))
+    return table

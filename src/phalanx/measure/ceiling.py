@@ -1,0 +1,322 @@
+"""The matmul ceiling: the highest rate at which this device multiplies matrices, measured now.
+
+A data sheet states what the silicon could do; the ceiling says what the library, the clocks, the
+cooling and the neighbours leave of it. Square products of doubling size show where the device
+begins to be busy. Operands are normal random numbers, since zeros draw less power and run faster
+than any training does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import torch
+
+from phalanx.errors import ConfigError
+from phalanx.measure.environment import device_name, free_memory_bytes
+from phalanx.measure.peaks import Arithmetic, Peak, peak_of
+
+SMALLEST_SIZE = 512
+LARGEST_SIZE = 32768
+_MEMORY_SHARE = 0.6
+_MOST_REPEATS = 30
+_FEWEST_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulPoint:
+    """Repeated products of a (num_rows, inner) and an (inner, num_columns) matrix."""
+
+    num_rows: int
+    inner: int
+    num_columns: int
+    repeats: int
+    median_s: float
+    best_s: float
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one product."""
+        return 2 * self.num_rows * self.inner * self.num_columns
+
+    @property
+    def median_flops_per_s(self) -> float:
+        """Rate of the median repeat."""
+        return self.flops / self.median_s
+
+    @property
+    def best_flops_per_s(self) -> float:
+        """Rate of the fastest repeat."""
+        return self.flops / self.best_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """What `measure_ceiling` found on one device for one data type."""
+
+    device: str
+    device_name: str
+    arithmetic: Arithmetic
+    num_threads: int | None
+    """CPU threads; None on a GPU."""
+    points: tuple[MatmulPoint, ...]
+    """One for each size measured, smallest first."""
+    skipped: tuple[tuple[int, str], ...]
+    """Sizes not measured, each with the reason."""
+
+    @property
+    def machine(self) -> str:
+        """The device's name, with its threads if it is a CPU."""
+        return machine_text(self.device_name, self.num_threads)
+
+    @property
+    def flops_per_s(self) -> float:
+        """The ceiling: the fastest repeat of any size."""
+        return max(point.best_flops_per_s for point in self.points)
+
+    @property
+    def sustained_flops_per_s(self) -> float:
+        """The highest median over the sizes."""
+        return max(point.median_flops_per_s for point in self.points)
+
+    @property
+    def peak(self) -> Peak | None:
+        """The device's data sheet; None if it is not in the table."""
+        return peak_of(self.device_name, self.arithmetic) if self.device == "cuda" else None
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values for JSON; rates in FLOP/s."""
+        points = [
+            asdict(point)
+            | {
+                "median_flops_per_s": point.median_flops_per_s,
+                "best_flops_per_s": point.best_flops_per_s,
+            }
+            for point in self.points
+        ]
+        return {
+            "device": self.device,
+            "device_name": self.device_name,
+            "dtype": self.arithmetic,
+            "num_threads": self.num_threads,
+            "ceiling_flops_per_s": self.flops_per_s,
+            "sustained_flops_per_s": self.sustained_flops_per_s,
+            "data_sheet_flops_per_s": None if self.peak is None else self.peak.flops_per_s,
+            "data_sheet_source": None if self.peak is None else self.peak.source,
+            "points": points,
+            "skipped": [{"size": size, "reason": reason} for size, reason in self.skipped],
+        }
+
+
+def measure_ceiling(
+    device: torch.device | str,
+    arithmetic: Arithmetic,
+    max_size: int = LARGEST_SIZE,
+    budget_s: float = 60.0,
+) -> Ceiling:
+    """Measure square products of 512, 1024, ... `max_size`, as memory and time allow.
+
+    Args:
+        device: cpu or a CUDA device.
+        arithmetic: data type; `tf32` is float32 data on a GPU's tensor cores.
+        max_size: largest size to try, at least 512.
+        budget_s: do not start a size that would go beyond this many seconds in all.
+
+    Raises:
+        ConfigError: `max_size` is below 512, or the device is missing or cannot do the arithmetic.
+    """
+    device = checked_device(device, arithmetic)
+    if max_size < SMALLEST_SIZE:
+        raise ConfigError(f"max_size is {max_size}; the smallest size is {SMALLEST_SIZE}")
+    points: list[MatmulPoint] = []
+    skipped: list[tuple[int, str]] = []
+    begin_s = time.perf_counter()
+    with arithmetic_of(arithmetic) as dtype:
+        size = SMALLEST_SIZE
+        while size <= max_size:
+            left_s = budget_s - (time.perf_counter() - begin_s)
+            reason = _obstacle(device, dtype, size, points, left_s)
+            if reason is None:
+                # Half of what is left, so that larger sizes get their turn.
+                points.append(measure_matmul(device, dtype, size, size, size, left_s / 2))
+            else:
+                skipped.append((size, reason))
+            size *= 2
+    return Ceiling(
+        device=device.type,
+        device_name=device_name(device),
+        arithmetic=arithmetic,
+        num_threads=torch.get_num_threads() if device.type == "cpu" else None,
+        points=tuple(points),
+        skipped=tuple(skipped),
+    )
+
+
+def quick_ceiling(
+    device: torch.device | str, arithmetic: Arithmetic, num_threads: int | None = None
+) -> float:
+    """Return the best rate, in FLOP/s, over a few products of sizes met in training.
+
+    It takes about a second. Several ranks on one machine should call it at the same time, so that
+    each measures its own share of the machine.
+
+    Args:
+        device: cpu or a CUDA device.
+        arithmetic: data type, as for `measure_ceiling`.
+        num_threads: CPU threads to measure with; those of the process if None.
+
+    Raises:
+        ConfigError: the device is missing or cannot do the arithmetic.
+    """
+    device = checked_device(device, arithmetic)
+    sizes = (
+        [(2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192)]
+        if device.type == "cuda"
+        else [(512, 512, 512), (2048, 512, 1408), (1024, 1024, 1024), (768, 768, 768)]
+    )
+    begin_s, best = time.perf_counter(), 0.0
+    with arithmetic_of(arithmetic) as dtype, _threads(num_threads):
+        for rows, inner, columns in sizes:
+            point = measure_matmul(device, dtype, rows, inner, columns, budget_s=0.3, fewest=1)
+            best = max(best, point.best_flops_per_s)
+            if time.perf_counter() - begin_s > 1.0:
+                break
+    return best
+
+
+def measure_matmul(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_rows: int,
+    inner: int,
+    num_columns: int,
+    budget_s: float,
+    fewest: int = _FEWEST_REPEATS,
+) -> MatmulPoint:
+    """Time one product: a warm-up, then at least `fewest` repeats and more while time is left."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = ((num_rows, inner), (inner, num_columns))
+    a, b = (
+        torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(dtype)
+        for shape in shapes
+    )
+    out = torch.empty(num_rows, num_columns, dtype=dtype, device=device)
+    begin_s = time.perf_counter()
+    _time_products(a, b, out, 1)
+    times_s: list[float] = []
+    while len(times_s) < _MOST_REPEATS:
+        if len(times_s) >= fewest and time.perf_counter() - begin_s > budget_s:
+            break
+        # A GPU is kept busy by several products in its queue at once.
+        times_s += _time_products(a, b, out, 5 if device.type == "cuda" else 1)
+    return MatmulPoint(
+        num_rows=num_rows,
+        inner=inner,
+        num_columns=num_columns,
+        repeats=len(times_s),
+        median_s=statistics.median(times_s),
+        best_s=min(times_s),
+    )
+
+
+def checked_device(device: torch.device | str, arithmetic: Arithmetic) -> torch.device:
+    """Return the device, or say that it is missing or that it cannot do the arithmetic.
+
+    Raises:
+        ConfigError: see above.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device is '{device}'; it must be cpu, cuda or cuda:INDEX") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is '{device}'; it must be cpu, cuda or cuda:INDEX")
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= count:
+            raise ConfigError(
+                f"device is '{device}', and torch {torch.__version__} sees {count} CUDA devices "
+                "here; use --device cpu, or a lower index"
+            )
+    elif arithmetic == "tf32":
+        raise ConfigError("tf32 exists on CUDA devices only; on the CPU use float32 or bfloat16")
+    return found
+
+
+def machine_text(name: str, num_threads: int | None) -> str:
+    """Return a device's name, followed by the CPU threads if there are any to tell."""
+    if num_threads is None:
+        return name
+    return f"{name}, {num_threads} {'thread' if num_threads == 1 else 'threads'}"
+
+
+@contextmanager
+def arithmetic_of(arithmetic: Arithmetic) -> Generator[torch.dtype]:
+    """Yield the data type, with float32 products on a GPU set to TF32 or true float32 meanwhile."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
+    try:
+        dtype: torch.dtype = getattr(torch, "float32" if arithmetic == "tf32" else arithmetic)
+        yield dtype
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _threads(num_threads: int | None) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _time_products(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, repeats: int
+) -> list[float]:
+    """Return the seconds of each of several products; a GPU's own clock measures a GPU's."""
+    if a.device.type != "cuda":
+        times_s: list[float] = []
+        for _ in range(repeats):
+            begin_s = time.perf_counter()
+            torch.mm(a, b, out=out)
+            times_s.append(time.perf_counter() - begin_s)
+        return times_s
+    with torch.cuda.device(a.device):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            torch.mm(a, b, out=out)
+            event.record()
+        events[-1].synchronize()
+    return [first.elapsed_time(second) / 1e3 for first, second in pairwise(events)]
+
+
+def _obstacle(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    points: Sequence[MatmulPoint],
+    left_s: float,
+) -> str | None:
+    """Say why a size cannot be measured, or None."""
+    # Operands are drawn as float32, one at a time, before they are converted.
+    need_bytes = size * size * (3 * dtype.itemsize + 4)
+    free_bytes = free_memory_bytes(device)
+    if need_bytes > _MEMORY_SHARE * free_bytes:
+        return (
+            f"needs {need_bytes / 2**30:.1f} GiB, {_MEMORY_SHARE:.0%} of the free "
+            f"{free_bytes / 2**30:.1f} GiB are allowed"
+        )
+    if points:
+        product_s = points[-1].median_s * (size / points[-1].num_rows) ** 3
+        need_s = product_s * (1 + _FEWEST_REPEATS)
+        if need_s > left_s:
+            return f"needs about {need_s:.0f} s, {max(left_s, 0):.0f} s of the budget are left"
+    return None

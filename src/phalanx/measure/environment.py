@@ -1,0 +1,155 @@
+"""The machine and the versions that a measurement was made with, as plain values for JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+_FAST_BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "arm_bf16", "bf16")
+_SHOWN_FLAGS = (
+    "avx2",
+    "avx512_f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "amx_fp16",
+    "neon",
+    "sve",
+    "sve2",
+    "arm_bf16",
+)
+
+
+def environment() -> dict[str, object]:
+    """Describe versions, processor, memory, devices and backends of this process's machine."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "phalanx": _package_version("phalanx-train"),
+        },
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": {
+            "name": cpu_name(),
+            "num_cores": num_cores(),
+            "num_threads": torch.get_num_threads(),
+            "flags": [flag for flag in _SHOWN_FLAGS if cpu_capabilities().get(flag) is True],
+            "fast_bfloat16": has_fast_bfloat16("cpu"),
+        },
+        "memory_bytes": total_memory_bytes(),
+        "gpus": _gpus(),
+        "backends": _backends(),
+    }
+
+
+def cpu_capabilities() -> dict[str, object]:
+    """Return the processor's features as torch knows them; empty where torch cannot say."""
+    query = getattr(torch.cpu, "get_capabilities", None)
+    return dict(query()) if query is not None else {}
+
+
+def has_fast_bfloat16(device: torch.device | str) -> bool:
+    """Tell whether the device multiplies bfloat16 in hardware, so that it pays to compute in it."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = cpu_capabilities()
+    return any(capabilities.get(flag) is True for flag in _FAST_BFLOAT16_FLAGS)
+
+
+def device_name(device: torch.device | str) -> str:
+    """Return the name of the GPU, or of the processor for the CPU."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def cpu_name() -> str:
+    """Return the processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """Return the number of logical cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def total_memory_bytes() -> int:
+    """Return the memory of the machine, or the limit of the process's control group if lower."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _number_in(Path("/sys/fs/cgroup/memory.max"))
+    return physical if limit is None else min(physical, limit)
+
+
+def free_memory_bytes(device: torch.device | str) -> int:
+    """Return how much more memory this process can take on the device."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    limit = _number_in(Path("/sys/fs/cgroup/memory.max"))
+    used = _number_in(Path("/sys/fs/cgroup/memory.current"))
+    if limit is not None and used is not None:
+        free = min(free, limit - used)
+    return max(free, 0)
+
+
+def _gpus() -> list[dict[str, object]]:
+    if not torch.cuda.is_available():
+        return []
+    gpus: list[dict[str, object]] = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return gpus
+
+
+def _backends() -> dict[str, bool]:
+    has_distributed = torch.distributed.is_available()
+    return {
+        "gloo": has_distributed and torch.distributed.is_gloo_available(),
+        "nccl": has_distributed and torch.distributed.is_nccl_available(),
+        "mpi": has_distributed and torch.distributed.is_mpi_available(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "cuda": torch.cuda.is_available(),
+    }
+
+
+def _package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _number_in(path: Path) -> int | None:
+    """Return the number a control-group file holds; None if there is none or it says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,243 @@
+"""MFU of a plain multi-layer perceptron: an upper bound for what training can reach on a device.
+
+Square linear layers with ReLU, as many rows as columns, so that every product is a square one of
+the ceiling's table. Forward, backward and a fused AdamW step; parameters, gradients and optimizer
+state all in the data type under test. The input asks for its gradient, as it would inside a larger
+model, so backward is exactly twice forward: 6 x layers x width^2 x rows FLOPs a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from phalanx.errors import ConfigError
+from phalanx.measure.ceiling import (
+    arithmetic_of,
+    checked_device,
+    machine_text,
+    measure_matmul,
+    quick_ceiling,
+)
+from phalanx.measure.environment import device_name, free_memory_bytes
+from phalanx.measure.peaks import Arithmetic, peak_of
+from phalanx.measure.utilization import Utilization
+from phalanx.planner.model_shape import Flops
+
+LARGEST_WIDTH = 8192
+_SMALLEST_WIDTH = 256
+_NUM_WARMUP = 1
+_FEWEST_STEPS = 3
+_MOST_STEPS = 50
+_LIKELY_MFU = 0.6
+_MEMORY_SHARE = 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpRun:
+    """What `measure_mlp` found."""
+
+    device: str
+    device_name: str
+    arithmetic: Arithmetic
+    num_threads: int | None
+    """CPU threads; None on a GPU."""
+    num_layers: int
+    width: int
+    num_rows: int
+    choice: str
+    """Why this width."""
+    is_compiled: bool
+    num_steps: int
+    """Steps measured, after the warm-up."""
+    best_step_s: float
+    optimizer_s: float
+    """Median time of the optimizer's part of a step."""
+    utilization: Utilization
+    """Of the median step."""
+
+    @property
+    def machine(self) -> str:
+        """The device's name, with its threads if it is a CPU."""
+        return machine_text(self.device_name, self.num_threads)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values for JSON."""
+        return {
+            "device": self.device,
+            "device_name": self.device_name,
+            "dtype": self.arithmetic,
+            "num_threads": self.num_threads,
+            "num_layers": self.num_layers,
+            "width": self.width,
+            "num_rows": self.num_rows,
+            "choice": self.choice,
+            "compiled": self.is_compiled,
+            "num_steps": self.num_steps,
+            "best_step_s": self.best_step_s,
+            "optimizer_s": self.optimizer_s,
+            "utilization": self.utilization.as_dict(),
+        }
+
+
+def measure_mlp(
+    device: torch.device | str,
+    arithmetic: Arithmetic,
+    *,
+    num_layers: int = 8,
+    width: int | None = None,
+    budget_s: float = 60.0,
+    compile: bool = False,
+) -> MlpRun:
+    """Train the perceptron for a few steps and divide its FLOPs by the time.
+
+    The ceiling is measured before and after the steps, in the same process: quick products and the
+    square product of the perceptron's own width; the best of all counts.
+
+    Args:
+        device: cpu or a CUDA device.
+        arithmetic: data type; `tf32` is float32 data on a GPU's tensor cores.
+        num_layers: linear layers.
+        width: rows and columns; the largest of 8192, 4096, ... that fits time and memory if None.
+        budget_s: time for the steps, in seconds.
+        compile: compile the model with torch.compile.
+
+    Raises:
+        ConfigError: a size below 1, the device cannot do it, or it does not fit in memory.
+    """
+    device = checked_device(device, arithmetic)
+    if num_layers < 1 or (width is not None and width < 1):
+        raise ConfigError(f"num_layers is {num_layers} and width {width}; both must be at least 1")
+    ceiling = quick_ceiling(device, arithmetic)
+    with arithmetic_of(arithmetic) as dtype:
+        width, choice = _choose_width(device, dtype, num_layers, width, ceiling, budget_s)
+        ceiling = max(ceiling, _square_rate(device, dtype, width))
+        step_times_s, optimizer_times_s = _train(
+            device, dtype, num_layers, width, budget_s, compile
+        )
+        ceiling = max(ceiling, _square_rate(device, dtype, width))
+    return MlpRun(
+        device=device.type,
+        device_name=device_name(device),
+        arithmetic=arithmetic,
+        num_threads=torch.get_num_threads() if device.type == "cpu" else None,
+        num_layers=num_layers,
+        width=width,
+        num_rows=width,
+        choice=choice,
+        is_compiled=compile,
+        num_steps=len(step_times_s),
+        best_step_s=min(step_times_s),
+        optimizer_s=statistics.median(optimizer_times_s),
+        utilization=Utilization(
+            causal=_flops(num_layers, width),
+            full=None,
+            time_s=statistics.median(step_times_s),
+            num_devices=1,
+            peak=peak_of(device_name(device), arithmetic) if device.type == "cuda" else None,
+            ceiling_flops_per_s=ceiling,
+        ),
+    )
+
+
+def _flops(num_layers: int, width: int) -> Flops:
+    return Flops(linear_forward=2 * num_layers * width**3, attention_forward=0)
+
+
+def _choose_width(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_layers: int,
+    width: int | None,
+    flops_per_s: float,
+    budget_s: float,
+) -> tuple[int, str]:
+    """Return the width to train with and a sentence that says why."""
+    free_bytes = free_memory_bytes(device)
+    if width is not None:
+        need_bytes = _memory_bytes(num_layers, width, dtype)
+        if need_bytes > free_bytes:
+            raise ConfigError(
+                f"width {width} needs about {need_bytes / 2**30:.1f} GiB and "
+                f"{free_bytes / 2**30:.1f} GiB are free on {device}; use a smaller --width"
+            )
+        return width, f"width {width} as asked"
+    candidate = LARGEST_WIDTH
+    while candidate > _SMALLEST_WIDTH:
+        step_s = _flops(num_layers, candidate).model / (_LIKELY_MFU * flops_per_s)
+        fits_time = (_NUM_WARMUP + _FEWEST_STEPS) * step_s <= budget_s
+        fits_memory = _memory_bytes(num_layers, candidate, dtype) <= _MEMORY_SHARE * free_bytes
+        if fits_time and fits_memory:
+            break
+        candidate //= 2
+    if candidate == LARGEST_WIDTH:
+        return candidate, f"width {candidate}, the literature's"
+    limit = f"{budget_s:.0f} s and {free_bytes / 2**30:.1f} GiB of free memory"
+    return (
+        candidate,
+        f"width {candidate}, the largest power of two below {LARGEST_WIDTH} for {limit}",
+    )
+
+
+def _memory_bytes(num_layers: int, width: int, dtype: torch.dtype) -> int:
+    """Parameters, gradients and two moments, and three activations a layer; all are squares."""
+    return dtype.itemsize * width * width * num_layers * (4 + 3)
+
+
+def _square_rate(device: torch.device, dtype: torch.dtype, width: int) -> float:
+    point = measure_matmul(device, dtype, width, width, width, budget_s=1.0)
+    return point.best_flops_per_s
+
+
+def _train(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_layers: int,
+    width: int,
+    budget_s: float,
+    compile: bool,
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each step, and of the optimizer in each step."""
+    generator = torch.Generator(device).manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(num_layers):
+        linear = nn.Linear(width, width, bias=False, device=device, dtype=dtype)
+        nn.init.normal_(linear.weight, std=(2 / width) ** 0.5, generator=generator)
+        layers += [linear, nn.ReLU()]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    if compile:
+        model.compile()
+    x = torch.randn(width, width, device=device, generator=generator).to(dtype)
+    x.requires_grad_()
+
+    step_times_s: list[float] = []
+    optimizer_times_s: list[float] = []
+    begin_s = time.perf_counter()
+    for step in range(_NUM_WARMUP + _MOST_STEPS):
+        _wait(device)
+        first_s = time.perf_counter()
+        x.grad = None
+        model(x).square().mean().backward()
+        # A GPU must have finished backward before the optimizer's own time begins.
+        _wait(device)
+        second_s = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(device)
+        third_s = time.perf_counter()
+        if step >= _NUM_WARMUP:
+            step_times_s.append(third_s - first_s)
+            optimizer_times_s.append(third_s - second_s)
+        if len(step_times_s) >= _FEWEST_STEPS and third_s - begin_s > budget_s:
+            break
+    return step_times_s, optimizer_times_s
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,73 @@
+"""Draw the matmul ceiling as SVG. Needs matplotlib, the `plot` extra."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from phalanx.measure.ceiling import Ceiling
+
+
+def has_matplotlib() -> bool:
+    """Tell whether pictures can be drawn here."""
+    return find_spec("matplotlib") is not None
+
+
+def draw_ceiling(ceiling: Ceiling, path: Path) -> None:
+    """Draw rate against size, median and best, with the ceiling and any data sheet as lines.
+
+    Args:
+        ceiling: the measurement.
+        path: file to write; its ending picks the format (.svg, .png, .pdf).
+    """
+    # Not pyplot: it keeps every figure in a global register.
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sizes = [point.num_rows for point in ceiling.points]
+    best = [point.best_flops_per_s / 1e12 for point in ceiling.points]
+    median = [point.median_flops_per_s / 1e12 for point in ceiling.points]
+    top = ceiling.flops_per_s / 1e12
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.axhline(top, color="#b04a2f", linewidth=1, linestyle="--")
+    axes.annotate(
+        f"ceiling {top:.3g} TFLOP/s",
+        (1.0, top),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+        color="#b04a2f",
+    )
+    if ceiling.peak is not None:
+        peak = ceiling.peak.flops_per_s / 1e12
+        axes.axhline(peak, color="#555555", linewidth=1)
+        axes.annotate(
+            f"data sheet {peak:.4g} TFLOP/s",
+            (1.0, peak),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 4),
+            textcoords="offset points",
+            ha="right",
+            color="#555555",
+        )
+        top = max(top, peak)
+    axes.plot(sizes, best, marker="o", markersize=4, color="#8fb8de", label="best repeat")
+    axes.plot(sizes, median, marker="o", markersize=5, color="#1f5a99", label="median")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.18 * top)
+    axes.set_xlabel("n, product of two n x n matrices")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"Matrix products in {ceiling.arithmetic}, {ceiling.machine}")
+    axes.legend(loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    # A fixed salt and no date: the same measurement gives the same file.
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    with rc_context({"svg.hashsalt": "phalanx", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata=metadata, dpi=150)

@@ -1,0 +1,165 @@
+"""MFU and HFU: the share of a device's arithmetic that a training step used.
+
+Two peaks are kept apart: the maker's data sheet (`peaks.py`), and the ceiling that matrix products
+reach on the device itself (`ceiling.py`). Two counts too: causal attention, and full attention as
+in the PaLM paper. A share is a number in [0, 1] or it is not given at all, with a sentence why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.errors import ConfigError
+from phalanx.measure.peaks import Peak
+from phalanx.planner.model_shape import Attention, Flops
+
+Reference = Literal["data sheet", "ceiling"]
+
+_SHARES = "MFU = model FLOPs / (time x devices x peak), HFU = (model FLOPs + recompute) / the same"
+_COUNT = "model FLOPs = 6 x matmul parameters x tokens"
+_ATTENTION = (
+    "12 x pairs x heads x head_dim x layers, pairs = T (T + 1) / 2 a sequence (causal) or T x T "
+    "(full)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utilization:
+    """FLOPs and time of one step, and the peaks to measure them by."""
+
+    causal: Flops
+    """FLOPs of the step over all devices, causal attention (or a model without attention)."""
+    full: Flops | None
+    """The same with full attention; None for a model without attention."""
+    time_s: float
+    """Duration of the step."""
+    num_devices: int
+    """Devices that shared the step."""
+    peak: Peak | None
+    """One device's data sheet; None if the device is not in the table, as no CPU is."""
+    ceiling_flops_per_s: float | None
+    """Rate of the best matrix product measured on one device; None if not measured."""
+
+    def __post_init__(self) -> None:
+        if self.time_s <= 0 or self.num_devices < 1:
+            raise ConfigError(
+                f"utilization of {self.num_devices} devices over {self.time_s} s; both must be "
+                "above 0"
+            )
+        if self.ceiling_flops_per_s is not None and self.ceiling_flops_per_s <= 0:
+            raise ConfigError(f"the ceiling is {self.ceiling_flops_per_s} FLOP/s, expected above 0")
+
+    @property
+    def formula(self) -> str:
+        """The formulas behind every share of this value."""
+        count = _COUNT if self.full is None else f"{_COUNT} + {_ATTENTION}"
+        return f"{_SHARES}; {count}; 2 FLOPs a multiply-add"
+
+    def mfu(self, of: Reference, attention: Attention = "causal") -> float | None:
+        """Return model FLOPs / (time x devices x peak); None if unknown or above 1."""
+        flops = self._flops(attention)
+        return None if flops is None else self._share(flops.model, of)
+
+    def hfu(self, of: Reference, attention: Attention = "causal") -> float | None:
+        """Return (model FLOPs + recompute) / (time x devices x peak); None as for `mfu`."""
+        flops = self._flops(attention)
+        return None if flops is None else self._share(flops.hardware, of)
+
+    def warnings(self) -> list[str]:
+        """Say of each share above 100 %, which is never shown as a number, what must be wrong."""
+        found: list[str] = []
+        achieved = self.causal.hardware / self.time_s
+        claimed = None if self.full is None else self.full.hardware / self.time_s
+        for of in ("ceiling", "data sheet"):
+            rate = self._rate(of)
+            if rate is None:
+                continue
+            if achieved > rate and of == "ceiling":
+                found.append(
+                    f"the ceiling is stale: the step reached {_tera(achieved)}, the matrix "
+                    f"products measured for it only {_tera(rate)}; measure again with `phalanx "
+                    "bench ceiling` on an idle machine"
+                )
+            elif achieved > rate:
+                found.append(
+                    f"the step seems to reach {_tera(achieved)}, more than the {_tera(rate)} of "
+                    "the data sheet: the time or the number of devices is wrong"
+                )
+            elif claimed is not None and claimed > rate:
+                found.append(
+                    f"counted with full attention the step would be at {_tera(claimed)}, above "
+                    f"the {of} of {_tera(rate)}: products that were skipped are counted there, so "
+                    "no such share is given"
+                )
+        return found
+
+    def text(self) -> str:
+        """Return one line for each peak, the formula, and any warning."""
+        lines: list[str] = []
+        for of in ("data sheet", "ceiling"):
+            rate = self._rate(of)
+            if rate is None:
+                continue
+            name = f"data sheet ({self.peak.source})" if of == "data sheet" and self.peak else of
+            parts = [f"MFU {percent(self.mfu(of))}, HFU {percent(self.hfu(of))}"]
+            if self.full is not None:
+                parts[0] += " (causal)"
+                parts.append(
+                    f"MFU {percent(self.mfu(of, 'full'))}, HFU {percent(self.hfu(of, 'full'))} "
+                    "(full attention)"
+                )
+            lines.append(f"{'; '.join(parts)} of {_tera(rate)}, {name}")
+        if not lines:
+            lines.append("no MFU: neither a data sheet nor a measured ceiling for this device")
+        lines.append(f"{_tera(self.causal.model / self.time_s)} of model FLOPs; {self.formula}")
+        return "\n".join(lines + [f"WARNING: {warning}" for warning in self.warnings()])
+
+    def as_dict(self) -> dict[str, object]:
+        """Return every share, rate and count as plain values for JSON."""
+        return {
+            "formula": self.formula,
+            "time_s": self.time_s,
+            "num_devices": self.num_devices,
+            "model_flops_causal": self.causal.model,
+            "model_flops_full": None if self.full is None else self.full.model,
+            "recompute_flops": self.causal.recompute,
+            "model_flops_per_s": self.causal.model / self.time_s,
+            "data_sheet_flops_per_s": None if self.peak is None else self.peak.flops_per_s,
+            "data_sheet_source": None if self.peak is None else self.peak.source,
+            "ceiling_flops_per_s": self.ceiling_flops_per_s,
+            **{
+                f"{kind}_{of.replace(' ', '_')}_{attention}": share(of, attention)
+                for kind, share in (("mfu", self.mfu), ("hfu", self.hfu))
+                for of in ("data sheet", "ceiling")
+                for attention in ("causal", "full")
+            },
+            "warnings": self.warnings(),
+        }
+
+    def _flops(self, attention: Attention) -> Flops | None:
+        return self.causal if attention == "causal" else self.full
+
+    def _rate(self, of: Reference) -> float | None:
+        """Return the rate of all devices together."""
+        if of == "data sheet":
+            return None if self.peak is None else self.peak.flops_per_s * self.num_devices
+        if self.ceiling_flops_per_s is None:
+            return None
+        return self.ceiling_flops_per_s * self.num_devices
+
+    def _share(self, flops: int, of: Reference) -> float | None:
+        rate = self._rate(of)
+        if rate is None:
+            return None
+        share = flops / self.time_s / rate
+        return share if share <= 1.0 else None
+
+
+def percent(share: float | None) -> str:
+    """Return a share as text, such as `41.3 %`; `unknown` for None."""
+    return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
+def _tera(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.4g} TFLOP/s"
