@@ -1,0 +1,104 @@
+"""Data parallelism: bytes as predicted, gradients as one process has them, whatever is unused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from phalanx.comm.ledger import Entry, Ledger
+from phalanx.launch.local import run_ranks
+from phalanx.parallel import data
+
+SIZES = [4 * n for n in (3_000_000, 5_000_000, 10, 7_000_000, 70_000)]
+
+
+def test_buckets_hold_every_parameter_once_last_first() -> None:
+    assert data.buckets(SIZES) == [[4, 3], [2, 1, 0]]
+    assert data.buckets(SIZES, bucket_bytes=1) == [[4], [3], [2], [1], [0]]
+    assert data.buckets([]) == []
+
+
+@pytest.mark.parametrize("kind, calls", [("naive", 5), ("bucketed", 2)])
+def test_traffic_is_twice_the_parameters_less_one_share(kind: data.Kind, calls: int) -> None:
+    gradients, flags = data.traffic(SIZES, 4, kind)
+    assert (gradients.calls, flags.calls) == (calls, 1)
+    assert gradients.sent_bytes == 2 * 3 / 4 * sum(SIZES)
+    assert flags.sent_bytes == 2 * 3 / 4 * len(SIZES)
+    assert data.traffic(SIZES, 1, kind) == []
+
+
+class Branches(nn.Module):
+    """Two branches of which each rank uses one, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(6, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.never = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](self.both(x))
+
+
+def reduce_branches(kind: data.Kind) -> tuple[dict[str, torch.Tensor | None], list[Entry]]:
+    """On the outer axis ranks repeat the job, so that global ranks differ from coordinates."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "dp"))
+    coordinate = mesh.get_local_rank("dp")
+    torch.manual_seed(dist.get_rank())  # apply() must make the weights equal over dp
+    model = Branches().double()
+    reducer = data.apply(model, mesh, kind)
+    samples = torch.arange(24, dtype=torch.float64).view(2, 2, 6).sin()
+    with Ledger(mesh) as ledger:
+        for index, sample in enumerate(samples[coordinate]):
+            reducer.before_backward(is_last=index == 1)
+            with ledger.phase("backward"):
+                model(sample, coordinate).sum().backward()
+        reducer.finish(ledger.phase)
+    model.requires_grad_(False)
+    alone = Branches().double()
+    alone.load_state_dict(model.state_dict())
+    sum(alone(s, c).sum() for c in range(2) for s in samples[c]).backward()
+    errors = {
+        name: None if p.grad is None else (p.grad - q.grad).abs().max()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True)
+    }
+    return errors, ledger.entries()
+
+
+@pytest.mark.parametrize("kind", ["naive", "bucketed"])
+def test_unused_parameters_and_accumulation(kind: data.Kind) -> None:
+    for errors, entries in run_ranks(reduce_branches, 4, kind):
+        unused = {name for name, error in errors.items() if error is None}
+        assert unused == {"never.weight", "never.bias"}
+        assert max(error for error in errors.values() if error is not None) < 1e-12
+        assert {entry.axis for entry in entries} == {"dp"}
+        sent = sum(entry.sent_bytes for entry in entries)
+        sizes = [8 * n for n in (36, 6) * 4]
+        # naive leaves out the two parameters that no rank used; a bucket carries them as zeros
+        spared = 8 * 42 if kind == "naive" else 0
+        assert sent == sum(sizes) - spared + len(sizes)
+
+
+def reduce_sharded() -> tuple[float, bool]:
+    """A weight split over tp: each tp coordinate reduces its own part over dp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole = torch.randn(6, 4, dtype=torch.float64)
+    weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+    model = nn.Module()
+    model.weight = weight
+    reducer = data.apply(model, mesh)
+    inputs = torch.randn(2, 4, dtype=torch.float64)
+    reducer.before_backward(is_last=True)
+    (weight.to_local() @ inputs[mesh.get_local_rank("dp")]).square().sum().backward()
+    reducer.finish()
+    expected = sum(2 * torch.outer(whole @ x, x) for x in inputs)
+    assert isinstance(weight.grad, DTensor)
+    return float((weight.grad.full_tensor() - expected).abs().max()), True
+
+
+def test_gradients_that_are_dtensors() -> None:
+    for error, _ in run_ranks(reduce_sharded, 4):
+        assert error < 1e-12
