@@ -1,0 +1,42 @@
+"""Show a configuration: every value and where it came from (--show-config)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.config_check import settings, value_at
+from phalanx.config_load import Loaded
+
+
+def show_config(loaded: Loaded[Any]) -> None:
+    """Print key, value and source of every setting; as one JSON line if --json was given."""
+    config = loaded.config
+    if loaded.json:
+        document = {"config": dataclasses.asdict(config), "sources": dict(loaded.sources)}
+        print(json.dumps(document))
+        return
+    console = Console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("source", overflow="fold", max_width=30)
+    for key, _, _ in settings(type(config)):
+        source = loaded.sources[key]
+        style = "dim" if source == "default" else ""
+        table.add_row(key, Text(_text(value_at(config, key)), style), Text(source, style))
+    console.print(table, width=min(console.width, 100))
+
+
+def _text(value: Any) -> str:
+    """Return a value as a TOML file or a person would write it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

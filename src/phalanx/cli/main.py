@@ -1,0 +1,131 @@
+"""The phalanx command: find the verb, run it, and turn what goes wrong into one message.
+
+The verbs are loaded when they are asked for, so that `phalanx --help` needs no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+from typing import Final
+
+from phalanx.errors import ConfigError, PhalanxError, nearest
+
+VERBS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "train": "train a decoder on text over one or many processes",
+        "verify": "prove that a strategy computes what one process computes",
+        "bench": "measure this machine: matmul ceiling, MFU",
+        "doctor": "show versions, devices and backends, and let two processes meet",
+    }
+)
+"""The verbs that are built, each in phalanx.cli.<verb> with `run(argv) -> exit code`."""
+
+NOT_BUILT: Final = ("plan", "report", "show", "generate", "serve")
+"""Verbs that will come; named so that asking for one is answered clearly."""
+
+FILE_ERRORS: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        errno.ENOSPC: "no space left on the device; free some, or choose a folder on another",
+        errno.EDQUOT: "the disk quota is used up; free some space, or choose another folder",
+        errno.EACCES: "permission denied; choose a folder that you may write to",
+        errno.EPERM: "permission denied; choose a folder that you may write to",
+        errno.EROFS: "the file system is read-only; choose a folder that you may write to",
+        errno.EEXIST: "there is a file of this name; choose another folder",
+        errno.ENOTDIR: "a part of this path is a file, not a folder; choose another path",
+        errno.EISDIR: "is a folder; a file was expected",
+        errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+    }
+)
+"""What the user can mend about a file, by error number; any other is a fault of the program."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Args:
+        argv: the words after `phalanx`; those of this process if None.
+
+    Returns:
+        The exit code: 0 done, 1 the work went wrong, 2 the request was wrong, 130 interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except PhalanxError as error:
+        return _fail(str(error), error.exit_code, words)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 128 + signal.SIGINT, words)
+    except OSError as error:
+        advice = FILE_ERRORS.get(error.errno or 0)
+        if advice is None:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{advice}", 2, words)
+
+
+def _dispatch(words: list[str]) -> int:
+    """Run the verb that the first word names.
+
+    Raises:
+        ConfigError: there is no such verb.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    verb, *rest = words
+    if verb == "--version":
+        import phalanx
+
+        print(f"phalanx {phalanx.__version__}")
+        return 0
+    if verb in NOT_BUILT:
+        raise ConfigError(f"'{verb}' is not built yet; the verbs are {', '.join(VERBS)}")
+    if verb not in VERBS:
+        raise ConfigError(
+            f"'{verb}' is not a verb{nearest(verb, [*VERBS, *NOT_BUILT])}; the verbs are "
+            f"{', '.join(VERBS)}"
+        )
+    try:
+        return import_module(f"phalanx.cli.{verb}").run(rest)
+    except SystemExit as stop:  # --help has been printed
+        return stop.code if isinstance(stop.code, int) else 0
+
+
+def _usage() -> str:
+    """Return the text of `phalanx --help`."""
+    lines = [
+        "usage: phalanx VERB [OPTIONS]",
+        "",
+        "Train a PyTorch model on many devices by any mix of the known ways to split the work,",
+        "and prove that it computes what one device computes.",
+        "",
+        *(f"  {verb:<8} {text}" for verb, text in VERBS.items()),
+        "",
+        f"Not built yet: {', '.join(NOT_BUILT)}.",
+        "",
+        "phalanx VERB --help lists a verb's options; --json makes the last line of its output one",
+        "JSON document; phalanx --version prints the version.",
+        "",
+        "  phalanx train                                the demo: a small decoder on real text",
+        "  phalanx train --strategy dp2 --data notes/   your own text over two processes",
+        '  phalanx verify "dp2"                         every gradient against one process',
+    ]
+    return "\n".join(lines)
+
+
+def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
+    """Print one message on standard error, and with --json one document on standard output."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(Text("phalanx: ", style="bold red").append(message, style="not bold default"))
+    if "--json" in words:
+        print(json.dumps({"error": message, "exit_code": exit_code}), flush=True)
+    return exit_code
