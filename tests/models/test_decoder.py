@@ -1,0 +1,166 @@
+"""The decoder's own laws: documents, dropout, precision, weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.models.decoder import Decoder
+from phalanx.models.initial import fill_initial
+from phalanx.models.loss import IGNORE
+from phalanx.models.random import row_keys
+from phalanx.models.shape import ModelShape
+
+LLAMA = ModelShape(
+    vocab_size=61,
+    num_layers=2,
+    hidden=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn=48,
+    max_seq_len=64,
+    qk_norm=True,
+)
+GPT2 = dataclasses.replace(
+    LLAMA,
+    num_kv_heads=4,
+    qk_norm=False,
+    norm="layer",
+    position="learned",
+    mlp="gelu",
+    bias=True,
+    tied=True,
+)
+FAMILIES = pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+
+
+def make(shape: ModelShape) -> Decoder:
+    model = Decoder(shape)
+    model.initialize(0)
+    return model.double()
+
+
+def tokens(num_rows: int, length: int) -> Tensor:
+    return torch.randint(0, 61, (num_rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@FAMILIES
+def test_packed_documents_equal_separate_rows(shape: ModelShape) -> None:
+    model = make(shape)
+    tokens_BT = tokens(2, 24)
+    borders = [0, 9, 24]
+    documents_BT = torch.tensor([[0] * 9 + [1] * 15, [4] * 24])
+    positions_BT = torch.tensor([[*range(9), *range(15)], [*range(24)]])
+    packed = model(tokens_BT, positions_BT=positions_BT, documents_BT=documents_BT)
+    for start, stop in itertools.pairwise(borders):
+        alone = model(tokens_BT[:1, start:stop])
+        torch.testing.assert_close(packed[:1, start:stop], alone, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(packed[1:], model(tokens_BT[1:]), rtol=1e-12, atol=1e-12)
+
+
+@FAMILIES
+def test_later_tokens_do_not_matter(shape: ModelShape) -> None:
+    model = make(shape)
+    tokens_BT = tokens(2, 24)
+    changed_BT = tokens_BT.clone()
+    changed_BT[:, 12:] = 0
+    torch.testing.assert_close(
+        model(tokens_BT)[:, :12], model(changed_BT)[:, :12], rtol=1e-12, atol=1e-12
+    )
+
+
+@FAMILIES
+def test_no_valid_token_gives_zero_gradients_to_all(shape: ModelShape) -> None:
+    model = make(shape)
+    loss = model(tokens(2, 8), torch.full((2, 8), IGNORE))
+    loss.backward()
+    assert loss.item() == 0.0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@FAMILIES
+def test_bfloat16_compute_leaves_fp32_parameters_and_gradients(shape: ModelShape) -> None:
+    model = make(shape).float()
+    exact = model(tokens(2, 24), tokens(2, 24))
+    model.compute_dtype = torch.bfloat16
+    assert model(tokens(2, 24)).dtype == torch.bfloat16
+    loss = model(tokens(2, 24), tokens(2, 24))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=5e-3)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32, name
+        assert parameter.grad.any() or name.endswith("k.bias"), name
+
+
+def test_dropout_is_the_rows_own() -> None:
+    model = make(dataclasses.replace(LLAMA, dropout=0.2))
+    tokens_BT, keys_B = tokens(4, 16), row_keys(0, 3, torch.arange(4))
+    whole = model(tokens_BT, dropout_keys_B=keys_B)
+    apart = [model(tokens_BT[i : i + 1], dropout_keys_B=keys_B[i : i + 1]) for i in range(4)]
+    torch.testing.assert_close(torch.cat(apart), whole, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(
+        whole, model(tokens_BT, dropout_keys_B=row_keys(0, 4, torch.arange(4)))
+    )
+
+
+def test_dropout_needs_keys_in_training_and_none_in_evaluation() -> None:
+    model = make(dataclasses.replace(LLAMA, dropout=0.2))
+    with pytest.raises(ConfigError, match=r"dropout is 0\.2.*needs dropout_keys_B"):
+        model(tokens(1, 4))
+    plain = make(LLAMA)
+    assert torch.equal(model.eval()(tokens(1, 4)), plain(tokens(1, 4)))
+
+
+def test_rows_beyond_max_seq_len_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rows of 65 tokens; max_seq_len is 64"):
+        make(LLAMA)(tokens(1, 65))
+
+
+def test_tie_survives_meta_copy_and_state_dict() -> None:
+    with torch.device("meta"):
+        model = Decoder(GPT2)
+    model.to_empty(device="cpu")
+    model.initialize(0)
+    twin = copy.deepcopy(model)
+    assert "output.weight" not in model.state_dict()
+    before = twin(tokens(1, 4))
+    with torch.no_grad():
+        twin.embedding.weight.mul_(2)
+    # Logits pass through a final norm, so doubling only the embedding's reading would hardly show.
+    assert (twin(tokens(1, 4)) / before).median().item() > 1.5
+
+
+@FAMILIES
+def test_initial_weights_by_parts_and_in_fp64(shape: ModelShape) -> None:
+    single, double = Decoder(shape), Decoder(shape).double()
+    single.initialize(7)
+    double.initialize(7)
+    for name, whole in single.named_parameters():
+        assert torch.equal(whole.double(), double.get_parameter(name)), name
+        half = whole.shape[0] // 2
+        part = torch.empty_like(whole[half:])
+        offset = [half] + [0] * (whole.ndim - 1)
+        fill_initial(part, shape, name, 7, whole=whole.shape, offset=offset)
+        assert torch.equal(part, whole[half:]), name
+    other = Decoder(shape)
+    other.initialize(8)
+    assert not torch.equal(other.embedding.weight, single.embedding.weight)
+
+
+def test_initial_spread() -> None:
+    model = Decoder(dataclasses.replace(LLAMA, hidden=256, ffn=512, num_layers=8))
+    model.initialize(0)
+    block = model.blocks[3]
+    assert block.attention.q.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.attention.output.weight.std().item() == pytest.approx(0.005, rel=0.05)
+    assert block.mlp.down.weight.std().item() == pytest.approx(0.005, rel=0.05)
+    assert bool((model.norm.weight == 1).all())

@@ -1,0 +1,203 @@
+"""The decoder computes what transformers computes, weights and gradients alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.models.decoder import Decoder
+from phalanx.models.hf import from_hf, shape_from_hf, to_hf
+from phalanx.models.loss import IGNORE
+from phalanx.models.registry import shape_of
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def llama(**options: object) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **options}))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 16}))
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=97,
+            n_positions=64,
+            n_embd=48,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+# transformers makes the angles of the rotary embedding in fp32 whatever the model's dtype.
+MODELS = {
+    "llama": (llama, 1e-6),
+    "llama-tied-scaled": (
+        lambda: llama(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE, head_dim=16),
+        1e-6,
+    ),
+    "qwen3": (qwen3, 1e-6),
+    "gpt2": (gpt2, 1e-12),
+}
+
+
+def pair(name: str) -> tuple[PreTrainedModel, Decoder, float]:
+    """Make both models in fp64 with equal weights, no norm weight and no bias left at 1 or 0."""
+    make, tolerance = MODELS[name]
+    torch.manual_seed(0)
+    theirs = make().double()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    shape = shape_from_hf(theirs.config.to_dict())
+    ours = Decoder(shape).double()
+    ours.load_state_dict(from_hf(theirs.state_dict(), shape))
+    return theirs, ours, tolerance
+
+
+def sample() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens_BT = torch.randint(0, 97, (3, 40), generator=generator)
+    labels_BT = torch.randint(0, 97, (3, 40), generator=generator)
+    labels_BT[0, :7] = IGNORE
+    return tokens_BT, labels_BT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_logits_loss_and_gradients(name: str) -> None:
+    theirs, ours, tolerance = pair(name)
+    tokens_BT, labels_BT = sample()
+    expected_BTV = theirs(tokens_BT).logits
+    torch.testing.assert_close(ours(tokens_BT), expected_BTV, rtol=tolerance, atol=tolerance)
+
+    expected = F.cross_entropy(
+        expected_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum", ignore_index=IGNORE
+    )
+    expected.backward()
+    loss = ours(tokens_BT, labels_BT)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0.0)
+    # The gradients have the layout of their weights, so the same conversion carries them.
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    expected_gradients = from_hf(gradients, ours.shape)
+    found = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    assert found.keys() == expected_gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    for key, gradient in found.items():
+        # The bias of GPT-2's keys has no gradient but rounding errors.
+        scale = expected_gradients[key].abs().max().clamp(min=1e-5 * largest)
+        torch.testing.assert_close(
+            gradient / scale, expected_gradients[key] / scale, rtol=0.0, atol=10 * tolerance
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_back_to_hugging_face(name: str) -> None:
+    theirs, ours, _ = pair(name)
+    back = to_hf(ours.state_dict(), ours.shape)
+    state = theirs.state_dict()
+    if ours.shape.tied:
+        del state["lm_head.weight"]
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[key], state[key]) for key in state)
+
+
+def test_bare_gpt2_checkpoint_with_its_old_buffers() -> None:
+    theirs, ours, _ = pair("gpt2")
+    bare = {**theirs.transformer.state_dict(), "h.0.attn.bias": torch.ones(1, 1, 64, 64)}
+    taken = from_hf(bare, ours.shape)
+    assert all(torch.equal(taken[key], value) for key, value in ours.state_dict().items())
+
+
+def test_published_configs_give_the_presets() -> None:
+    llama3_8b = {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+    assert shape_from_hf(llama3_8b) == shape_of("llama3-8b")
+    assert shape_from_hf(GPT2Config().to_dict()) == shape_of("gpt2-124m")
+
+
+def test_unknown_configs_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model_type is 'lama'.*did you mean 'llama'"):
+        shape_from_hf({"model_type": "lama"})
+    with pytest.raises(ConfigError, match="rope_type is 'yarn'"):
+        shape_from_hf({**LlamaConfig(**SIZES).to_dict(), "rope_parameters": {"rope_type": "yarn"}})
+    with pytest.raises(ConfigError, match="mlp_bias is True"):
+        shape_from_hf(LlamaConfig(**SIZES, mlp_bias=True).to_dict())
+    with pytest.raises(ConfigError, match="hidden_size is missing"):
+        shape_from_hf({"model_type": "llama", "num_attention_heads": 4})
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    theirs, ours, _ = pair("llama")
+    state = dict(theirs.state_dict())
+    with pytest.raises(CheckpointError, match=r"no place for 1 of them, 'surplus\.weight'"):
+        from_hf({**state, "surplus.weight": torch.ones(1)}, ours.shape)
+    with pytest.raises(CheckpointError, match=r"'embedding\.weight' is \(96, 48\)"):
+        from_hf({**state, "model.embed_tokens.weight": torch.ones(96, 48)}, ours.shape)
+    del state["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is missing"):
+        from_hf(state, ours.shape)
+    with pytest.raises(CheckpointError, match=r"'norm\.weight' is missing"):
+        to_hf({key: v for key, v in ours.state_dict().items() if key != "norm.weight"}, ours.shape)

@@ -1,0 +1,89 @@
+"""Presets have their published sizes, and overrides make sensible models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.config import ShapeConfig
+from phalanx.errors import ConfigError, NotDivisible
+from phalanx.models.decoder import Decoder
+from phalanx.models.registry import PRESETS, shape_of, with_sizes
+
+# Millions of parameters, from the model cards and the weights themselves; GPT-2's with its tied
+# embedding counted once.
+PUBLISHED = {
+    "gpt2-124m": 124.44,
+    "gpt2-355m": 354.82,
+    "gpt2-774m": 774.03,
+    "gpt2-1.5b": 1557.61,
+    "llama2-7b": 6738.42,
+    "llama3-1b": 1235.81,
+    "llama3-3b": 3212.75,
+    "llama3-8b": 8030.26,
+    "llama3-70b": 70553.71,
+    "llama3-405b": 405853.39,
+    "qwen3-0.6b": 596.05,
+    "qwen3-1.7b": 1720.57,
+    "qwen3-4b": 4022.47,
+    "qwen3-8b": 8190.74,
+    "qwen3-14b": 14768.31,
+    "qwen3-32b": 32762.12,
+}
+
+
+def test_every_preset_has_a_published_size() -> None:
+    assert PUBLISHED.keys() | {"demo"} == PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count(name: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(shape_of(name))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e6 == pytest.approx(PUBLISHED[name], abs=0.006)
+
+
+def test_demo_is_small() -> None:
+    count = sum(parameter.numel() for parameter in Decoder(shape_of("demo")).parameters())
+    assert 5e6 < count < 10e6
+
+
+def test_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no preset 'llama3-8'.*did you mean 'llama3-8b'"):
+        shape_of("llama3-8")
+
+
+def test_nothing_given_changes_nothing() -> None:
+    for shape in PRESETS.values():
+        assert with_sizes(shape, ShapeConfig()) == shape
+
+
+def test_head_dim_follows_hidden_and_num_heads() -> None:
+    demo = shape_of("demo")
+    assert with_sizes(demo, ShapeConfig(hidden=512)).head_dim == 512 // demo.num_heads
+    assert with_sizes(demo, ShapeConfig(num_heads=8)).head_dim == 32
+    assert with_sizes(demo, ShapeConfig(hidden=512, head_dim=48)).head_dim == 48
+    with pytest.raises(NotDivisible, match=r"hidden is 256, which 3 does not divide.*is 2"):
+        with_sizes(demo, ShapeConfig(num_heads=3))
+
+
+def test_num_kv_heads_follows_num_heads() -> None:
+    assert with_sizes(shape_of("demo"), ShapeConfig(num_heads=8)).num_kv_heads == 8
+    grouped = shape_of("llama3-8b")
+    assert with_sizes(grouped, ShapeConfig(num_heads=16)).num_kv_heads == 8
+    assert with_sizes(grouped, ShapeConfig(num_heads=4)).num_kv_heads == 4
+    assert with_sizes(grouped, ShapeConfig(hidden=240, num_heads=12)).num_kv_heads == 6
+    assert with_sizes(grouped, ShapeConfig(num_heads=16, num_kv_heads=2)).num_kv_heads == 2
+
+
+def test_false_and_zero_are_values() -> None:
+    assert with_sizes(shape_of("gpt2-124m"), ShapeConfig(tied=False)).tied is False
+    dropped = with_sizes(shape_of("demo"), ShapeConfig(dropout=0.1))
+    assert with_sizes(dropped, ShapeConfig(dropout=0.0)).dropout == 0.0
+
+
+@pytest.mark.parametrize("sizes", [{"num_heads": 0}, {"hidden": 0}, {"num_layers": -1}])
+def test_sizes_below_one_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        with_sizes(shape_of("demo"), ShapeConfig(**sizes))
