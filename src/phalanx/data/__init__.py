@@ -1,0 +1,1 @@
+"""From text to microbatches: corpus, tokenizer, token files, order, loader."""

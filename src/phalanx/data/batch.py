@@ -1,0 +1,48 @@
+"""One microbatch on one rank.
+
+Legend: B rows of the microbatch, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.models.loss import IGNORE
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A microbatch. All have the full shape; a row that is missing is an empty row.
+
+    Attributes:
+        tokens_BT: int64 ids; 0 in empty rows and after the last token of the data.
+        labels_BT: int64, the token after each, and IGNORE where none counts.
+        positions_BT: int64, the place of each token in its document (in its row, if documents are
+            not told apart), counted from the first token of it in the row.
+        documents_BT: int64, the number of each token's document in its row, from 0; None if each
+            row holds one document, or documents are not told apart.
+        rows_B: int64, the global position of each row, and -1 for an empty row.
+    """
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+    positions_BT: Tensor
+    documents_BT: Tensor | None
+    rows_B: Tensor
+
+    def count_valid(self) -> int:
+        """Count the labels that the loss sums over."""
+        return int((self.labels_BT != IGNORE).sum())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on a device."""
+        return Batch(
+            self.tokens_BT.to(device, non_blocking=True),
+            self.labels_BT.to(device, non_blocking=True),
+            self.positions_BT.to(device, non_blocking=True),
+            None if self.documents_BT is None else self.documents_BT.to(device, non_blocking=True),
+            self.rows_B.to(device, non_blocking=True),
+        )

@@ -1,0 +1,289 @@
+"""The corpus: text as a stream of documents, always in the same order.
+
+A file of text is one document, a line of .jsonl or a row of .parquet is one document. Names are
+relative to the corpus, so that another machine finds the same names and makes the same split.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import importlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import DataError, nearest
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+"""The kinds of file that can be read."""
+
+FIELD = "text"
+"""The field of .jsonl and the column of .parquet that hold the text."""
+
+# Tests, vendored packages and tables of numbers: text of another kind than the library's own.
+_LIBRARY_SKIPS = frozenset(
+    "test tests idle_test site-packages dist-packages idlelib lib2to3 turtledemo "
+    "ensurepip encodings pydoc_data __pycache__ __phello__".split()
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of the corpus.
+
+    Attributes:
+        name: where it stands in the corpus: relative path, with the line or row after a colon.
+        text: the whole text; never empty or only space.
+    """
+
+    name: str
+    text: str
+
+
+def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Document]:
+    """Read the documents of a corpus, in a fixed order.
+
+    Args:
+        path: a file, a folder (searched through, in sorted order) or a glob; None is the standard
+            library of the running Python: the topics of pydoc_data and the .py sources.
+        max_bytes: stop after this many bytes of text (UTF-8), cutting the last document.
+
+    Raises:
+        DataError: the path is missing, cannot be read, holds no supported file or no text, or a
+            file in it is not what its name says.
+    """
+    left = max_bytes
+    is_empty = True
+    for document in _standard_library() if path is None else _from_path(path):
+        if not document.text.strip():
+            continue
+        if left is not None:
+            raw = document.text.encode()
+            if len(raw) > left:
+                document = Document(document.name, raw[:left].decode(errors="ignore"))
+                if not document.text.strip():
+                    break
+            left -= len(raw)
+        is_empty = False
+        yield document
+        if left is not None and left <= 0:
+            break
+    if is_empty:
+        what = "the standard library" if path is None else f"corpus {path}"
+        limit = f" in its first {max_bytes} bytes" if max_bytes is not None else ""
+        raise DataError(f"{what} holds no text{limit}; expected at least one document")
+
+
+def _from_path(path: str) -> Iterator[Document]:
+    root, files = _find_files(path)
+    for file in files:
+        name = file.relative_to(root).as_posix()
+        if file.suffix.lower() == ".jsonl":
+            yield from _read_jsonl(file, name)
+        elif file.suffix.lower() == ".parquet":
+            yield from _read_parquet(file, name)
+        else:
+            yield Document(name, _decode(_read_bytes(file), file))
+
+
+def _find_files(path: str) -> tuple[Path, list[Path]]:
+    """Return the folder that names are relative to, and the files in sorted order."""
+    if not path.strip():
+        raise DataError("the path of the corpus is empty; expected a file, folder or glob")
+    start = Path(path).expanduser()
+    try:
+        if start.is_dir():
+            return start, _supported(_walk(start), path)
+        if start.exists():
+            return start.parent, _supported([start], path)
+        if glob.has_magic(path):
+            return _find_matches(start, path)
+        raise DataError(f"{path} does not exist{_hint(start)}")
+    except OSError as error:
+        raise _unreadable(start, error) from error
+
+
+def _find_matches(pattern: Path, path: str) -> tuple[Path, list[Path]]:
+    """Return the fixed folder of a glob, and the files that it or the folders it names hold."""
+    matches = [Path(match) for match in glob.glob(str(pattern), recursive=True)]
+    if not matches:
+        raise DataError(f"no file matches {path}; expected a glob such as 'texts/**/*.md'")
+    # Names must not depend on where the corpus lies: they start below the glob's fixed part.
+    fixed = pattern
+    while glob.has_magic(str(fixed)):
+        fixed = fixed.parent
+    files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
+    return fixed, _supported(sorted(set(files)), path)
+
+
+def _hint(missing: Path) -> str:
+    """Return words on the existing path nearest to a missing one."""
+    parent = missing.parent
+    while not parent.is_dir():
+        missing, parent = parent, parent.parent
+    names = sorted(entry.name for entry in parent.iterdir())
+    close = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.5)
+    if close:
+        return f" (did you mean '{parent / close[0]}'?)"
+    return f"; expected a file, folder or glob, and {parent} holds nothing of a like name"
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Return the files below a folder, sorted; what is hidden stays out."""
+
+    def fail(error: OSError) -> None:
+        raise _unreadable(Path(error.filename or folder), error) from error
+
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(files)
+
+
+def _supported(files: Iterable[Path], path: str) -> list[Path]:
+    files = list(files)
+    # A named pipe has a name like a file's, and reading it would wait for ever.
+    chosen = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
+    if not chosen:
+        found = sorted({file.suffix or file.name for file in files})
+        raise DataError(
+            f"{path} holds no file that can be read: expected one of {' '.join(SUFFIXES)}, found "
+            f"{' '.join(found[:8]) or 'nothing'}"
+        )
+    return chosen
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot read {path}: {error.strerror or error}; expected a path this user may read"
+    )
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _decode(raw: bytes, file: Path, start: int = 0) -> str:
+    """Return UTF-8 as text; `start` is the offset of `raw` in the file, for the message."""
+    zero = raw.find(b"\0")
+    if zero >= 0:
+        raise DataError(
+            f"{file} is not text: it has a NUL at byte {start + zero}; expected UTF-8 (convert "
+            f"UTF-16 first, or leave the file out)"
+        )
+    try:
+        return raw.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8: byte {start + error.start} is 0x{raw[error.start]:02x} "
+            f"({error.reason}); convert the file to UTF-8, or leave it out"
+        ) from error
+
+
+def _read_jsonl(file: Path, name: str) -> Iterator[Document]:
+    offset = 0
+    try:
+        with file.open("rb") as lines:
+            for number, raw in enumerate(lines, start=1):
+                if raw.strip():
+                    text = _json_text(_decode(raw, file, offset), f"{file}, line {number}")
+                    yield Document(f"{name}:{number}", text)
+                offset += len(raw)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _json_text(line: str, place: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{place} is not JSON: {error.msg} at column {error.colno}; expected one object a line"
+        ) from error
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{place} is a {type(record).__name__}; expected an object with the field '{FIELD}'"
+        )
+    if FIELD not in record:
+        raise DataError(
+            f"{place} has no field '{FIELD}'{nearest(FIELD, record)}; its fields are "
+            f"{', '.join(map(repr, record)) or 'none'}"
+        )
+    return _checked(record[FIELD], place)
+
+
+def _checked(value: object, place: str) -> str:
+    """Return a value as text, or say why it is none."""
+    if not isinstance(value, str):
+        raise DataError(f"{place}: '{FIELD}' is a {type(value).__name__}; expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: '{FIELD}' has half of a surrogate pair at character {error.start}, which "
+            f"UTF-8 cannot hold; expected whole characters"
+        ) from error
+    return value
+
+
+def _read_parquet(file: Path, name: str) -> Iterator[Document]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+        arrow = importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise DataError(
+            f"cannot read {file}: .parquet needs pyarrow; install it with "
+            f"pip install 'phalanx-train[parquet]'"
+        ) from error
+    try:
+        with parquet.ParquetFile(file) as table:
+            columns: list[str] = table.schema_arrow.names
+            if FIELD not in columns:
+                raise DataError(
+                    f"{file} has no column '{FIELD}'{nearest(FIELD, columns)}; its columns are "
+                    f"{', '.join(map(repr, columns)) or 'none'}"
+                )
+            row = 0
+            for rows in table.iter_batches(batch_size=1024, columns=[FIELD]):
+                for value in rows.column(0).to_pylist():
+                    row += 1
+                    if value is not None:
+                        yield Document(f"{name}:{row}", _checked(value, f"{file}, row {row}"))
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except arrow.ArrowException as error:
+        raise DataError(f"{file} is not a parquet file: {error}") from error
+
+
+def _standard_library() -> Iterator[Document]:
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        topics = {}  # some systems ship Python without its documentation
+    for topic in sorted(topics):
+        yield Document(f"topics/{topic}", topics[topic])
+    root = Path(sysconfig.get_path("stdlib"))
+    if not root.is_dir():
+        if not topics:
+            raise DataError(
+                f"this Python keeps no standard library at {root}; name a corpus with --data"
+            )
+        return
+    files: list[Path] = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LIBRARY_SKIPS]
+        files += [Path(parent, name) for name in names if name.endswith(".py")]
+    for file in sorted(files):
+        try:
+            yield Document(file.relative_to(root).as_posix(), _decode(_read_bytes(file), file))
+        except DataError:
+            continue  # a distribution's own file in another encoding: not the user's to mend

@@ -1,0 +1,114 @@
+"""Samples: windows over a file of tokens, and the microbatches they make.
+
+Legend: B rows, T tokens of a sample, V ids of the tokenizer.
+
+Sample i is tokens[i T : i T + T + 1]: it reads T tokens and predicts the T that follow each. The
+last token of a window is a label only, and the first token of the next. So each token of the file
+but the first is predicted exactly once an epoch; the last sample may be shorter, and the labels it
+lacks are IGNORE.
+
+[Note: Boundary] The separator E opens a document: it is its token 0, and the token after it is
+predicted from E alone. That label counts: it is how a text begins, and generation starts from it.
+The label E at the last token of a document counts too: it is how a text ends. So the sum of the
+losses over a file is the length of a code for all its documents, and it is divided by exactly
+their bytes; E itself has none.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from phalanx.data.batch import Batch
+from phalanx.data.token_file import TokenFile
+from phalanx.errors import ConfigError
+from phalanx.models.loss import IGNORE
+
+
+class Samples:
+    """The samples of a file of tokens; `len()` is their number.
+
+    Each process maps the file on first use. Pickling sends only the file's name.
+    """
+
+    def __init__(self, file: TokenFile, seq_len: int, *, document_mask: bool = True) -> None:
+        """Window a file.
+
+        Args:
+            file: the tokens.
+            seq_len: T.
+            document_mask: whether positions and attention stay inside one document.
+
+        Raises:
+            ConfigError: seq_len is less than 1.
+        """
+        if seq_len < 1:
+            raise ConfigError(f"corpus.seq_len is {seq_len}; a sample has at least 1 token")
+        self.file = file
+        self.seq_len = seq_len
+        self.document_mask = document_mask
+
+    @cached_property
+    def _tokens(self) -> npt.NDArray[Any]:
+        return self.file.map()
+
+    def __getstate__(self) -> dict[str, object]:
+        # A memory map would be pickled as all of its tokens.
+        return {key: value for key, value in self.__dict__.items() if key != "_tokens"}
+
+    def __len__(self) -> int:
+        return max(0, -(-(self.file.num_tokens - 1) // self.seq_len))
+
+    def batch(self, samples_B: npt.NDArray[np.int64], rows_B: npt.NDArray[np.int64]) -> Batch:
+        """Make a microbatch.
+
+        Args:
+            samples_B: the sample of each row, -1 for an empty row.
+            rows_B: the global position of each row, -1 for an empty row.
+        """
+        windows, is_token = self._windows(samples_B)
+        tokens_BT = np.where(is_token[:, :-1], windows[:, :-1], 0)
+        labels_BT = np.where(is_token[:, 1:], windows[:, 1:], IGNORE)
+        places_BT = np.broadcast_to(np.arange(self.seq_len), tokens_BT.shape)
+        documents_BT = None
+        if self.document_mask:
+            opens_BT = (tokens_BT == self.file.end_id) & is_token[:, :-1]
+            opens_BT[:, 0] = False  # the first document is 0, whether it opens here or earlier
+            starts_BT = np.maximum.accumulate(np.where(opens_BT, places_BT, 0), axis=1)
+            places_BT = places_BT - starts_BT
+            if opens_BT.any():
+                documents_BT = torch.from_numpy(np.cumsum(opens_BT, axis=1))
+        return Batch(
+            torch.from_numpy(tokens_BT),
+            torch.from_numpy(labels_BT),
+            torch.from_numpy(np.ascontiguousarray(places_BT)),
+            documents_BT,
+            torch.from_numpy(np.asarray(rows_B, dtype=np.int64)),
+        )
+
+    def count_bytes(
+        self, samples: npt.NDArray[np.int64], token_bytes_V: npt.NDArray[np.int32]
+    ) -> int:
+        """Count the bytes of text that `samples` predict; -1 is an empty row.
+
+        With the sum of their losses, bits per byte = sum / ln 2 / bytes.
+        """
+        total = 0
+        for begin in range(0, len(samples), 1024):
+            windows, is_token = self._windows(samples[begin : begin + 1024])
+            total += int(token_bytes_V[windows[:, 1:]][is_token[:, 1:]].sum(dtype=np.int64))
+        return total
+
+    def _windows(
+        self, samples_B: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return T + 1 tokens a row, and which of them there are."""
+        index = samples_B[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        is_token = (samples_B[:, None] >= 0) & (index < self.file.num_tokens)
+        windows = np.zeros(index.shape, dtype=np.int64)
+        windows[is_token] = self._tokens[index[is_token]]
+        return windows, is_token

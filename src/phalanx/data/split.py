@@ -1,0 +1,83 @@
+"""Which documents are kept aside for validation: a function of their names and sizes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.data.corpus import Document
+from phalanx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Split:
+    """The parts of a corpus.
+
+    Attributes:
+        validation: numbers of the documents of the validation part.
+        cut: a document of both parts, and the bytes at its end that are for validation.
+    """
+
+    validation: frozenset[int] = field(default_factory=lambda: frozenset[int]())
+    cut: tuple[int, int] | None = None
+
+    def parts(self, number: int, document: Document) -> Iterator[tuple[bool, str]]:
+        """Yield the texts of document `number`, each with whether it is for validation."""
+        if self.cut is not None and number == self.cut[0]:
+            raw = document.text.encode()
+            at = len(raw) - self.cut[1]
+            # At the end of a line if one is near, else at the start of a character.
+            line = raw.find(b"\n", at, at + self.cut[1] // 2) + 1
+            at = line or at
+            while at < len(raw) and raw[at] & 0xC0 == 0x80:
+                at += 1
+            pieces = ((False, raw[:at].decode()), (True, raw[at:].decode()))
+            yield from (piece for piece in pieces if piece[1])
+        else:
+            yield number in self.validation, document.text
+
+
+def split_documents(names: Sequence[str], sizes_bytes: Sequence[int], share: float) -> Split:
+    """Choose about `share` of the bytes for validation.
+
+    Documents are taken whole, in an order that depends on their names alone, so that a document
+    that joins the corpus moves few others. One document is cut where taking or leaving it would
+    miss the share by more than a quarter: a corpus of one file has both parts too.
+
+    Args:
+        names: name of each document.
+        sizes_bytes: bytes of each document.
+        share: the part of all bytes that is wanted, in [0, 1).
+
+    Raises:
+        ConfigError: the share is out of range.
+    """
+    if not 0.0 <= share < 1.0:
+        raise ConfigError(
+            f"corpus.validation is {share}; expected a share of the documents of at least 0 and "
+            f"less than 1, such as 0.02"
+        )
+    wanted = round(share * sum(sizes_bytes))
+    order = sorted(range(len(names)), key=lambda number: (_digest(names[number]), number))
+    chosen: set[int] = set()
+    taken = 0
+    for number in order:
+        missing = wanted - taken
+        excess = sizes_bytes[number] - missing
+        if missing <= 0:
+            break
+        if excess <= 0:
+            chosen.add(number)
+            taken += sizes_bytes[number]
+        elif min(missing, excess) > wanted / 4 or len(chosen) + 1 == len(names):
+            return Split(frozenset(chosen), (number, missing))
+        else:
+            if excess < missing:
+                chosen.add(number)
+            break
+    return Split(frozenset(chosen))
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()

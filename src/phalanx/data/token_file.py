@@ -1,0 +1,122 @@
+"""A file of tokens: a header of 32 bytes, then the ids in 2 or 4 bytes each, little-endian.
+
+```
+| b"PHXTOKEN" | version u32 | width u32 | number of tokens u64 | end-of-text id u64 | ids ... |
+```
+
+The ids are `E d1 E d2 ... E`: the end-of-text token E stands before each document and after the
+last, so that each token of each document has one to be predicted from.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.errors import DataError
+
+_HEADER = struct.Struct("<8sIIQQ")
+_MAGIC = b"PHXTOKEN"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """What the header of a file of tokens says. It is small and can be sent to other processes.
+
+    Attributes:
+        path: the file.
+        num_tokens: ids in it, separators included.
+        end_id: the id of the end-of-text token, which separates documents.
+        width_bytes: bytes of one id, 2 or 4.
+    """
+
+    path: Path
+    num_tokens: int
+    end_id: int
+    width_bytes: int
+
+    def map(self) -> npt.NDArray[np.uint16] | npt.NDArray[np.uint32]:
+        """Map the ids into memory: nothing is read before it is used."""
+        if self.num_tokens == 0:
+            return np.zeros(0, dtype=np.uint16)  # a map cannot be empty
+        return np.memmap(
+            self.path,
+            dtype=f"<u{self.width_bytes}",
+            mode="r",
+            offset=_HEADER.size,
+            shape=(self.num_tokens,),
+        )
+
+
+def open_token_file(path: Path) -> TokenFile:
+    """Read the header of a file of tokens.
+
+    Raises:
+        DataError: the file cannot be read, is no file of tokens, or is cut short.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_HEADER.size)
+        num_bytes = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot read tokens {path}: {error.strerror or error}") from error
+    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
+        raise DataError(f"{path} is not a file of tokens; remove it and prepare the data again")
+    _, version, width_bytes, num_tokens, end_id = _HEADER.unpack(raw)
+    if version != _VERSION or width_bytes not in (2, 4):
+        raise DataError(
+            f"{path} is of version {version} with {width_bytes} bytes a token; expected version "
+            f"{_VERSION} with 2 or 4; remove it and prepare the data again"
+        )
+    expected = _HEADER.size + num_tokens * width_bytes
+    if num_bytes != expected:
+        raise DataError(
+            f"{path} has {num_bytes} bytes, but {num_tokens} tokens take {expected}; remove it and "
+            f"prepare the data again"
+        )
+    return TokenFile(path, num_tokens, end_id, width_bytes)
+
+
+class TokenWriter:
+    """Writes documents to a file of tokens; a context, which ends the file with a separator."""
+
+    def __init__(self, path: Path, *, num_ids: int, end_id: int) -> None:
+        self._width_bytes = 2 if num_ids <= 1 << 16 else 4
+        self._end_id = end_id
+        self._num_tokens = 0
+        self._file = path.open("wb")
+        self._file.write(bytes(_HEADER.size))
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                if self._num_tokens:
+                    self.begin_document()
+                self._file.seek(0)
+                header = (_MAGIC, _VERSION, self._width_bytes, self._num_tokens, self._end_id)
+                self._file.write(_HEADER.pack(*header))
+        finally:
+            self._file.close()
+
+    def begin_document(self) -> None:
+        """Write the separator."""
+        self.write([self._end_id])
+
+    def write(self, ids: list[int]) -> None:
+        """Write ids of the document that has begun."""
+        self._file.write(np.array(ids, dtype=f"<u{self._width_bytes}").data)
+        self._num_tokens += len(ids)

@@ -1,0 +1,241 @@
+"""The tokenizer: a byte-level BPE trained on the corpus, or a tokenizer.json of the user's.
+
+Byte-level: every text has tokens, and the tokens of a text have together exactly its bytes. So a
+loss can be given in bits per byte, which compares across tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from phalanx.errors import ConfigError, DataError
+
+END_OF_TEXT = "<|endoftext|>"
+"""The token that stands before each document and after the last."""
+
+SMALLEST_VOCABULARY = 257
+"""One token for each byte, and END_OF_TEXT."""
+
+# The names that published tokenizers give to the same idea, the commonest first.
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+_PIECE_CHARACTERS = 1 << 18
+_CALL_CHARACTERS = 1 << 20
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE (Sennrich et al. 2016; over bytes, Radford et al. 2019).
+
+    Args:
+        texts: what to learn from.
+        vocab_size: largest number of tokens; a small corpus gives fewer.
+
+    Raises:
+        ConfigError: vocab_size has no room for the single bytes.
+    """
+    check_wanted_size(vocab_size)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with _sequential_library():
+        tokenizer.train_from_iterator(
+            (piece for text in texts for piece in cut_pieces(text)), trainer=trainer
+        )
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def check_wanted_size(vocab_size: int) -> None:
+    """Raise ConfigError if a byte-level BPE cannot have so few tokens."""
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"corpus.vocab_size is {vocab_size}; a byte-level tokenizer needs one token for each "
+            f"byte and {END_OF_TEXT}: at least {SMALLEST_VOCABULARY}"
+        )
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read a tokenizer.json.
+
+    Text that spells a special token is encoded as the text it is: only the library puts
+    separators between documents.
+
+    Raises:
+        DataError: there is no such file, or it is no tokenizer.json.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        place = place / "tokenizer.json"
+    try:
+        text = place.read_text("utf-8")
+    except FileNotFoundError as error:
+        raise DataError(
+            f"tokenizer {place} does not exist; expected a tokenizer.json, or leave the setting "
+            f"out to train one on the data"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"cannot read tokenizer {place}: {error}; expected a tokenizer.json"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception for every fault of the file
+        raise DataError(
+            f"{place} is not a tokenizer.json of the `tokenizers` library: {error}"
+        ) from error
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """Return the id of the token that separates documents.
+
+    Raises:
+        DataError: the tokenizer has no token of a known name for it.
+    """
+    for name in _END_NAMES:
+        token = tokenizer.token_to_id(name)
+        if token is not None:
+            return token
+    special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
+    raise DataError(
+        f"the tokenizer has no token that ends a text: expected one of {', '.join(_END_NAMES)}; "
+        f"its special tokens are {', '.join(special[:8]) or 'none'}"
+    )
+
+
+def count_ids(tokenizer: Tokenizer) -> int:
+    """Return one more than the largest id: the rows that an embedding needs."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, name: str = "the tokenizer") -> None:
+    """Raise ConfigError if an id of the tokenizer reaches past a model's vocabulary."""
+    num_ids = count_ids(tokenizer)
+    if num_ids > vocab_size:
+        raise ConfigError(
+            f"{name} has ids up to {num_ids - 1}, but the model's vocabulary has {vocab_size} "
+            f"rows; set shape.vocab_size to {num_ids} or more, or leave the tokenizer out to "
+            f"train one of at most {vocab_size} tokens on the data"
+        )
+
+
+def count_token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
+    """Return how many bytes of text each id stands for, by id; special tokens stand for none.
+
+    Exact for byte-level tokenizers. SentencePiece ones add a space before the text: they count one
+    byte more a document.
+
+    Raises:
+        DataError: the tokenizer is of a kind whose tokens do not spell the text.
+    """
+    config = cast("dict[str, Any]", json.loads(tokenizer.to_str()))
+    parts = [config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
+    kinds = json.dumps(parts, ensure_ascii=False)
+    is_byte_level = '"ByteLevel"' in kinds
+    if not is_byte_level and "▁" not in kinds:
+        raise DataError(
+            f"the tokenizer is a {config['model']['type']} whose tokens do not spell the bytes of "
+            f"the text; expected a byte-level or SentencePiece tokenizer"
+        )
+    num_bytes = np.zeros(count_ids(tokenizer), dtype=np.int32)
+    for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
+        if is_byte_level:
+            num_bytes[index] = len(token)  # each character of the alphabet stands for one byte
+        elif len(token) == 6 and token.startswith("<0x"):
+            num_bytes[index] = 1
+        else:
+            num_bytes[index] = len(token.replace("▁", " ").encode())
+    for index, added in tokenizer.get_added_tokens_decoder().items():
+        num_bytes[index] = 0 if added.special else len(added.content.encode())
+    return num_bytes
+
+
+def cut_pieces(text: str, num_characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
+    """Cut a long text so that it can be encoded piece by piece.
+
+    A cut falls after a single newline between two lines with text, where the words of byte-level
+    tokenizers end anyway, so that the pieces have the tokens of the whole; only a text without
+    such a place is cut elsewhere.
+    """
+    start = 0
+    while len(text) - start > num_characters:
+        end = start + num_characters
+        cut = text.rfind("\n", start, end - 1) + 1
+        while cut > start + 1 and (text[cut - 2].isspace() or text[cut].isspace()):
+            cut = text.rfind("\n", start, cut - 1) + 1
+        if cut <= start + 1:
+            cut = end
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Iterator[list[int]]:
+    """Encode texts on all cores, in order, reading only a little ahead.
+
+    The threads are Python's own: the library's pool would make each later fork of this process
+    print a warning.
+    """
+    num_threads = os.cpu_count() or 1
+    waiting: deque[Future[list[list[int]]]] = deque()
+    with _sequential_library(), ThreadPoolExecutor(num_threads) as executor:
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
+
+        for texts in _group(pieces):
+            waiting.append(executor.submit(encode, texts))
+            if len(waiting) > 2 * num_threads:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+
+def _group(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """Gather pieces to lists of about _CALL_CHARACTERS."""
+    group: list[str] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece)
+        if size >= _CALL_CHARACTERS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+@contextmanager
+def _sequential_library() -> Generator[None]:
+    """Keep the tokenizers library from starting threads of its own."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
