@@ -81,12 +81,31 @@ def load_config(
         for key, value in _flatten(table, keys, path).items():
             base = with_value(base, key, value)
             sources[key] = path
-    line = _parse(argv, base, prog)
+    options = ("config", "show_config", "json")
+    line = _read(
+        argv, _CommandLine[schema], _CommandLine(settings=base), prog, schema, [*keys, *options]
+    )
     named = _named(argv)
     for key in keys:
         if key in named or value_at(line.settings, key) != value_at(base, key):
             sources[key] = "command line"
     return Loaded(line.settings, sources, line.show_config, line.json)
+
+
+def read_command_line(argv: Sequence[str], default: Schema, *, prog: str) -> Schema:
+    """Let tyro read a command line over the values of `default`.
+
+    Args:
+        argv: the words after the verb.
+        default: a dataclass; its class is the schema, its docstring the text of --help.
+        prog: the verb, as --help names it.
+
+    Raises:
+        ConfigError: an unknown option or a value of the wrong type, in one line.
+        SystemExit: with code 0, after --help.
+    """
+    schema = type(default)
+    return _read(argv, schema, default, prog, schema, [key for key, _, _ in settings(schema)])
 
 
 def with_value(config: Schema, key: str, value: Any) -> Schema:
@@ -221,19 +240,21 @@ def _named(argv: Sequence[str]) -> set[str]:
     return keys | {re.sub(r"(^|\.)no_", r"\1", key) for key in keys}
 
 
-def _parse(argv: Sequence[str], base: Schema, prog: str) -> _CommandLine[Schema]:
-    """Let tyro read the command line; what it reports becomes a ConfigError of one line."""
+def _read(
+    argv: Sequence[str], form: Any, default: Schema, prog: str, about: type, keys: Sequence[str]
+) -> Schema:
+    """Let tyro read a value of the type `form`; `about` has the text and `keys` the options."""
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_plain_value)
     reported = io.StringIO()
     try:
         with contextlib.redirect_stderr(reported):
             line, unread = tyro.cli(
-                _CommandLine[type(base)],
+                form,
                 prog=prog,
-                description=type(base).__doc__,
+                description=about.__doc__,
                 args=argv,
-                default=_CommandLine(settings=base),
+                default=default,
                 return_unknown_args=True,
                 registry=registry,
             )
@@ -242,7 +263,7 @@ def _parse(argv: Sequence[str], base: Schema, prog: str) -> _CommandLine[Schema]
             raise
         raise ConfigError(_first_paragraph(reported.getvalue())) from None
     if unread:
-        raise ConfigError(_unread(unread[0], [key for key, _, _ in settings(type(base))]))
+        raise ConfigError(_unread(unread[0], keys))
     return line
 
 
@@ -252,7 +273,7 @@ def _unread(word: str, keys: Sequence[str]) -> str:
         return (
             f"'{word}' on the command line belongs to no option; an option is written --name value"
         )
-    close = _closest(_key_of(word), [*keys, "config", "show_config", "json", "help"])
+    close = _closest(_key_of(word), [*keys, "help"])
     near = f" (did you mean '--{close.replace('_', '-')}'?)" if close else ""
     return f"option '{word}' is unknown{near}; --help lists all"
 
