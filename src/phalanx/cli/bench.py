@@ -110,7 +110,9 @@ def _bench_ceiling(config: CeilingConfig, console: Console) -> int:
             draw_ceiling(ceiling, folder / f"{stem}.svg")
             console.print(Text(f"wrote {folder / f'{stem}.svg'}"), soft_wrap=True)
         else:
-            console.print("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
+            # Text, since a console would read the brackets as markup.
+            advice = "no picture: matplotlib is missing; pip install 'phalanx-train[plot]'"
+            console.print(Text(advice))
     if config.json:
         print(json_text(document))
     return 0

@@ -96,9 +96,9 @@ def num_parameters(shape: ModelShape) -> Parameters:
     attention_biases = query_width + 2 * kv_width + shape.hidden if shape.bias else 0
     mlp_weights = (num_mlp_inputs + 1) * shape.hidden * shape.ffn
     mlp_biases = num_mlp_inputs * shape.ffn + shape.hidden if shape.bias else 0
-    # A LayerNorm has a bias exactly where the linear layers have one.
-    norm_width = shape.hidden * (2 if shape.norm == "layer" and shape.bias else 1)
-    query_key_norms = 2 * shape.head_dim if shape.qk_norm else 0
+    num_norm_vectors = 2 if shape.norm == "layer" else 1  # weight and bias, or weight alone
+    norm_width = num_norm_vectors * shape.hidden
+    query_key_norms = 2 * num_norm_vectors * shape.head_dim if shape.qk_norm else 0
     vocabulary = shape.vocab_size * shape.hidden
 
     return Parameters(

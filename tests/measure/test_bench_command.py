@@ -1,0 +1,80 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import phalanx.cli.bench as bench
+from phalanx.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def last_line(text: str) -> dict[str, object]:
+    return json.loads(text.splitlines()[-1])
+
+
+def test_ceiling_prints_a_table_and_writes_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "ceiling --device cpu --dtype float32 --max-size 1024 --budget-s 1 --threads 1"
+    assert bench.run([*arguments.split(), "--json", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    document = last_line(shown)
+    assert document["benchmark"] == "ceiling" and document["dtype"] == "float32"
+    assert document["environment"]
+    assert "TFLOP/s" in shown and "1 thread" in shown
+    assert all(len(line) <= 100 for line in shown.splitlines()[:8])
+    assert json.loads((tmp_path / "ceiling-cpu-float32.json").read_text()) == document
+    assert (tmp_path / "ceiling-cpu-float32.svg").read_text().startswith("<?xml")
+
+
+def test_without_matplotlib_it_says_how_to_get_it_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "has_matplotlib", lambda: False)
+    arguments = "ceiling --device cpu --dtype float32 --max-size 512 --budget-s 1 --threads 1"
+    assert bench.run([*arguments.split(), "--out", str(tmp_path)]) == 0
+    assert "pip install 'phalanx-train[plot]'" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.svg"))
+
+
+def test_mfu_prints_formula_and_share(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "mfu --device cpu --dtype float32 --width 256 --layers 2 --budget-s 0.2 --threads 1"
+    assert bench.run([*arguments.split(), "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "MFU of ceiling" in shown and "MFU = model FLOPs" in " ".join(shown.split())
+    assert last_line(shown)["width"] == 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("ceiling --threads 0", "threads is 0"),
+        ("ceiling --budget-s 0", "budget_s is 0"),
+        ("ceiling --max-size 7", "512"),
+        ("ceiling --device cuda:99", "cuda:99"),
+        ("ceiling --device cpu --dtype tf32", "tf32"),
+        ("mfu --device nothing", "must be cpu"),
+        ("mfu --width 0", "at least 1"),
+        ("ceiling --out /dev/null/x", "--out"),
+    ],
+)
+def test_bad_settings_are_one_message(arguments: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        bench.run(arguments.split())
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", ["", "ceilng", "ceiling --dtype bf16", "mfu --size 3"])
+def test_bad_arguments_exit_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench.run(arguments.split())
+    assert caught.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,158 @@
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from phalanx.errors import ConfigError
+from phalanx.measure.logs import (
+    METRICS_FILE,
+    EvaluationRecord,
+    LiveDisplay,
+    RunLog,
+    StepRecord,
+    json_text,
+)
+from phalanx.measure.timer import StepTimes
+
+TIMES = StepTimes(
+    data_s=0.1,
+    forward_s=0.2,
+    backward_s=0.4,
+    communication_s=0.1,
+    optimizer_s=0.1,
+    other_s=0.1,
+    wall_s=1.0,
+)
+
+
+def record(step: int, loss: float = 2.5, **changes: object) -> StepRecord:
+    values: dict[str, object] = {
+        "step": step,
+        "loss": loss,
+        "grad_norm": 1.25,
+        "lr": 1e-3,
+        "tokens": 4096,
+        "tokens_per_s": 12345.6,
+        "mfu": 0.31,
+        **changes,
+    }
+    return StepRecord(**values)  # type: ignore[arg-type]
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, force_terminal=False, width=80), text
+
+
+def lines_of(folder: Path) -> list[dict[str, object]]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    text = (folder / METRICS_FILE).read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_each_record_is_one_flushed_line(tmp_path: Path) -> None:
+    console, _ = plain_console()
+    log = RunLog(tmp_path / "run", console, 2, tensorboard=False)
+    log.step(record(1, times=TIMES))
+    # Read before close: a run that is killed keeps what it had.
+    (first,) = lines_of(log.folder)
+    assert first["kind"] == "step" and first["step"] == 1 and first["loss"] == 2.5
+    assert first["backward_s"] == 0.4 and first["wall_s"] == 1.0
+    log.evaluation(EvaluationRecord(step=2, loss=2.25, bits_per_byte=1.5))
+    log.note("environment", {"cores": 2})
+    log.close()
+    kinds = [line["kind"] for line in lines_of(log.folder)]
+    assert kinds == ["step", "evaluation", "environment"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")]
+)
+def test_numbers_that_are_not_finite_stay_valid_json(
+    tmp_path: Path, value: float, text: str
+) -> None:
+    console, shown = plain_console()
+    with RunLog(tmp_path, console, 5, interval_s=1e9, tensorboard=False) as log:
+        log.step(record(1))
+        log.step(record(2, loss=value, skipped=True))
+    line = lines_of(tmp_path)[1]
+    assert line["loss"] is None
+    assert line["loss_text"] == text
+    # Shown although the interval has not passed.
+    assert "SKIPPED" in shown.getvalue()
+
+
+def test_nested_values_that_are_not_finite() -> None:
+    assert json.loads(json_text({"a": {"b": [math.nan, (1.5, math.inf)]}, "c": -math.inf})) == {
+        "a": {"b": [None, [1.5, None]]},
+        "c": None,
+        "c_text": "-inf",
+    }
+
+
+def test_going_on_appends(tmp_path: Path) -> None:
+    console, _ = plain_console()
+    for step in (1, 2):
+        with RunLog(tmp_path, console, 2, tensorboard=False) as log:
+            log.step(record(step))
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+
+
+def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
+    console, _ = plain_console()
+    with RunLog(tmp_path, console, 2) as log:
+        log.step(record(1, times=TIMES))
+        log.step(record(2, loss=2.0, mfu=None))
+        log.evaluation(EvaluationRecord(step=2, loss=2.25))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == [2.5, 2.0]
+    assert [event.step for event in events.Scalars("train/mfu")] == [1]
+    assert events.Scalars("time/backward_s")[0].value == pytest.approx(0.4)
+    assert events.Scalars("train/tokens_per_s")[0].value == pytest.approx(12345.6)
+    assert events.Scalars("validation/loss")[0].value == 2.25
+
+
+def test_plain_lines_come_first_last_and_by_interval() -> None:
+    console, text = plain_console()
+    display = LiveDisplay(console, total_steps=100, interval_s=1e9)
+    for step in range(1, 101):
+        display.step(record(step))
+    display.close()
+    first, last = text.getvalue().splitlines()
+    assert first.startswith("step 1/100  loss 2.5000  12,346 tokens/s  MFU 31.0 % of ceiling")
+    assert last.startswith("step 100/100") and last.endswith("left 00:00")
+
+    console, text = plain_console()
+    display = LiveDisplay(console, total_steps=10, interval_s=0.0)
+    for step in range(1, 11):
+        display.step(record(step, mfu=None))
+    assert len(text.getvalue().splitlines()) == 10
+    assert "MFU" not in text.getvalue()
+
+
+def test_terminal_shows_a_bar_with_every_number() -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=110, height=20)
+    display = LiveDisplay(console, total_steps=4)
+    for step in range(1, 5):
+        display.step(record(step))
+    display.say("validation after step 4: loss [2]")
+    display.close()
+    display.close()
+    shown = text.getvalue()
+    for words in ("step 4/4", "loss 2.5000", "12,346 tokens/s", "MFU 31.0 %", "loss [2]"):
+        assert words in shown
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    console, _ = plain_console()
+    with pytest.raises(ConfigError, match="--out"):
+        RunLog(tmp_path / "file" / "run", console, 1)

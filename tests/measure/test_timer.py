@@ -1,0 +1,206 @@
+import json
+import threading
+import time
+from typing import get_args
+
+import pytest
+import torch
+from rich.console import Console
+
+from phalanx.errors import ConfigError
+from phalanx.measure.summary import advice, summarize, summary_table
+from phalanx.measure.timer import TERMS, Phase, StepTimer, StepTimes
+
+SLEEP_S = 0.05
+SLACK_S = 0.02
+
+
+def step_times(**seconds: float) -> StepTimes:
+    terms = {f"{term}_s": seconds.get(term, 0.0) for term in TERMS}
+    return StepTimes(**terms, wall_s=sum(terms.values()))
+
+
+@pytest.mark.parametrize("slow", get_args(Phase))
+def test_an_injected_sleep_lands_in_its_term(slow: Phase) -> None:
+    timer = StepTimer()
+    for name in get_args(Phase):
+        with timer.phase(name):
+            if name == slow:
+                time.sleep(SLEEP_S)
+    times = timer.end_step()
+    assert SLEEP_S <= times.term_s(slow) < SLEEP_S + SLACK_S
+    assert sum(times.term_s(term) for term in TERMS if term != slow) < SLACK_S
+
+
+def test_time_in_no_phase_is_other() -> None:
+    timer = StepTimer()
+    with timer.phase("forward"):
+        pass
+    time.sleep(SLEEP_S)
+    assert timer.end_step().other_s >= SLEEP_S
+
+
+def test_inner_phase_pauses_the_outer_one() -> None:
+    timer = StepTimer()
+    with timer.phase("backward"):
+        time.sleep(SLEEP_S)
+        with timer.phase("communication"):
+            time.sleep(2 * SLEEP_S)
+        time.sleep(SLEEP_S)
+    times = timer.end_step()
+    assert 2 * SLEEP_S <= times.backward_s < 2 * SLEEP_S + SLACK_S
+    assert 2 * SLEEP_S <= times.communication_s < 2 * SLEEP_S + SLACK_S
+
+
+def test_hook_inside_backward_counts_as_communication() -> None:
+    timer = StepTimer()
+    x = torch.ones(4, requires_grad=True)
+
+    def reduce(grad: torch.Tensor) -> None:
+        with timer.phase("communication"):
+            time.sleep(SLEEP_S)
+
+    x.register_hook(reduce)
+    with timer.phase("backward"):
+        x.sum().backward()
+    times = timer.end_step()
+    assert times.communication_s >= SLEEP_S
+    assert times.backward_s < SLACK_S
+
+
+def test_terms_sum_to_the_wall_time() -> None:
+    timer = StepTimer()
+    work = torch.randn(128, 128)
+    for _ in range(20):
+        with timer.phase("data"):
+            time.sleep(0.0005)
+        for _ in range(3):
+            with timer.phase("forward"):
+                work @ work
+            with timer.phase("backward"):
+                for _ in range(4):
+                    with timer.phase("communication"):
+                        work @ work
+        with timer.phase("optimizer"):
+            time.sleep(0.0005)
+        times = timer.end_step()
+        assert times.sum_s == pytest.approx(times.wall_s, rel=0.02)
+
+
+def test_steps_cover_every_instant_and_begin_step_leaves_out() -> None:
+    timer = StepTimer()
+    begin_s = time.perf_counter()
+    timer.end_step()
+    time.sleep(SLEEP_S)
+    timer.end_step()
+    elapsed_s = time.perf_counter() - begin_s
+    assert sum(times.wall_s for times in timer.history) == pytest.approx(elapsed_s, rel=0.02)
+    time.sleep(SLEEP_S)
+    timer.begin_step()
+    assert timer.end_step().wall_s < SLACK_S
+
+
+def test_an_exception_leaves_the_phase() -> None:
+    timer = StepTimer()
+    with pytest.raises(KeyError), timer.phase("forward"):
+        raise KeyError
+    time.sleep(SLEEP_S)
+    times = timer.end_step()
+    assert times.other_s >= SLEEP_S and times.forward_s < SLACK_S
+
+
+def test_misuse_is_named() -> None:
+    timer = StepTimer()
+    with pytest.raises(ConfigError, match="did you mean 'forward'"), timer.phase("foward"):  # type: ignore[arg-type]
+        pass
+    with timer.phase("forward"), pytest.raises(ConfigError, match="inside phase 'forward'"):
+        timer.end_step()
+    timer.end_step()
+
+
+def test_history_is_bounded_and_cpu_steps_never_wait() -> None:
+    timer = StepTimer(history=3)
+    for _ in range(5):
+        assert timer.end_step(wait=False) is not None
+    assert len(timer.history) == 3
+
+
+def test_a_phase_is_cheap() -> None:
+    timer = StepTimer()
+    begin_s = time.perf_counter()
+    for _ in range(1000):
+        with timer.phase("forward"):
+            pass
+    assert time.perf_counter() - begin_s < 0.2
+
+
+def test_phases_in_another_thread_count_while_the_caller_waits() -> None:
+    # Autograd runs the hooks of a GPU's graph in its own thread, while backward() blocks.
+    timer = StepTimer()
+
+    def hook() -> None:
+        with timer.phase("communication"):
+            time.sleep(SLEEP_S)
+
+    with timer.phase("backward"):
+        thread = threading.Thread(target=hook)
+        thread.start()
+        thread.join()
+    assert timer.end_step().communication_s >= SLEEP_S
+
+
+def test_summary_medians_shares_and_table() -> None:
+    steps = [step_times(data=4.0, forward=2.0, backward=4.0) for _ in range(3)]
+    steps.append(step_times(data=1.0, forward=2.0, backward=4.0, optimizer=1.0))
+    summary = summarize(steps)
+    assert summary.num_steps == 4
+    assert summary.medians_s["data"] == 4.0
+    assert summary.shares["data"] == 13 / 38
+    assert sum(summary.shares.values()) == pytest.approx(1.0)
+    json.dumps(summary.as_dict(), allow_nan=False)
+    console = Console(width=60, record=True, file=open("/dev/null", "w"))
+    with console.file:
+        console.print(summary_table(summary))
+    text = console.export_text()
+    assert "34.2 %" in text and "communication" in text and "100.0 %" in text
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (step_times(data=4, forward=2, backward=4), "Data takes 40 % of the step"),
+        (
+            step_times(communication=3, forward=3, backward=4),
+            "Exposed communication takes 30 % of the step",
+        ),
+        (step_times(optimizer=2, forward=4, backward=4), "Optimizer takes 20 % of the step"),
+        (step_times(other=2, forward=4, backward=4), "Other takes 20 % of the step"),
+        (step_times(data=0.1, forward=4, backward=6), "Forward and backward take 99 % of the step"),
+    ],
+)
+def test_advice_names_the_largest_avoidable_term(times: StepTimes, words: str) -> None:
+    assert words in advice(summarize([times]))
+
+
+def test_no_step_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        summarize([])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_terms_sum_to_the_wall_time() -> None:
+    timer = StepTimer("cuda")
+    a = torch.randn(2048, 2048, device="cuda")
+    for step in range(4):
+        with timer.phase("forward"):
+            for _ in range(20):
+                a @ a
+        with timer.phase("data"):
+            time.sleep(SLEEP_S)
+        times = timer.end_step(wait=step == 3)
+        assert (times is None) == (step < 3)
+    assert len(timer.history) == 4
+    for times in timer.history:
+        assert times.sum_s == pytest.approx(times.wall_s, rel=0.02)
+    assert timer.history[-1].forward_s > 0
