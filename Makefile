@@ -1,0 +1,58 @@
+# Set-up and the commands that are run every day. Another Python: make PYTHON=python3.12 train
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+SETUP := pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+
+.PHONY: help train test doctor clean
+
+help:
+	@echo "make train    set up .venv and run phalanx train (make train ARGS='--steps 50')"
+	@echo "make test     set up .venv and run the formatter, the linter, the type checker and pytest"
+	@echo "make doctor   set up .venv and show what this machine has"
+	@echo "make clean    remove .venv and caches (not runs/)"
+
+train: .venv/ready
+	@$(BIN)/phalanx train $(ARGS)
+
+doctor: .venv/ready
+	@$(BIN)/phalanx doctor $(ARGS)
+
+test: .venv/ready-to-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest $(ARGS)
+
+# The stamps are newer than what they were made from, so set-up happens once, and again when
+# pyproject.toml or constraints.txt change.
+.venv/ready: $(SETUP) | $(BIN)/python
+	@echo "installing phalanx into .venv (the first time takes a few minutes)"
+	$(PIP) -e .
+	@touch $@
+
+.venv/ready-to-test: $(SETUP) | $(BIN)/python
+	@echo "installing phalanx and its test tools into .venv (the first time takes a few minutes)"
+	$(PIP) -e '.[test]'
+	@touch .venv/ready $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: there is no '$(PYTHON)'; name a Python 3.11 or newer: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; \
+	  exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: phalanx needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
+	    "name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
+	  exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make: '$(PYTHON)' lacks its venv module; on Debian and Ubuntu: apt install python3-venv;" \
+	    "or name another Python: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; \
+	  exit 2; }
+	@rm -rf .venv
+	$(PYTHON) -m venv .venv
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

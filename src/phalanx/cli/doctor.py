@@ -1,0 +1,168 @@
+"""`phalanx doctor`: what is installed, what this machine has, and whether two processes meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Annotated, Any, Final
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.config_load import read_command_line
+from phalanx.errors import PhalanxError
+
+PACKAGES: Final = ("numpy", "tokenizers", "safetensors", "tyro", "rich", "tensorboard")
+"""What phalanx needs beside torch."""
+
+EXTRAS: Final = {"hf": "transformers", "parquet": "pyarrow", "plot": "matplotlib"}
+"""Optional extra -> the package that it installs."""
+
+TEST_NUMBERS: Final = 1 << 20
+"""Numbers in the self-test's all-reduce."""
+
+TEST_TIMEOUT_S: Final = 10.0
+"""Longest wait of one rank of the self-test for the other."""
+
+GIB: Final = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Show versions, devices and backends, and let two processes meet."""
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Make the last line of standard output one JSON document."""
+
+
+def run(argv: list[str]) -> int:
+    """Print what is found; exit code 1 if the two processes could not meet."""
+    config = read_command_line(argv, DoctorConfig(), prog="phalanx doctor")
+    found = examine()
+    if config.json:
+        print(json.dumps(found))
+    else:
+        _print(found)
+    return 0 if found["self_test"]["passed"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Return everything that doctor shows, as plain values for JSON."""
+    from phalanx.measure.environment import environment, has_fast_bfloat16
+
+    here = environment()
+    return {
+        **here,
+        "gpu_bfloat16": has_fast_bfloat16("cuda") if here["gpus"] else None,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "extras": {extra: _version(package) for extra, package in EXTRAS.items()},
+        "compiler": next(filter(None, map(shutil.which, _compilers())), None),
+        "self_test": self_test(),
+    }
+
+
+def self_test() -> dict[str, Any]:
+    """Let two gloo processes add their numbers; return passed, start_s, all_reduce_s and error."""
+    from phalanx.launch.local import run_ranks
+
+    begun_s = time.perf_counter()
+    try:
+        answers = run_ranks(meet, 2, threads=1, timeout_s=TEST_TIMEOUT_S)
+    except PhalanxError as error:
+        return {"passed": False, "seconds": time.perf_counter() - begun_s, "error": str(error)}
+    right = all(total == 3.0 * TEST_NUMBERS for total, _ in answers)
+    return {
+        "passed": right,
+        "seconds": time.perf_counter() - begun_s,
+        "all_reduce_s": max(seconds for _, seconds in answers),
+        "error": None if right else f"wrong sums: {[total for total, _ in answers]}",
+    }
+
+
+def meet() -> tuple[float, float]:
+    """On each of two ranks: add up what both hold; return (sum of all numbers, seconds)."""
+    import torch
+
+    from phalanx.comm.primitives import all_reduce, barrier
+    from phalanx.mesh import build_mesh
+    from phalanx.strategy import Strategy
+
+    mesh = build_mesh(Strategy.parse("dp2"))
+    numbers = torch.full((TEST_NUMBERS,), float(1 + mesh.get_rank()))
+    barrier()
+    begun_s = time.perf_counter()
+    all_reduce(numbers, mesh, "dp")
+    return numbers.sum().item(), time.perf_counter() - begun_s
+
+
+def _compilers() -> list[str]:
+    """Return the names under which torch.compile looks for a C++ compiler."""
+    return [*filter(None, [os.environ.get("CXX")]), "g++", "clang++", "c++"]
+
+
+def _version(package: str) -> str | None:
+    """Return the installed version, without importing the package; None if it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _print(found: dict[str, Any]) -> None:
+    """Print one row for each thing found, and what to do about what is missing."""
+    console = Console()
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows(found):
+        table.add_row(name, Text(text))
+    console.print(table, width=min(console.width, 100))
+
+
+def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    cpu, gpus, test = found["cpu"], found["gpus"], found["self_test"]
+    packages = {**found["versions"], **found["packages"]}
+    backends = [f"{name} {'yes' if has else 'no'}" for name, has in found["backends"].items()]
+    gpu_text = ", ".join(
+        f"{gpu['name']} ({gpu['memory_bytes'] / GIB:.0f} GiB, sm {gpu['capability']})"
+        for gpu in gpus
+    )
+    bfloat16 = [f"CPU {_fast(cpu['fast_bfloat16'])}"]
+    if gpus:
+        bfloat16.append(f"GPU {_fast(found['gpu_bfloat16'])}")
+    extras = [
+        f"{extra} {version or f'no (pip install phalanx-train[{extra}])'}"
+        for extra, version in found["extras"].items()
+    ]
+    if test["passed"]:
+        speed_bytes_per_s = 4 * TEST_NUMBERS / test["all_reduce_s"]
+        met = (
+            f"passed: two gloo processes met in {test['seconds']:.1f} s; an all-reduce of "
+            f"{4 * TEST_NUMBERS / 2**20:.0f} MiB took {test['all_reduce_s'] * 1e3:.1f} ms "
+            f"({speed_bytes_per_s / 1e9:.2f} GB/s)"
+        )
+    else:
+        met = f"FAILED after {test['seconds']:.1f} s: {test['error']}"
+    return [
+        ("system", found["system"]),
+        ("versions", ", ".join(f"{name} {value or 'MISSING'}" for name, value in packages.items())),
+        ("processor", f"{cpu['name']}, {cpu['num_cores']} cores, {cpu['num_threads']} threads"),
+        ("features", ", ".join(cpu["flags"]) or "none known"),
+        ("memory", f"{found['memory_bytes'] / GIB:.1f} GiB"),
+        ("gpus", gpu_text or "none; everything runs on the CPU"),
+        ("bfloat16", ", ".join(bfloat16)),
+        ("backends", ", ".join(backends)),
+        ("compiler", found["compiler"] or "none; --compile needs a C++ compiler such as g++"),
+        ("extras", ", ".join(extras)),
+        ("self-test", met),
+    ]
+
+
+def _fast(is_fast: bool) -> str:
+    return "fast" if is_fast else "emulated; float32 is faster"
