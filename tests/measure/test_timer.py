@@ -204,3 +204,41 @@ def test_gpu_terms_sum_to_the_wall_time() -> None:
     for times in timer.history:
         assert times.sum_s == pytest.approx(times.wall_s, rel=0.02)
     assert timer.history[-1].forward_s > 0
+
+
+class HostEvent:
+    """Stands for a CUDA event where there is no GPU: the host's clock, readable after a wait."""
+
+    is_done = False
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.time_s = 0.0
+
+    def record(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        HostEvent.is_done = True
+
+    def elapsed_time(self, later: "HostEvent") -> float:
+        assert HostEvent.is_done, "an event was read before the device was waited for"
+        return 1e3 * (later.time_s - self.time_s)
+
+
+def test_steps_that_do_not_wait_are_read_at_the_next_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    timer = StepTimer("cuda")
+    for _ in range(2):
+        with timer.phase("optimizer"):
+            time.sleep(0.01)
+        assert timer.end_step(wait=False) is None
+    assert not HostEvent.is_done and not timer.history
+    with timer.phase("forward"):
+        time.sleep(SLEEP_S)
+    times = timer.end_step()
+    assert times.forward_s >= SLEEP_S and times.optimizer_s == 0
+    assert [step.optimizer_s >= 0.01 for step in timer.history] == [True, True, False]
+    assert all(step.sum_s == pytest.approx(step.wall_s, rel=0.02) for step in timer.history)

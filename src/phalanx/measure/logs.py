@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
+_WIDTH_FOR_BAR = 70
+_WIDTH_FOR_ALL = 95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class LiveDisplay:
         if console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.fields[step]}"),
-                BarColumn(bar_width=None),
+                *([BarColumn(bar_width=None)] if console.width >= _WIDTH_FOR_BAR else []),
                 TextColumn("{task.fields[numbers]}"),
                 console=console,
                 expand=True,
@@ -102,7 +104,8 @@ class LiveDisplay:
         if self._seen is None:
             self._seen = (record.step, now_s)
         words = f"step {record.step}/{self._total_steps}"
-        numbers = f"{step_text(record)}  {self._time_left(record.step, now_s)}"
+        is_brief = self._progress is not None and self._console.width < _WIDTH_FOR_ALL
+        numbers = f"{step_text(record, is_brief)}  {self._time_left(record.step, now_s)}"
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, step=words, numbers=numbers)
         elif (
@@ -222,11 +225,11 @@ class RunLog:
         self._file.flush()
 
 
-def step_text(record: StepRecord) -> str:
-    """Return the numbers of a step for people."""
+def step_text(record: StepRecord, is_brief: bool = False) -> str:
+    """Return the numbers of a step for people; brief leaves out what the MFU is a share of."""
     parts = [f"loss {record.loss:.4f}", f"{record.tokens_per_s:,.0f} tokens/s"]
     if record.mfu is not None:
-        parts.append(f"MFU {percent(record.mfu)} of {record.mfu_of}")
+        parts.append(f"MFU {percent(record.mfu)}{'' if is_brief else f' of {record.mfu_of}'}")
     if record.skipped:
         parts.append("SKIPPED")
     return "  ".join(parts)
