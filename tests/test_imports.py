@@ -1,0 +1,98 @@
+"""Imports point one way, and what the command line loads first is light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import phalanx
+
+SOURCE = Path(phalanx.__file__).parent
+
+ROWS = [
+    ["errors"],
+    ["strategy"],
+    ["config"],
+    ["models"],
+    ["mesh"],
+    ["comm"],
+    ["parallel", "server"],
+    ["planner"],
+    ["launch"],
+    ["data", "train", "checkpoint", "verify", "measure", "infer"],
+    ["cli"],
+]
+"""The rooms; each may import only rooms of earlier rows, itself, and its SIBLINGS."""
+
+SIBLINGS: dict[str, set[str]] = {
+    "train": {"data", "checkpoint", "measure"},
+    "verify": {"data", "train"},
+}
+"""Rooms that a room may import from its own row, as docs/architecture.md says."""
+
+ROW = {room: number for number, row in enumerate(ROWS) for room in row}
+
+
+def room_of(module: str) -> str:
+    """Return the room of 'phalanx.comm.ledger': comm; config_load belongs to config."""
+    room = module.split(".")[1] if "." in module else ""
+    return "config" if room.startswith("config_") else room
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return the phalanx modules that a file imports, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            base = node.module or ""
+            # `from phalanx import mesh` names a room, `from phalanx.mesh import join` a function.
+            names |= {f"{base}.{a.name}" for a in node.names} if base == "phalanx" else {base}
+    return {name for name in names if name.startswith("phalanx.")}
+
+
+def files() -> list[Path]:
+    return [
+        path
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.parent != SOURCE or path.stem[:2] != "__"
+    ]
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path) -> None:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    room = room_of(".".join(["phalanx", *parts]))
+    assert room in ROW, f"{room} is not on the map: see docs/architecture.md"
+    for module in imported(ast.parse(path.read_text(encoding="utf-8"))):
+        other = room_of(module)
+        allowed = ROW[other] < ROW[room] or other == room or other in SIBLINGS.get(room, set())
+        assert allowed, f"{room} may not import {module}"
+
+
+def test_the_rule_can_fail() -> None:
+    tree = ast.parse("def f():\n    from phalanx.cli import main\n    import phalanx.launch.local")
+    assert {room_of(name) for name in imported(tree)} == {"cli", "launch"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["phalanx", "phalanx.strategy", "phalanx.config", "phalanx.config_load", "phalanx.cli.main"],
+)
+def test_light_modules_load_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_public_names() -> None:
+    assert sorted(phalanx.__all__) == ["Strategy", "TrainConfig", "__version__"]
+    for name in phalanx.__all__:
+        assert getattr(phalanx, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Strateg'"):
+        _ = phalanx.Strateg
