@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from phalanx.data.batch import Batch
-from phalanx.models.loss import IGNORE
 from phalanx.models.random import row_keys
 
 
@@ -49,7 +48,4 @@ def next_token(seed: int, dropout: float = 0.0) -> Objective:
             dropout_keys_B=keys_B,
         )
 
-    def num_valid(batch: Batch) -> int:
-        return int((batch.labels_BT != IGNORE).sum())
-
-    return Objective(loss_sum, num_valid)
+    return Objective(loss_sum, Batch.count_valid)

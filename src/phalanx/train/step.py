@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,13 +21,14 @@ from phalanx.comm.ledger import Ledger
 from phalanx.comm.primitives import all_reduce
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
+from phalanx.measure.timer import Phase, StepTimer
 from phalanx.mesh import DATA_AXES, device_of
 from phalanx.parallel.data import GradientReducer
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import learning_rate
 
-TERMS = {
+TERMS: dict[str, Phase] = {
     "count": "communication",
     "forward": "forward",
     "backward": "backward",
@@ -38,14 +39,6 @@ TERMS = {
     "optimizer": "optimizer",
 }
 """Phase of the step -> term of the step ledger it is booked under."""
-
-
-class Clock(Protocol):
-    """What a step tells its time to."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Book the time that passes inside under `name`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class Trainer:
         self.scaler = scaler
         self.nonfinite = nonfinite
         self.steps_done = 0
-        self.clock: Clock | None = None
+        self.clock: StepTimer | None = None
         self.ledger: Ledger | None = None
 
     @contextmanager

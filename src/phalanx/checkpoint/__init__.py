@@ -1,0 +1,1 @@
+"""Save a run to disk and go on from it."""

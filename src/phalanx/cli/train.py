@@ -1,0 +1,79 @@
+"""`phalanx train`: the main job."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.text import Text
+
+from phalanx.cli.config_view import show_config
+from phalanx.config import TrainConfig
+from phalanx.config_check import check
+from phalanx.config_load import load_config
+
+
+class Preparation:
+    """Shows how far the data is prepared: a bar for each of its parts, on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(console=console, disable=not console.is_terminal, transient=True)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Preparation:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def report(self, what: str, done_bytes: int, all_bytes: int) -> None:
+        """Show that `done_bytes` of `all_bytes` of one part are done; 0 in all is unknown."""
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what)
+        self._progress.update(self._tasks[what], completed=done_bytes, total=all_bytes or None)
+
+
+def run(argv: list[str]) -> int:
+    """Train as the command line says and print what was measured."""
+    loaded = load_config(argv, TrainConfig)
+    check(loaded.config)
+    if loaded.show_config:
+        show_config(loaded)
+        return 0
+    from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
+
+    if not is_under_torchrun():
+        return _run(loaded.config, loaded.json)
+    try:
+        leave(_run(loaded.config, loaded.json))
+    except BaseException as error:
+        leave_failed(error)
+
+
+def _run(config: TrainConfig, as_json: bool) -> int:
+    from phalanx.launch.torchrun import is_under_torchrun
+    from phalanx.measure.logs import json_text
+    from phalanx.train.job import resolve
+    from phalanx.train.loop import start, train
+
+    console = Console()
+    if is_under_torchrun():
+        summary = train(config)
+    else:
+        with Preparation(console) as preparation:
+            job = resolve(config, preparation.report)
+        console.print(Text(f"{job.strategy} on {job.device}; {job.batch}; {job.num_steps} steps"))
+        summary = start(job)
+    if os.environ.get("RANK", "0") == "0":
+        console.print(summary.render(), width=min(console.width, 100), soft_wrap=False)
+        if as_json:
+            print(json_text(summary.as_dict()), flush=True)
+    return 0

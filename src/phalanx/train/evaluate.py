@@ -1,0 +1,62 @@
+"""Validation loss in nats a token and in bits a byte."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.comm.primitives import all_reduce
+from phalanx.data.loader import evaluation_batches, evaluation_rows
+from phalanx.mesh import DATA_AXES, data_coordinate
+from phalanx.train.session import Session
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measurement on text that is not trained on.
+
+    Attributes:
+        loss: nats a token.
+        bits_per_byte: loss in bits / bytes of the predicted text; it compares across tokenizers.
+        num_tokens: how many were predicted.
+    """
+
+    loss: float
+    bits_per_byte: float
+    num_tokens: int
+
+
+@torch.no_grad()
+def evaluate(session: Session) -> Evaluation | None:
+    """Measure the validation loss; every rank calls this together.
+
+    Ranks may have fewer samples than others, or none: sums are added over the ranks, never means.
+
+    Returns:
+        None if no text was kept aside.
+    """
+    job = session.job
+    rows = evaluation_rows(len(session.validation), job.config.eval_samples)
+    if len(rows) == 0:
+        return None
+    rank, num_ranks = data_coordinate(session.mesh)
+    sums = torch.zeros(2, dtype=torch.float64, device=session.device)
+    session.model.eval()
+    for batch in evaluation_batches(
+        session.validation, rows, microbatch=job.batch.microbatch, rank=rank, num_ranks=num_ranks
+    ):
+        sums[0] += session.trainer.objective.loss_sum(session.model, batch.to(session.device), 0)
+        sums[1] += batch.count_valid()
+    session.model.train()
+    for axis in DATA_AXES:
+        if axis in (session.mesh.mesh_dim_names or ()):
+            all_reduce(sums, session.mesh, axis)
+    nats, num_tokens = sums.tolist()
+    num_bytes = session.validation.count_bytes(rows, job.tokens.token_bytes())
+    return Evaluation(
+        loss=nats / num_tokens,
+        bits_per_byte=nats / math.log(2) / num_bytes,
+        num_tokens=int(num_tokens),
+    )

@@ -1,0 +1,82 @@
+"""The main job: train a decoder, measure it, evaluate it, save it."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+from phalanx.comm.primitives import barrier
+from phalanx.config import TrainConfig
+from phalanx.config_check import check
+from phalanx.launch.local import run_ranks
+from phalanx.launch.torchrun import is_under_torchrun, run_here
+from phalanx.train.evaluate import evaluate
+from phalanx.train.job import Job, resolve
+from phalanx.train.observer import Observer
+from phalanx.train.session import open_session
+from phalanx.train.summary import Summary, summarize_run
+
+
+def train(config: TrainConfig) -> Summary:
+    """Train as `config` says: start the processes, or join those that torchrun started.
+
+    Args:
+        config: see `TrainConfig`; its defaults are the demo.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        PhalanxError: the configuration, the data or the run is at fault.
+    """
+    check(config)
+    if is_under_torchrun():
+        return run_here(
+            _resolve_and_train,
+            config,
+            device=config.device,
+            threads=config.threads,
+            timeout_s=config.timeout_s,
+        )
+    return start(resolve(config))
+
+
+def start(job: Job) -> Summary:
+    """Start the ranks of a resolved job on this host and wait for the summary."""
+    return run_ranks(
+        train_rank,
+        job.strategy.num_ranks,
+        job,
+        device=job.device,
+        threads=job.config.threads,
+        timeout_s=job.config.timeout_s,
+    )[0]
+
+
+def train_rank(job: Job) -> Summary:
+    """Train on this rank, with the others of the job."""
+    config = job.config
+    session = open_session(job)
+    with session.loader, Observer(session, Console()) as observer:
+        observer.evaluation(evaluate(session))
+        while (done := session.trainer.steps_done) < job.num_steps:
+            is_last = done + 1 == job.num_steps
+            observer.step()
+            if is_last or _is_due(done + 1, config.eval_every):
+                observer.evaluation(evaluate(session))
+            if is_last or _is_due(done + 1, config.save_every):
+                session.save()
+        return summarize_run(observer)
+
+
+def _is_due(steps_done: int, every: int) -> bool:
+    return every > 0 and steps_done % every == 0
+
+
+def _resolve_and_train(config: TrainConfig) -> Summary:
+    """Under torchrun: one rank of each host prepares the data, the others then find it ready."""
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        resolve(config)
+    barrier()
+    return train_rank(resolve(config))

@@ -1,0 +1,170 @@
+"""Watch a run on one rank: time, bytes, utilization, and the records that rank 0 keeps and shows."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+
+from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.primitives import all_reduce
+from phalanx.measure.ceiling import quick_ceiling
+from phalanx.measure.environment import device_name, environment
+from phalanx.measure.logs import EvaluationRecord, RunLog, StepRecord
+from phalanx.measure.peaks import Arithmetic, peak_of
+from phalanx.measure.timer import StepTimer, StepTimes
+from phalanx.measure.utilization import Utilization
+from phalanx.planner.model_shape import step_flops
+from phalanx.train.evaluate import Evaluation
+from phalanx.train.session import Session
+from phalanx.train.step import StepResult
+
+LEDGER_STEP = 1
+"""The step of this process whose collectives are counted: the second, when all buffers exist."""
+
+WARMUP_STEPS = 3
+"""Steps of this process that are left out of every median."""
+
+
+class Observer:
+    """Measures each step of a session; as a context it keeps the records open.
+
+    Attributes:
+        session: what is watched.
+        timer: the step ledger.
+        entries: what one counted step sent.
+        last: result of the last step.
+        evaluations: those made so far, with the step each was made after.
+        ceiling_flops_per_s: the rate one rank's matrix products reach while all ranks are busy.
+    """
+
+    def __init__(self, session: Session, console: Console) -> None:
+        self.session = session
+        self.timer = StepTimer(session.device, history=max(1, session.job.num_steps))
+        session.trainer.clock = self.timer
+        self.entries: list[Entry] = []
+        self.last: StepResult | None = None
+        self.evaluations: list[tuple[int, Evaluation]] = []
+        self.ceiling_flops_per_s = self._measure_ceiling()
+        self._num_steps = 0
+        self._log: RunLog | None = None
+        if session.is_first:
+            self._log = RunLog(session.job.out, console, session.job.num_steps)
+            self._log.note("environment", environment())
+            self._log.note("config", asdict(session.job.config))
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def step(self) -> None:
+        """Take the next step of the session and record it."""
+        trainer = self.session.trainer
+        self.timer.begin_step()
+        with self.timer.phase("data"):
+            microbatches = [batch.to(self.session.device) for batch in next(self.session.loader)]
+        if self._num_steps == LEDGER_STEP:
+            with Ledger(self.session.mesh) as trainer.ledger:
+                self.last = trainer.step(microbatches)
+                self.entries = trainer.ledger.entries()
+            trainer.ledger = None
+        else:
+            self.last = trainer.step(microbatches)
+        times = self.timer.end_step()
+        self._num_steps += 1
+        if self._log is not None:
+            self._log.step(self._record(self.last, times))
+
+    def evaluation(self, evaluation: Evaluation | None) -> None:
+        """Record a measurement on the validation text."""
+        if evaluation is None:
+            return
+        steps_done = self.session.trainer.steps_done
+        self.evaluations.append((steps_done, evaluation))
+        if self._log is not None:
+            self._log.evaluation(
+                EvaluationRecord(
+                    step=steps_done, loss=evaluation.loss, bits_per_byte=evaluation.bits_per_byte
+                )
+            )
+
+    def note(self, kind: str, values: dict[str, Any]) -> None:
+        """Keep any other record."""
+        if self._log is not None:
+            self._log.note(kind, values)
+
+    def say(self, line: str) -> None:
+        """Show a line, where this rank speaks for the job."""
+        if self._log is not None:
+            self._log.display.say(line)
+
+    def measured(self) -> list[StepTimes]:
+        """Return the times of the steps after the warm-up, or of all if there were no more."""
+        times = list(self.timer.history)
+        return times[WARMUP_STEPS:] or times
+
+    def utilization(self, time_s: float | None = None) -> Utilization:
+        """Return the share of the arithmetic used by a step of `time_s`, the median one if None."""
+        job = self.session.job
+        sizes = (job.shape, job.config.corpus.seq_len, job.batch.global_size)
+        if time_s is None:
+            time_s = statistics.median(times.wall_s for times in self.measured())
+        return Utilization(
+            causal=step_flops(*sizes, "causal"),
+            full=step_flops(*sizes, "full"),
+            time_s=time_s,
+            num_devices=job.strategy.num_ranks,
+            peak=peak_of(device_name(self.session.device), self._arithmetic)
+            if job.device == "cuda"
+            else None,
+            ceiling_flops_per_s=self.ceiling_flops_per_s,
+        )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one global batch, valid or not."""
+        return self.session.job.batch.global_size * self.session.job.config.corpus.seq_len
+
+    @property
+    def _arithmetic(self) -> Arithmetic:
+        name = self.session.precision.name
+        if name == "float32" and self.session.device.type == "cuda":
+            name = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+        return cast(Arithmetic, name)
+
+    def _measure_ceiling(self) -> float:
+        """Measure on all ranks at once, and return the mean over the ranks."""
+        mine = quick_ceiling(self.session.device, self._arithmetic)
+        total = torch.tensor(mine, dtype=torch.float64, device=self.session.device)
+        mesh = self.session.mesh
+        for axis in mesh.mesh_dim_names or ():
+            all_reduce(total, mesh, axis)
+        return float(total) / mesh.size()
+
+    def _record(self, result: StepResult, times: StepTimes) -> StepRecord:
+        use = self.utilization(times.wall_s)
+        of = "ceiling" if use.peak is None else "data sheet"
+        return StepRecord(
+            step=self.session.trainer.steps_done,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.learning_rate,
+            tokens=self.step_tokens,
+            tokens_per_s=self.step_tokens / times.wall_s,
+            mfu=use.mfu(of),
+            mfu_of=of,
+            times=times,
+            skipped=result.is_skipped,
+        )

@@ -1,0 +1,50 @@
+"""Let the model write: one token after the other, by the plain forward pass."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer
+
+from phalanx.models.decoder import Decoder
+from phalanx.models.random import key, uniform
+
+
+@torch.no_grad()
+def write_text(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    first_id: int,
+    num_tokens: int = 64,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> str:
+    """Return `prompt` as the model goes on with it.
+
+    Each token is computed from the whole text before it: fine for a sample of a small model, and what any
+    faster way must agree with.
+
+    Args:
+        model: a decoder with all its weights on this rank.
+        tokenizer: of the tokens it was trained on.
+        prompt: how the text begins.
+        first_id: token that opens a document.
+        num_tokens: how many to write.
+        temperature: divides the logits before the draw, above 0.
+        seed: of the draws.
+    """
+    device = next(model.parameters()).device
+    ids = [first_id, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    model.eval()
+    for place in range(num_tokens):
+        window = torch.tensor([ids[-model.shape.max_seq_len :]], device=device)
+        logits_V = model(window)[0, -1].double()[: tokenizer.get_vocab_size()]
+        weights_V = torch.softmax(logits_V / temperature, dim=-1).cumsum(0)
+        draw = uniform(key(seed, "sample"), torch.tensor([place], device=device))
+        chosen = int(torch.searchsorted(weights_V, draw * weights_V[-1]))
+        if chosen == first_id:
+            break
+        ids.append(chosen)
+    model.train()
+    return tokenizer.decode(ids[1:])

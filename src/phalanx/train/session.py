@@ -1,0 +1,119 @@
+"""Set a job up on one rank: model, optimizer, data and what goes with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.checkpoint import state
+from phalanx.data.loader import Loader, stream_length
+from phalanx.data.order import Order
+from phalanx.data.samples import Samples
+from phalanx.mesh import build_mesh, data_coordinate, device_of
+from phalanx.models.decoder import Decoder
+from phalanx.parallel.compose import parallelize
+from phalanx.train.job import Job, manifest_of
+from phalanx.train.objective import next_token
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.precision import Precision, resolve
+from phalanx.train.step import Trainer
+
+
+@dataclass
+class Session:
+    """What one rank works with.
+
+    Attributes:
+        job: the job, the same on every rank.
+        mesh: the ranks by axis.
+        device: of this rank.
+        precision: data types.
+        model: the decoder; its blocks may be compiled in place.
+        trainer: takes the steps.
+        loader: gives the microbatches.
+        validation: samples kept aside.
+    """
+
+    job: Job
+    mesh: DeviceMesh
+    device: torch.device
+    precision: Precision
+    model: Decoder
+    trainer: Trainer
+    loader: Loader
+    validation: Samples
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for the job."""
+        return dist.get_rank() == 0
+
+    def save(self) -> str:
+        """Save a checkpoint and return its folder; every rank calls this together."""
+        about = manifest_of(self.job, self.trainer.steps_done, self.loader.consumed)
+        return str(state.save(self.job.out, self.model, self.trainer.optimizer, about))
+
+
+def open_session(job: Job) -> Session:
+    """Build everything on this rank, and load the checkpoint that the job goes on from.
+
+    Raises:
+        PhalanxError: the strategy, precision or checkpoint does not fit.
+    """
+    config = job.config
+    mesh = build_mesh(job.strategy, job.device)
+    device = device_of(mesh)
+    precision = resolve(config.precision, job.device)
+    model = Decoder(job.shape).to(dtype=precision.master)
+    model.initialize(config.seed)
+    model.to(device)
+    model.compute_dtype = precision.compute
+    model.train()
+    reducer = parallelize(model, job.strategy, mesh)
+    trainer = Trainer(
+        model,
+        build_optimizer(model, config.optimizer),
+        next_token(config.seed, job.shape.dropout),
+        config.optimizer,
+        mesh=mesh,
+        num_steps=job.num_steps,
+        reducer=reducer,
+        scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
+        nonfinite=config.nonfinite,
+    )
+    consumed = 0
+    if job.start is not None:
+        folder, about = job.start
+        state.load(folder, model, trainer.optimizer)
+        trainer.steps_done, consumed = about.steps_done, about.consumed
+    if config.compile:
+        for block in model.blocks:
+            block.compile()
+    return Session(
+        job, mesh, device, precision, model, trainer, _loader(job, mesh, consumed), _validation(job)
+    )
+
+
+def _loader(job: Job, mesh: DeviceMesh, consumed: int) -> Loader:
+    corpus = job.config.corpus
+    samples = Samples(job.tokens.train, corpus.seq_len, document_mask=corpus.document_mask)
+    return Loader(
+        samples,
+        Order(len(samples), job.config.seed, corpus.shuffle),
+        job.batch,
+        data_coordinate(mesh)[0],
+        end=stream_length(len(samples), job.config.epochs),
+        tail=corpus.tail,
+        consumed=consumed,
+    )
+
+
+def _validation(job: Job) -> Samples:
+    corpus = job.config.corpus
+    return Samples(job.tokens.validation, corpus.seq_len, document_mask=corpus.document_mask)
+
+
