@@ -91,8 +91,17 @@ def test_light_modules_load_no_torch(module: str) -> None:
 
 
 def test_the_public_names() -> None:
-    assert sorted(phalanx.__all__) == ["Strategy", "TrainConfig", "__version__"]
-    for name in phalanx.__all__:
-        assert getattr(phalanx, name) is not None
+    assert sorted(phalanx.__all__) == [
+        "Strategy",
+        "TrainConfig",
+        "__version__",
+        "train_decoder",
+        "verify_strategy",
+    ]
     with pytest.raises(AttributeError, match="no attribute 'Strateg'"):
         _ = phalanx.Strateg
+
+
+@pytest.mark.parametrize("name", ["Strategy", "TrainConfig", "train_decoder", "verify_strategy"])
+def test_each_public_name_can_be_called(name: str) -> None:
+    assert callable(getattr(phalanx, name))

@@ -12,14 +12,24 @@ if TYPE_CHECKING:
     __version__: str
     from phalanx.config import TrainConfig as TrainConfig
     from phalanx.strategy import Strategy as Strategy
+    from phalanx.train.loop import train as train_decoder
+    from phalanx.verify.harness import verify as verify_strategy
 
-__all__ = ["Strategy", "TrainConfig", "__version__"]
+__all__ = ["Strategy", "TrainConfig", "__version__", "train_decoder", "verify_strategy"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("phalanx-train")
-    homes = {"Strategy": "phalanx.strategy", "TrainConfig": "phalanx.config"}
+    # The functions cannot be called phalanx.train and phalanx.verify: those are the packages that
+    # hold them, and importing any part of a package sets its name here.
+    homes = {
+        "Strategy": ("phalanx.strategy", "Strategy"),
+        "TrainConfig": ("phalanx.config", "TrainConfig"),
+        "train_decoder": ("phalanx.train.loop", "train"),
+        "verify_strategy": ("phalanx.verify.harness", "verify"),
+    }
     if name not in homes:
         raise AttributeError(f"module 'phalanx' has no attribute '{name}'")
-    return getattr(import_module(homes[name]), name)
+    module, attribute = homes[name]
+    return getattr(import_module(module), attribute)
