@@ -70,13 +70,13 @@ class Samples:
             samples_B: the sample of each row, -1 for an empty row.
             rows_B: the global position of each row, -1 for an empty row.
         """
-        windows, is_token = self._windows(samples_B)
-        tokens_BT = np.where(is_token[:, :-1], windows[:, :-1], 0)
-        labels_BT = np.where(is_token[:, 1:], windows[:, 1:], IGNORE)
+        windows, is_label = self._windows(samples_B)
+        tokens_BT = np.where(is_label, windows[:, :-1], 0)
+        labels_BT = np.where(is_label, windows[:, 1:], IGNORE)
         places_BT = np.broadcast_to(np.arange(self.seq_len), tokens_BT.shape)
         documents_BT = None
         if self.document_mask:
-            opens_BT = (tokens_BT == self.file.end_id) & is_token[:, :-1]
+            opens_BT = (tokens_BT == self.file.end_id) & is_label
             opens_BT[:, 0] = False  # the first document is 0, whether it opens here or earlier
             starts_BT = np.maximum.accumulate(np.where(opens_BT, places_BT, 0), axis=1)
             places_BT = places_BT - starts_BT
@@ -99,16 +99,16 @@ class Samples:
         """
         total = 0
         for begin in range(0, len(samples), 1024):
-            windows, is_token = self._windows(samples[begin : begin + 1024])
-            total += int(token_bytes_V[windows[:, 1:]][is_token[:, 1:]].sum(dtype=np.int64))
+            windows, is_label = self._windows(samples[begin : begin + 1024])
+            total += int(token_bytes_V[windows[:, 1:]][is_label].sum(dtype=np.int64))
         return total
 
     def _windows(
         self, samples_B: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return T + 1 tokens a row, and which of them there are."""
+        """Return T + 1 tokens a row, and at which of the T places there is one to predict."""
         index = samples_B[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         is_token = (samples_B[:, None] >= 0) & (index < self.file.num_tokens)
         windows = np.zeros(index.shape, dtype=np.int64)
         windows[is_token] = self._tokens[index[is_token]]
-        return windows, is_token
+        return windows, is_token[:, 1:]

@@ -190,7 +190,7 @@ def cut_pieces(text: str, num_characters: int = _PIECE_CHARACTERS) -> Iterator[s
     yield text[start:]
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Iterator[list[int]]:
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Generator[list[int]]:
     """Encode texts on all cores, in order, reading only a little ahead.
 
     The threads are Python's own: the library's pool would make each later fork of this process

@@ -11,6 +11,7 @@ import hashlib
 import io
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -269,9 +270,10 @@ def _encode(
     with (
         TokenWriter(place / _TRAIN, num_ids=num_ids, end_id=end_id) as train,
         TokenWriter(place / _VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
+        closing(encode_pieces(tokenizer, pieces())) as encoded,
     ):
         done_bytes = 0
-        for ids in encode_pieces(tokenizer, pieces()):
+        for ids in encoded:
             is_validation, is_first, num_bytes = waiting.popleft()
             writer = validation if is_validation else train
             if is_first:

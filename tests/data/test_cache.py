@@ -1,0 +1,106 @@
+"""The cache: whole or absent, whatever happens."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from phalanx.data import cache
+from phalanx.errors import DataError
+
+
+def write_hello(place: Path) -> dict[str, object]:
+    (place / "a.txt").write_text("hello")
+    return {"n": 1}
+
+
+def test_published_folder_gives_its_facts_back(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "x"
+    assert cache.read_facts(folder) is None
+    assert cache.publish(folder, write_hello, needed_bytes=5) == {"n": 1}
+    assert cache.read_facts(folder) == {"n": 1}
+    assert [p.name for p in folder.parent.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "manifest", "version", "file"])
+def test_damaged_folder_is_not_believed_and_is_made_anew(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "x"
+    cache.publish(folder, write_hello, needed_bytes=5)
+    file, manifest = folder / "a.txt", folder / "manifest.json"
+    if damage == "cut":
+        file.write_text("hell")
+    elif damage == "flip":
+        file.write_text("hellx")
+    elif damage == "remove":
+        file.unlink()
+    elif damage == "manifest":
+        manifest.write_text(manifest.read_text()[:-3])
+    elif damage == "version":
+        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 0'))
+    else:
+        file.unlink()
+        manifest.unlink()
+        folder.rmdir()
+        folder.write_text("a file where a folder should be")
+    assert cache.read_facts(folder) is None
+    assert cache.publish(folder, write_hello, needed_bytes=5) == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_first_of_two_processes_wins(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+
+    def second(place: Path) -> dict[str, object]:
+        cache.publish(folder, write_hello, needed_bytes=5)
+        (place / "a.txt").write_text("other")
+        return {"n": 2}
+
+    assert cache.publish(folder, second, needed_bytes=5) == {"n": 1}
+    assert (folder / "a.txt").read_text() == "hello"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_names_path_and_bytes_and_leaves_nothing(tmp_path: Path, code: int) -> None:
+    def fail(place: Path) -> dict[str, object]:
+        (place / "a.txt").write_text("half")
+        raise OSError(code, "no space")
+
+    with pytest.raises(DataError, match=r"no space left for .*x: it needs about 12,345 bytes"):
+        cache.publish(tmp_path / "x", fail, needed_bytes=12345)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write .*file/x.*corpus\.cache"):
+        cache.publish(tmp_path / "file" / "x", write_hello, needed_bytes=5)
+
+
+def test_crash_leaves_no_folder_and_old_remains_are_swept(tmp_path: Path) -> None:
+    def crash(place: Path) -> dict[str, object]:
+        (place / "a.txt").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.publish(tmp_path / "x", crash, needed_bytes=5)
+    assert list(tmp_path.iterdir()) == []
+    old, new = tmp_path / ".x.00112233", tmp_path / ".x.44556677"
+    for left in (old, new):
+        left.mkdir()
+    __import__("os").utime(old, (0, 0))
+    cache.publish(tmp_path / "x", write_hello, needed_bytes=5)
+    assert not old.exists() and new.exists()
+
+
+def test_cache_folder_follows_the_setting_then_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/where")
+    assert cache.cache_folder("/a/b") == Path("/a/b")
+    assert cache.cache_folder(None) == Path("/some/where/phalanx")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache.cache_folder(None) == Path("/home/me/.cache/phalanx")
+
+
+def test_fingerprint_tells_parts_apart() -> None:
+    assert cache.fingerprint("a", "b") != cache.fingerprint("ab")
+    assert cache.fingerprint("a", 1) == cache.fingerprint("a", 1)

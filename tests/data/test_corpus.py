@@ -1,0 +1,149 @@
+"""The corpus: fixed order, and one clear message for each fault."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx.data.corpus import Document, documents
+from phalanx.errors import DataError
+
+
+def read(path: object, max_bytes: int | None = None) -> list[Document]:
+    return list(documents(str(path), max_bytes))
+
+
+def refuses(path: object, *words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read(path)
+    for word in words:
+        assert re.search(word, str(caught.value)), (word, str(caught.value))
+
+
+def test_folder_is_read_through_in_sorted_order_with_relative_names(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "b" / "z.md").write_text("zed")
+    (tmp_path / "b" / "a.TXT").write_text("ay\r\n", newline="")
+    (tmp_path / "a.py").write_text("pass")
+    (tmp_path / "c.rst").write_text("not read")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / ".git" / "x.txt").write_text("hidden")
+    assert read(tmp_path) == [
+        Document("a.py", "pass"),
+        Document("b/a.TXT", "ay\r\n"),
+        Document("b/z.md", "zed"),
+    ]
+
+
+def test_glob_and_single_file(tmp_path: Path) -> None:
+    for name in ("x/1.txt", "x/y/2.txt", "x/3.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [d.name for d in read(tmp_path / "x" / "**" / "*.txt")] == ["1.txt", "y/2.txt"]
+    assert [d.name for d in read(tmp_path / "*")] == ["x/1.txt", "x/3.md", "x/y/2.txt"]
+    assert read(tmp_path / "x" / "3.md") == [Document("3.md", "x/3.md")]
+    refuses(tmp_path / "*.md", "no file matches")
+
+
+def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "one \\u0000 \xc3\xa9"}\n\n{"id": 3, "text": "two\\nlines"}\n')
+    assert read(file) == [Document("a.jsonl:1", "one \0 é"), Document("a.jsonl:3", "two\nlines")]
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"id": [1, 2, 3], "text": ["one", None, "three"]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert [(d.name, d.text) for d in read(tmp_path)] == [
+        ("a.parquet:1", "one"),
+        ("a.parquet:3", "three"),
+    ]
+    parquet.write_table(arrow.table({"texts": ["one"]}), tmp_path / "a.parquet")
+    refuses(tmp_path, "no column 'text'", "did you mean 'texts'", "columns are 'texts'")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
+    refuses(tmp_path, "a.parquet is not a parquet file")
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    refuses(tmp_path, r"pip install 'phalanx-train\[parquet\]'")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "x"', ["line 2 is not JSON", "column"]),
+        ('{"txt": "x", "id": 1}', ["line 2 has no field 'text'", "did you mean 'txt'", "'id'"]),
+        ('{"text": 3}', ["line 2: 'text' is a int"]),
+        ('["x"]', ["line 2 is a list"]),
+        ('{"text": "\\ud800"}', ["line 2", "surrogate"]),
+    ],
+)
+def test_bad_jsonl_line_is_named(tmp_path: Path, line: str, words: list[str]) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
+    refuses(tmp_path, "a.jsonl", *words)
+
+
+def test_binary_files_are_named_with_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abc\0def")
+    refuses(tmp_path, "a.txt is not text", "NUL at byte 3")
+    (tmp_path / "a.txt").write_bytes(b"abcd\xffdef")
+    refuses(tmp_path, "a.txt is not UTF-8", "byte 4 is 0xff")
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    refuses(tmp_path, "a.jsonl is not UTF-8", "byte 24 is 0xff")
+
+
+def test_missing_and_empty_paths(tmp_path: Path) -> None:
+    (tmp_path / "novels.txt").write_text("x")
+    refuses(tmp_path / "novel.txt", "does not exist", "did you mean '.*novels.txt'")
+    refuses(tmp_path / "novels" / "deep" / "a.txt", "did you mean '.*novels.txt'")
+    refuses(tmp_path / "zzz", "does not exist", "nothing of a like name")
+    refuses("", "is empty")
+    (tmp_path / "sub").mkdir()
+    refuses(tmp_path / "sub", "no file that can be read", "found nothing")
+    (tmp_path / "sub" / "a.rst").write_text("x")
+    refuses(tmp_path / "sub", r"expected one of \.txt", r"found \.rst")
+    refuses(tmp_path / "sub" / "a.rst", r"found \.rst")
+    (tmp_path / "sub" / "a.txt").write_text("\n \n")
+    refuses(tmp_path / "sub", "holds no text")
+
+
+def test_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    refuses(tmp_path, "no file that can be read")
+
+
+def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("x")
+
+    def deny(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    refuses(tmp_path, "cannot read .*a.txt: Permission denied")
+
+
+def test_max_bytes_cuts_the_last_document_at_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").write_text("éé")
+    (tmp_path / "c.txt").write_text("never")
+    assert [d.text for d in read(tmp_path, 6)] == ["abc", "é"]
+    assert [d.text for d in read(tmp_path, 3)] == ["abc"]
+    assert [d.text for d in read(tmp_path, 100)] == ["abc", "éé", "never"]
+
+
+def test_standard_library_has_topics_and_sources_but_no_tests() -> None:
+    names = [document.name for document in documents(None)]
+    assert len(names) == len(set(names)) > 300
+    assert {"topics/if", "json/decoder.py", "argparse.py"} <= set(names)
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert folders.isdisjoint({"test", "tests", "site-packages", "idlelib"})

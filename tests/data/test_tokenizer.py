@@ -1,0 +1,155 @@
+"""The tokenizer: every byte accounted for, and a clear word on a file that is none."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from phalanx.data import tokenizer as tk
+from phalanx.errors import ConfigError, DataError
+
+TEXTS = ["def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n", "naïve café ☕ 𝄞\n" * 5]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return tk.train_tokenizer(TEXTS, 300)
+
+
+@given(text=st.text(max_size=200))
+def test_token_bytes_of_a_text_sum_to_its_bytes(trained: Tokenizer, text: str) -> None:
+    (ids,) = tk.encode_pieces(trained, [text])
+    num_bytes = tk.count_token_bytes(trained)
+    assert num_bytes[ids].sum() == len(text.encode())
+    assert trained.decode(ids, skip_special_tokens=False) == text
+
+
+def test_text_that_spells_the_separator_is_text(trained: Tokenizer) -> None:
+    text = f"a{tk.END_OF_TEXT}b"
+    (ids,) = tk.encode_pieces(trained, [text])
+    assert tk.end_of_text_id(trained) not in ids
+    assert trained.decode(ids) == text
+    assert tk.count_token_bytes(trained)[tk.end_of_text_id(trained)] == 0
+
+
+def test_training_is_deterministic_and_within_size(trained: Tokenizer) -> None:
+    assert tk.count_ids(trained) <= 300
+    assert tk.train_tokenizer(TEXTS, 300).to_str() == trained.to_str()
+    with pytest.raises(ConfigError, match=r"vocab_size is 256; .* at least 257"):
+        tk.train_tokenizer(TEXTS, 256)
+    assert tk.count_ids(tk.train_tokenizer(TEXTS, 257)) == 257
+
+
+def test_load_gives_the_same_tokens(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(str(tmp_path / "tokenizer.json"))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = tk.load_tokenizer(path)
+        for text in (*TEXTS, tk.END_OF_TEXT):
+            assert loaded.encode(text).ids == trained.encode(text).ids
+
+
+def test_truncation_and_padding_of_a_file_are_switched_off(
+    trained: Tokenizer, tmp_path: Path
+) -> None:
+    copy = Tokenizer.from_str(trained.to_str())
+    copy.enable_truncation(4)
+    copy.enable_padding(length=64)
+    copy.save(str(tmp_path / "t.json"))
+    (ids,) = tk.encode_pieces(tk.load_tokenizer(tmp_path / "t.json"), [TEXTS[0]])
+    assert ids == trained.encode(TEXTS[0]).ids
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"a": 1}', b"\xff\xfe", b"[1, 2]"])
+def test_file_that_is_no_tokenizer(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"t\.json.*tokenizer\.json"):
+        tk.load_tokenizer(tmp_path / "t.json")
+
+
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.json does not exist"):
+        tk.load_tokenizer(tmp_path / "nowhere.json")
+
+
+def test_vocabulary_that_does_not_fit_names_both_numbers_and_the_fix(trained: Tokenizer) -> None:
+    size = tk.count_ids(trained)
+    tk.check_vocabulary(trained, size)
+    with pytest.raises(ConfigError, match=rf"ids up to {size - 1}.* {size - 1} rows.* to {size} "):
+        tk.check_vocabulary(trained, size - 1)
+
+
+def test_tokenizer_without_separator_is_refused() -> None:
+    plain = Tokenizer(models.BPE())
+    plain.add_special_tokens(["<pad>"])
+    with pytest.raises(DataError, match=r"no token that ends a text.*<pad>"):
+        tk.end_of_text_id(plain)
+    plain.add_special_tokens(["</s>"])
+    assert tk.end_of_text_id(plain) == 1
+
+
+def test_bytes_of_other_kinds() -> None:
+    vocabulary = {"<0x0A>": 0, "▁": 1, "é": 2, "▁é": 3}
+    piece = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "é")], byte_fallback=True))
+    piece.pre_tokenizer = pre_tokenizers.Metaspace()
+    piece.decoder = decoders.Metaspace()
+    piece.add_special_tokens(["</s>"])
+    assert tk.count_token_bytes(piece).tolist() == [1, 1, 2, 3, 0]
+    word = Tokenizer(models.WordLevel(vocab={"a": 0}))
+    with pytest.raises(DataError, match="WordLevel"):
+        tk.count_token_bytes(word)
+
+
+@given(
+    text=st.text(alphabet="ab \n\té.", max_size=300),
+    size=st.integers(2, 40),
+)
+def test_pieces_make_the_whole(text: str, size: int) -> None:
+    pieces = list(tk.cut_pieces(text, size))
+    assert "".join(pieces) == text
+    assert all(len(piece) <= size for piece in pieces)
+    assert all(pieces) or not text
+
+
+def test_pieces_of_source_have_the_tokens_of_the_whole(trained: Tokenizer) -> None:
+    text = Path(tk.__file__).read_text() * 3
+    pieces = list(tk.cut_pieces(text, 3000))
+    assert len(pieces) > 5
+    joined = [i for ids in tk.encode_pieces(trained, pieces) for i in ids]
+    assert joined == trained.encode(text).ids
+
+
+def test_encoding_keeps_the_order_over_many_calls(
+    trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tk, "_CALL_CHARACTERS", 10)
+    texts = [f"text number {n}" for n in range(200)]
+    encoded = tk.encode_pieces(trained, iter(texts))
+    assert [trained.decode(ids) for ids in encoded] == texts
+
+
+def test_a_fork_afterwards_prints_no_warning() -> None:
+    code = (
+        "import os, sys\n"
+        "from phalanx.data.tokenizer import encode_pieces, train_tokenizer\n"
+        "t = train_tokenizer(['some text'] * 100, 300)\n"
+        "list(encode_pieces(t, ['some text'] * 100))\n"
+        "assert 'TOKENIZERS_PARALLELISM' not in os.environ\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    t.encode_batch(['a'] * 100); os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_token_bytes_are_by_id(trained: Tokenizer) -> None:
+    num_bytes = tk.count_token_bytes(trained)
+    assert num_bytes.dtype == np.int32
+    for token, index in trained.get_vocab().items():
+        assert num_bytes[index] == (0 if token == tk.END_OF_TEXT else len(token))
