@@ -1,0 +1,129 @@
+"""The phalanx command: verbs, exit codes, one message for each error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import FILE_ERRORS, NOT_BUILT, VERBS, main
+from phalanx.errors import ConfigError, RankFailed
+
+
+def verb_that_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(argv: list[str]) -> int:
+        raise error
+
+    module = types.ModuleType("phalanx.cli.doctor")
+    module.__dict__["run"] = run
+    monkeypatch.setitem(sys.modules, "phalanx.cli.doctor", module)
+
+
+def test_help_is_short_and_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 25
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert all(verb in text for verb in [*VERBS, *NOT_BUILT])
+
+
+def test_no_verb_is_answered_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: phalanx VERB" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("phalanx 0.")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["trian"], "'trian' is not a verb (did you mean 'train'?)"),
+        (["doctr", "--json"], "(did you mean 'doctor'?)"),
+        (["plan", "--help"], "'plan' is not built yet; the verbs are train, verify, bench, doctor"),
+        (["--json"], "'--json' is not a verb"),
+    ],
+)
+def test_a_verb_that_is_not_there(
+    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("phalanx: ")
+    assert answer in captured.err
+    assert ("error" in captured.out) == ("--json" in words)
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "answer"),
+    [
+        (ConfigError("lr is [bold]bad[/bold]"), 2, "phalanx: lr is [bold]bad[/bold]\n"),
+        (RankFailed(1, "words of the rank"), 1, "words of the rank"),
+        (KeyboardInterrupt(), 130, "phalanx: interrupted\n"),
+        (OSError(errno.ENOSPC, "full", "/disk/x"), 2, "phalanx: /disk/x: no space left"),
+        (PermissionError(errno.EACCES, "no", "/root"), 2, "phalanx: /root: permission denied"),
+    ],
+)
+def test_an_error_is_one_message_and_an_exit_code(
+    error: BaseException,
+    exit_code: int,
+    answer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verb_that_raises(monkeypatch, error)
+    assert main(["doctor", "--json"]) == exit_code
+    captured = capsys.readouterr()
+    assert answer in captured.err
+    assert "Traceback" not in captured.err
+    document = json.loads(captured.out.splitlines()[-1])
+    assert document["exit_code"] == exit_code
+    assert document["error"] in captured.err
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert errno.EBADF not in FILE_ERRORS
+    verb_that_raises(monkeypatch, OSError(errno.EBADF, "a bug"))
+    with pytest.raises(OSError, match="a bug"):
+        main(["doctor"])
+
+
+def test_help_of_train_is_quick_and_loads_no_torch() -> None:
+    code = (
+        "import sys; from phalanx.cli.main import main; code = main(['train', '--help']);"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    quickest_s = float("inf")
+    for _ in range(3):  # the quickest of three: other work on the machine must not decide
+        begun_s = time.perf_counter()
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        quickest_s = min(quickest_s, time.perf_counter() - begun_s)
+    assert run.returncode == 0, run.stderr
+    assert "--optimizer.lr" in run.stdout and "Highest learning rate" in run.stdout
+    assert quickest_s < 1.5  # 0.4 s on an idle machine
+
+
+def test_show_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / ("a-long-name-" * 6 + ".toml")
+    file.write_text("steps = 7\n")
+    words = ["train", "--config", str(file), "--optimizer.lr", "0.5", "--show-config"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line[:1].strip()}
+    assert rows["optimizer.lr"] == ["0.5", "command", "line"]
+    assert rows["seed"] == ["0", "default"]
+    assert rows["steps"][0] == "7"
+    assert max(map(len, text.splitlines())) <= 100
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["config"]["optimizer"]["lr"] == 0.5
+    assert document["sources"]["steps"] == str(file)
+    assert document["sources"]["optimizer.lr"] == "command line"

@@ -1,0 +1,198 @@
+"""Where a value comes from, what a file may say, and what is refused in which words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, TrainConfig
+from phalanx.config_check import RANGES, check, check_type, describe, settings, value_at
+from phalanx.config_load import load_config, resolve, with_value
+from phalanx.errors import BatchError, ConfigError, StrategyError
+
+KEYS = {key: hint for key, hint, _ in settings(TrainConfig)}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('model = "demo"\nsteps = 7\n[optimizer]\nlr = 1\nclip_p = inf\n')
+    return path
+
+
+def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(file: Path) -> None:
+    loaded = load_config(["--config", str(file), "--optimizer.lr", "0.5", "--corpus.no-shuffle"])
+    assert loaded.config == TrainConfig(
+        steps=7,
+        corpus=CorpusConfig(shuffle=False),
+        optimizer=OptimizerConfig(lr=0.5, clip_p=float("inf")),
+    )
+    said = {key: source for key, source in loaded.sources.items() if source != "default"}
+    assert said == {
+        "model": str(file),  # its value is the default's, but the file says it
+        "steps": str(file),
+        "optimizer.clip_p": str(file),
+        "optimizer.lr": "command line",
+        "corpus.shuffle": "command line",
+    }
+    assert list(loaded.sources) == list(KEYS)
+
+
+def test_both_spellings_of_an_option(file: Path) -> None:
+    spelled = ["--optimizer.min-lr-ratio=0", "--optimizer.warmup_steps", "3", f"--config={file}"]
+    loaded = load_config(spelled)
+    assert (loaded.config.optimizer.min_lr_ratio, loaded.config.optimizer.warmup_steps) == (0, 3)
+    assert loaded.sources["optimizer.min_lr_ratio"] == "command line"
+    assert loaded.config.steps == 7
+
+
+def test_none_unsets_what_the_file_sets(file: Path) -> None:
+    loaded = load_config(["--config", str(file), "--steps", "none", "--epochs", "2"])
+    check(loaded.config)
+    assert (loaded.config.steps, loaded.config.epochs) == (None, 2.0)
+
+
+def test_without_words_everything_is_the_default() -> None:
+    loaded = load_config([])
+    assert loaded.config == TrainConfig()
+    assert set(loaded.sources.values()) == {"default"}
+    assert not loaded.json and not loaded.show_config
+    check(loaded.config)
+
+
+def test_the_ranks_settle_what_is_open() -> None:
+    loaded = resolve(load_config(["--batch.global-size", "24", "--batch.microbatch", "4"]), 3)
+    assert loaded.config.batch == BatchConfig(global_size=24, microbatch=4, accumulation=2)
+    assert (loaded.config.strategy, loaded.config.nproc) == ("dp3", 3)
+    assert loaded.sources["batch.accumulation"] == loaded.sources["strategy"] == "derived"
+    assert loaded.sources["batch.microbatch"] == "command line"
+    with pytest.raises(BatchError, match="4 and 8 are the nearest"):
+        resolve(load_config(["--batch.global-size", "7"]), 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr = 1", "'lr' does not belong to the top of the file, above all sections; it belongs to "
+         "section [optimizer]"),
+        ("[optimizer]\nsteps = 1", "'steps' does not belong to section [optimizer]; it belongs to "
+         "the top of the file"),
+        ("[batch]\nvocab_size = 9", "belongs to section [shape] or section [corpus]"),
+        ("stesp = 3", "'stesp' is unknown (did you mean 'steps'?)"),
+        ("[optimizer]\nweight_decy = 0.1", "(did you mean 'optimizer.weight_decay'?)"),
+        ("[optimzer]\nlr = 1", "section [optimzer] is unknown (did you mean 'optimizer'?)"),
+        ("[steps]\nlr = 1", "steps is {'lr': 1}; expected a whole number"),
+        ("optimizer = 3", "optimizer is 3; expected a section, [optimizer]"),
+        ('steps = "many"', "steps is 'many'; expected a whole number"),
+        ("steps = true", "steps is True; expected a whole number"),
+        ("steps = 2.6", "steps is 2.6; expected a whole number, of which 3 is the nearest"),
+        ("compile = 1", "compile is 1; expected true or false"),
+        ("model = 1", "model is 1; expected text"),
+        ("steps = [1]", "steps is [1]; expected a whole number"),
+        ('[corpus]\ntail = "kep"', "expected one of keep, drop, pad (did you mean 'keep'?)"),
+        ("steps = \nseed = 1", "is not TOML: Invalid value (at line 1"),
+        ("seed = 1\nseed = 2\n", "is not TOML: Cannot overwrite a value (at line 2"),
+    ],
+)  # fmt: skip
+def test_a_file_is_refused_in_words(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        load_config(["--config", str(path)])
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such file \(did you mean 'run.toml'\?\)"):
+        load_config(["--config", str(tmp_path / "rum.toml")])
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(["--config", str(tmp_path)])
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not text; expected a TOML file"):
+        load_config(["--config", str(tmp_path / "binary.toml")])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--optimizer.rl 1", "option '--optimizer.rl' is unknown (did you mean '--optimizer.lr'?)"),
+        ("--lr 1", "did you mean '--optimizer.lr'?"),
+        ("--seq-len=4", "did you mean '--corpus.seq-len'?"),
+        ("--show-confg", "did you mean '--show-config'?"),
+        ("--steps", "Missing value for argument '--steps'"),
+        ("--config", "Missing value for argument '--config'"),
+        ("--steps many", "--steps is 'many'; expected a whole number"),
+        ("--optimizer.lr fast", "--optimizer.lr is 'fast'; expected a number"),
+        ("--precision float23", "(did you mean 'float32'?)"),
+        ("--shape.tied maybe", "--shape.tied is 'maybe'; expected true or false"),
+        ("train", "'train' on the command line belongs to no option"),
+    ],
+)
+def test_a_command_line_is_refused_in_words(line: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        load_config(line.split())
+    assert "\n" not in str(caught.value) and "│" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("optimizer.lr", 0.0, "optimizer.lr is 0.0; expected more than 0"),
+        ("optimizer.lr", float("nan"), "optimizer.lr is nan"),
+        ("optimizer.lr", float("inf"), "and finite"),
+        ("optimizer.beta2", 1.0, "a number in [0, 1)"),
+        ("optimizer.min_lr_ratio", 1.5, "a number in [0, 1]; the nearest is 1"),
+        ("optimizer.clip_p", 3.0, "clip_p is 3; expected 1, 2 or inf, of which 2 is the nearest"),
+        ("corpus.seq_len", 1, "at least 2; the nearest is 2"),
+        ("corpus.validation", 1.0, "a number in [0, 1)"),
+        ("corpus.vocab_size", 100, "the nearest is 257"),
+        ("seed", -3, "the nearest is 0"),
+        ("nproc", 0, "nproc is 0; expected at least 1"),
+        ("corpus.tail", "keeep", "did you mean 'keep'?"),
+        ("steps", "7", "steps is '7'; expected a whole number"),
+    ],
+)
+def test_values_out_of_range(key: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check(with_value(TrainConfig(), key, value))
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (TrainConfig(steps=3, epochs=2), ConfigError, "give one of them"),
+        (TrainConfig(steps=3, optimizer=OptimizerConfig(warmup_steps=4)), ConfigError, "is 3"),
+        (TrainConfig(tokenizer="t.json", corpus=CorpusConfig(vocab_size=999)), ConfigError, "999"),
+        (TrainConfig(precision="float16", device="cpu"), ConfigError, "bfloat16 is the nearest"),
+        (TrainConfig(strategy="dp2", nproc=3), StrategyError, "'dp3' would use them all"),
+        (TrainConfig(strategy="pd2"), StrategyError, "did you mean"),
+        (TrainConfig(strategy="dp2:ps"), StrategyError, "not built yet"),
+    ],
+)
+def test_contradictions(config: TrainConfig, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        check(config)
+
+
+def test_every_number_has_a_range_and_every_range_a_key() -> None:
+    numbers = {key for key, hint in KEYS.items() if "number" in describe(hint)}
+    assert numbers - set(RANGES) == {"optimizer.clip_p"}
+    assert set(RANGES) <= numbers
+
+
+@given(st.sampled_from(sorted(KEYS)), st.data())
+def test_every_setting_can_be_replaced_and_read_back(key: str, data: st.DataObject) -> None:
+    value = data.draw(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text()))
+    changed = with_value(TrainConfig(), key, value)
+    assert value_at(changed, key) is value
+    others = [other for other in KEYS if other != key]
+    assert all(value_at(changed, other) == value_at(TrainConfig(), other) for other in others)
+    try:
+        check_type(key, KEYS[key], value)
+    except ConfigError as error:
+        assert str(error).startswith(f"{key} is {value!r}; expected ")
