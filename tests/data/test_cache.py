@@ -1,6 +1,7 @@
 """The cache: whole or absent, whatever happens."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,14 @@ def test_crash_leaves_no_folder_and_old_remains_are_swept(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         cache.publish(tmp_path / "x", crash, needed_bytes=5)
     assert list(tmp_path.iterdir()) == []
-    old, new = tmp_path / ".x.00112233", tmp_path / ".x.44556677"
-    for left in (old, new):
+    old, new, busy = (tmp_path / f".x.{name}" for name in ("00112233", "44556677", "8899aabb"))
+    for left in (old, new, busy):
         left.mkdir()
-    __import__("os").utime(old, (0, 0))
+    (busy / "a.txt").write_text("made a while ago, still written to")
+    os.utime(old, (0, 0))
+    os.utime(busy, (0, 0))
     cache.publish(tmp_path / "x", write_hello, needed_bytes=5)
-    assert not old.exists() and new.exists()
+    assert not old.exists() and new.exists() and busy.exists()
 
 
 def test_cache_folder_follows_the_setting_then_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +102,9 @@ def test_cache_folder_follows_the_setting_then_xdg(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert cache.cache_folder(None) == Path("/home/me/.cache/phalanx")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(DataError, match=r"set corpus\.cache"):
+        cache.cache_folder(None)
 
 
 def test_fingerprint_tells_parts_apart() -> None:

@@ -30,11 +30,17 @@ _STALE_S = 24 * 3600.0
 
 
 def cache_folder(setting: str | None) -> Path:
-    """Return the folder of the cache: `setting`, or the user's own cache folder if it is None."""
+    """Return the folder of the cache: `setting`, or the user's own cache folder if it is None.
+
+    Raises:
+        DataError: the user has no folder of their own.
+    """
     if setting is not None:
-        return Path(setting).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "phalanx"
+        return Path(os.path.expanduser(setting))
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if caches.startswith("~"):
+        raise DataError("this user has no home folder for the cache; set corpus.cache to a folder")
+    return Path(caches) / "phalanx"
 
 
 def fingerprint(*parts: object) -> str:
@@ -152,9 +158,11 @@ def _sweep(parent: Path) -> None:
     """Remove what crashed processes left behind a day or more ago."""
     for path in parent.glob(".*.????????"):
         try:
-            if time.time() - path.stat().st_mtime > _STALE_S:
+            # The folder's own time is that of its making; the files tell of work that goes on.
+            newest = max(place.stat().st_mtime for place in (path, *path.iterdir()))
+            if time.time() - newest > _STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue  # its own process has just removed or renamed it
 
 

@@ -95,7 +95,7 @@ def _find_files(path: str) -> tuple[Path, list[Path]]:
     """Return the folder that names are relative to, and the files in sorted order."""
     if not path.strip():
         raise DataError("the path of the corpus is empty; expected a file, folder or glob")
-    start = Path(path).expanduser()
+    start = Path(os.path.expanduser(path))
     try:
         if start.is_dir():
             return start, _supported(_walk(start), path)

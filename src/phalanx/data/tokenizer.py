@@ -80,7 +80,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         DataError: there is no such file, or it is no tokenizer.json.
     """
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if place.is_dir():
         place = place / "tokenizer.json"
     try:

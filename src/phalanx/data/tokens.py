@@ -39,7 +39,8 @@ from phalanx.data.tokenizer import (
 from phalanx.errors import ConfigError, DataError
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done ("read", "train the tokenizer" or "encode"), bytes done, bytes in all."""
+"""Told what is being done ("read", "train the tokenizer" or "encode"), bytes done, bytes in all (0
+while those are not known)."""
 
 _LARGEST_TRAINED_VOCABULARY = 8192
 _TRAINING_BYTES = 64 << 20
