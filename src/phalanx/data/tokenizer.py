@@ -193,8 +193,8 @@ def cut_pieces(text: str, num_characters: int = _PIECE_CHARACTERS) -> Iterator[s
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Generator[list[int]]:
     """Encode texts on all cores, in order, reading only a little ahead.
 
-    The threads are Python's own: the library's pool would make each later fork of this process
-    print a warning.
+    The threads are Python's own and end here: the library's would stay, and a later fork of this
+    process would lose them, of which versions of the library warn.
     """
     num_threads = os.cpu_count() or 1
     waiting: deque[Future[list[list[int]]]] = deque()
