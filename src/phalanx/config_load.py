@@ -299,13 +299,16 @@ def _plain_value(
 
 
 def _first_paragraph(boxed: str) -> str:
-    """Return the first paragraph of a framed message of tyro, as one line."""
+    """Return the first paragraph of a framed message of tyro, as one line.
+
+    The frame is of lines where standard output is UTF-8, else of blanks and dashes; its first line
+    is a title, and a rule ends the first paragraph.
+    """
     lines: list[str] = []
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", boxed).splitlines():
-        text = line.strip("│| ")
-        if text.startswith(("╭", "+")):  # the title
-            continue
-        if text.startswith(("─", "-", "╰")):
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", boxed).splitlines()[1:]:
+        text = line.strip("│ ")
+        if text.strip("─-╰╯ "):
+            lines.append(text)
+        elif lines:
             break
-        lines.append(text)
     return re.sub(r"^Error parsing (\S+):", r"\1 is", " ".join(lines))

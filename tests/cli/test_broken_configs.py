@@ -1,0 +1,236 @@
+"""Broken requests: each fails before a process is started, in one message that names the fix."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from phalanx.cli.main import main
+
+TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 20
+
+
+class Broken(NamedTuple):
+    """A command line, the files it needs, and the words that its message must have."""
+
+    line: str
+    thing: str
+    fix: str
+    files: dict[str, str | bytes] = {}  # noqa: RUF012 (never changed)
+
+
+def tokenizer_of(num_tokens: int) -> str:
+    """Return a byte-level tokenizer.json with this many tokens."""
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens += ["<|endoftext|>", *(f"<{i}>" for i in range(num_tokens - 257))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer.to_str()
+
+
+SMALL = "--data text.txt --model demo --shape.num-layers 1 --shape.hidden 32 --shape.num-heads 2"
+
+CASES = {
+    # The words of the request.
+    "verb": Broken("trian --steps 3", "'trian' is not a verb", "did you mean 'train'?"),
+    "verb not built": Broken("plan", "'plan' is not built yet", "the verbs are train"),
+    "typo of an option": Broken(
+        "train --optimizer.rl 1", "option '--optimizer.rl' is unknown", "'--optimizer.lr'"
+    ),
+    "option of another section": Broken("train --lr 1", "option '--lr'", "'--optimizer.lr'"),
+    "word without an option": Broken("train dp2", "'dp2' on the command line", "--name value"),
+    "option without its value": Broken("train --steps", "'--steps'", "Missing value"),
+    "value of another type": Broken(
+        "train --optimizer.lr fast", "--optimizer.lr is 'fast'", "expected a number"
+    ),
+    "value that is not a choice": Broken(
+        "train --precision bfloat", "--precision is 'bfloat'", "did you mean 'bfloat16'?"
+    ),
+    # The configuration file.
+    "missing file": Broken(
+        "train --config rum.toml", "rum.toml: there is no such file", "'run.toml'", {"run.toml": ""}
+    ),
+    "typo of a key": Broken(
+        "train --config a.toml", "'stesp' is unknown", "did you mean 'steps'?",
+        {"a.toml": "stesp = 1"},
+    ),
+    "key of another section": Broken(
+        "train --config a.toml",
+        "'lr' does not belong to section [batch]",
+        "it belongs to section [optimizer]",
+        {"a.toml": "[batch]\nlr = 1"},
+    ),
+    "typo of a section": Broken(
+        "train --config a.toml",
+        "section [optimiser] is unknown",
+        "did you mean 'optimizer'?",
+        {"a.toml": "[optimiser]\nlr = 1"},
+    ),
+    "type of a key": Broken(
+        "train --config a.toml", "steps is 'ten'", "a whole number", {"a.toml": 'steps = "ten"'}
+    ),
+    "not TOML": Broken(
+        "train --config a.toml", "a.toml: is not TOML", "at line 2", {"a.toml": "seed=1\nlr: 3\n"}
+    ),
+    # Values and what contradicts what.
+    "learning rate": Broken("train --optimizer.lr 0", "optimizer.lr is 0.0", "more than 0"),
+    "p of the norm": Broken("train --optimizer.clip-p 3", "clip_p is 3", "2 is the nearest"),
+    "sequence length": Broken("train --corpus.seq-len 1", "seq_len is 1", "the nearest is 2"),
+    "validation share": Broken("train --corpus.validation 1", "validation is 1.0", "in [0, 1)"),
+    "steps and epochs": Broken("train --steps 3 --epochs 1", "steps is 3", "give one of them"),
+    "warm-up longer than the run": Broken(
+        "train --steps 3 --optimizer.warmup-steps 9", "warmup_steps is 9", "the nearest is 3"
+    ),
+    "vocabulary of a given tokenizer": Broken(
+        "train --tokenizer t.json --corpus.vocab-size 999", "vocab_size is 999", "give one of them"
+    ),
+    "contradictory batch": Broken(
+        f"train {SMALL} --strategy dp2 --batch.global-size 32 --batch.microbatch 8 "
+        "--batch.accumulation 3",
+        "microbatch 8 x accumulation 3 x 2 data ranks = 48",
+        "set global_size to 48",
+    ),
+    "indivisible batch": Broken(
+        f"train {SMALL} --nproc 2 --batch.global-size 7", "global_size is 7", "6 and 8 are"
+    ),
+    # The strategy.
+    "axis": Broken("train --strategy dq2", "axis 'dq' is unknown", "did you mean 'dp'?"),
+    "kind": Broken("train --strategy dp2:naiv", "kind 'naiv'", "did you mean 'naive'?"),
+    "degree that makes no grid": Broken("train --strategy tp6:2d", "tp6:2d", "nearest is tp4:2d"),
+    "not built": Broken("train --strategy dp2:ps", "dp2:ps is not built yet", "built: dp2"),
+    "ranks that do not fit": Broken(
+        "train --strategy dp4 --nproc 3", "needs 4 ranks, but there are 3", "'dp3' would use them"
+    ),
+    # The model.
+    "preset": Broken("train --model gpt2-125m", "no preset 'gpt2-125m'", "'gpt2-124m'"),
+    "heads that do not divide": Broken(
+        "train --shape.num-heads 4 --shape.num-kv-heads 3", "num_heads 4", "num_kv_heads 3"
+    ),
+    "sequence longer than the positions": Broken(
+        "train --model demo --corpus.seq-len 128 --shape.max-seq-len 64", "is 128", "nearest is 64"
+    ),
+    # The data.
+    "missing data": Broken("train --data txt.text", "txt.text does not exist", "text.txt"),
+    "glob without a match": Broken("train --data no/*.md", "no file matches no/*.md", "expected"),
+    "data of another kind": Broken(
+        "train --data folder", "holds no file that can be read", ".txt", {"folder/a.png": b"\x89"}
+    ),
+    "empty corpus": Broken(
+        "train --data a.txt", "a.txt holds no text", "expected at least one document", {"a.txt": ""}
+    ),
+    "binary file": Broken(
+        "train --data a.txt", "a.txt is not text", "expected UTF-8", {"a.txt": b"ELF\0\1\2"}
+    ),
+    "text that is not UTF-8": Broken(
+        "train --data a.txt", "byte 3 is 0xe9", "convert the file to UTF-8",
+        {"a.txt": b"caf\xe9 au"},
+    ),
+    "broken JSON lines": Broken(
+        "train --data a.jsonl", "a.jsonl", "expected one object a line",
+        {"a.jsonl": '{"text": "a"\n'},
+    ),
+    "missing tokenizer": Broken(
+        f"train {SMALL} --tokenizer t.json", "t.json does not exist", "leave the setting out"
+    ),
+    "file that is no tokenizer": Broken(
+        f"train {SMALL} --tokenizer t.json", "t.json is not a tokenizer.json", "`tokenizers`",
+        {"t.json": "{}"},
+    ),
+    "tokenizer of another vocabulary": Broken(
+        f"train {SMALL} --shape.vocab-size 300 --tokenizer t.json",
+        "ids up to 399, but the model's vocabulary has 300",
+        "set shape.vocab_size to 400",
+        {"t.json": tokenizer_of(400)},
+    ),
+    "too little text": Broken(
+        f"train {SMALL} --epochs 1 --corpus.tail drop --batch.global-size 64",
+        "do not fill one global batch of 64",
+        "--corpus.tail keep",
+    ),
+    # The disk.
+    "checkpoint that is none": Broken(
+        f"train {SMALL} --resume folder", "no checkpoint in folder", "expected a run folder",
+        {"folder/a.txt": ""},
+    ),
+    "out is a file": Broken(
+        f"train {SMALL} --out text.txt", "cannot write to text.txt", "another --out"
+    ),
+    "verify a strategy that is not built": Broken(
+        "verify dp2:ps", "dp2:ps is not built", "built: dp2"
+    ),
+    "doctor": Broken("doctor --jsn", "option '--jsn' is unknown", "did you mean '--json'?"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Enter a folder of its own, with a cache of its own."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the test if a process of a job is started."""
+
+    def start(*_: object, **__: object) -> None:
+        pytest.fail("a broken request started ranks")
+
+    import phalanx.train.loop
+    import phalanx.verify.harness
+
+    for module in (phalanx.train.loop, phalanx.verify.harness):
+        monkeypatch.setattr(module, "run_ranks", start)
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        raw = content.encode() if isinstance(content, str) else content
+        (folder / name).write_bytes(raw)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_a_broken_request(case: Broken, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, case.files)
+    assert main([*case.line.split(), "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("phalanx: ")
+    assert case.thing in captured.err
+    assert case.fix in captured.err
+    assert "Traceback" not in captured.err
+    document = json.loads(captured.out.splitlines()[-1])
+    assert captured.err == f"phalanx: {document['error']}\n"
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_no_space_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    assert main(["train", *SMALL.split(), "--out", "out"]) == 2
+    message = capsys.readouterr().err
+    assert "out has 0.00 GiB left" in message and "another --out" in message
+
+
+@pytest.mark.parametrize("name", ["typo of an option", "missing data", "ranks that do not fit"])
+def test_a_broken_request_in_a_process_of_its_own(name: str, folder: Path) -> None:
+    case = CASES[name]
+    command = [sys.executable, "-m", "phalanx", *case.line.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert case.thing in ended.stderr and case.fix in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list(folder.glob("runs/*/checkpoints")) == []
