@@ -67,6 +67,7 @@ _KIND = {
 
 _WITHOUT_PAYLOAD = {
     "barrier", "recv_", "recv_any_source_", "monitored_barrier_", "wait_tensor",
+    "_wrap_tensor_autograd",
 }  # fmt: skip
 """Ops that move no payload of their own: a receive is counted where it is sent."""
 

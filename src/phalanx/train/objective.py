@@ -6,9 +6,8 @@ returns a sum and never a mean: a mean of means weighs a token by how empty its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,35 +16,42 @@ from phalanx.data.batch import Batch
 from phalanx.models.random import row_keys
 
 
+class Objective(Protocol):
+    """How a microbatch becomes a loss. An objective is pickled on its way to the ranks."""
+
+    def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
+        """Return the sum of the losses of the microbatch's valid tokens, a 0-d tensor."""
+        ...
+
+    def num_valid(self, microbatch: Any) -> int:
+        """Return how many tokens (or samples: whatever the mean is over) are valid."""
+        ...
+
+
 @dataclass(frozen=True)
-class Objective:
-    """How a microbatch becomes a loss.
+class NextToken:
+    """The objective of a `Decoder` over `Batch`es.
 
     Attributes:
-        loss_sum: (model, microbatch, step) -> 0-d tensor, the sum of the losses of its valid tokens.
-        num_valid: microbatch -> number of its valid tokens (or samples: whatever the mean is over).
-    """
-
-    loss_sum: Callable[[nn.Module, Any, int], torch.Tensor]
-    num_valid: Callable[[Any], int]
-
-
-def next_token(seed: int, dropout: float = 0.0) -> Objective:
-    """Return the objective of a `Decoder` over `Batch`es.
-
-    Args:
-        seed: seed of the dropout masks.
+        seed: of the dropout masks.
         dropout: the model's dropout probability; masks are keyed only where it is above 0.
     """
 
-    def loss_sum(model: nn.Module, batch: Batch, step: int) -> torch.Tensor:
-        keys_B = row_keys(seed, step, batch.rows_B) if dropout and model.training else None
+    seed: int = 0
+    dropout: float = 0.0
+
+    def loss_sum(self, model: nn.Module, microbatch: Batch, step: int) -> torch.Tensor:
+        """Return the sum of the cross-entropies in nats."""
+        has_masks = self.dropout > 0 and model.training
+        keys_B = row_keys(self.seed, step, microbatch.rows_B) if has_masks else None
         return model(
-            batch.tokens_BT,
-            batch.labels_BT,
-            positions_BT=batch.positions_BT,
-            documents_BT=batch.documents_BT,
+            microbatch.tokens_BT,
+            microbatch.labels_BT,
+            positions_BT=microbatch.positions_BT,
+            documents_BT=microbatch.documents_BT,
             dropout_keys_B=keys_B,
         )
 
-    return Objective(loss_sum, Batch.count_valid)
+    def num_valid(self, microbatch: Batch) -> int:
+        """Return how many labels are not IGNORE."""
+        return microbatch.count_valid()

@@ -17,7 +17,7 @@ from phalanx.mesh import build_mesh, data_coordinate, device_of
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.compose import parallelize
 from phalanx.train.job import Job, manifest_of
-from phalanx.train.objective import next_token
+from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import Precision, resolve
 from phalanx.train.step import Trainer
@@ -77,7 +77,7 @@ def open_session(job: Job) -> Session:
     trainer = Trainer(
         model,
         build_optimizer(model, config.optimizer),
-        next_token(config.seed, job.shape.dropout),
+        NextToken(config.seed, job.shape.dropout),
         config.optimizer,
         mesh=mesh,
         num_steps=job.num_steps,

@@ -1,6 +1,9 @@
 """Compare two records of a run, tensor by tensor, and name the first that differs.
 
-The error of a tensor is max |a - b| / max |b|, with b from the one process; max |a| where b is all zero.
+The error of a tensor is max |a - b| / max |b|, with b from the one process. Where max |b| is small beside
+the largest gradient (or weight) of the whole model, that largest one times FLOOR divides instead: some
+gradients are zero but for rounding, such as that of the bias of attention's keys, which softmax cancels, and
+AdamW makes steps of up to lr / eps times that rounding out of them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from phalanx.verify.record import StepRecord
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}
 """Largest error by data type. The strategies are exact; what is left is the order of sums, which grows
 over a few steps by AdamW's division by the root of the second moment."""
+
+
+FLOOR = {"gradient": 1e-4, "weight": 1e-1}
+"""Smallest divisor of an error, as a share of the largest magnitude in the whole model."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +103,12 @@ def _compare_tensors(
 ) -> list[Difference]:
     """Compare by name, in the reference's order; a name on one side only is an infinite error."""
     rows: list[Difference] = []
+    largest = max((float(t.abs().max()) for t in reference.values() if t.numel()), default=0.0)
     for name, right in reference.items():
         left = ours.get(name)
         is_comparable = left is not None and left.shape == right.shape
-        error = _error(left, right) if left is not None and is_comparable else math.inf
+        least = FLOOR[quantity] * largest
+        error = _error(left, right, least) if left is not None and is_comparable else math.inf
         rows.append(Difference(step, quantity, name, error))
     extra = [name for name in ours if name not in reference]
     return rows + [Difference(step, quantity, name, math.inf) for name in extra]
@@ -109,12 +118,13 @@ def _scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+def _error(ours: torch.Tensor, reference: torch.Tensor, least: float = 0.0) -> float:
+    """Return the error relative to the larger of the reference and `least`."""
     ours, reference = ours.double(), reference.double()
     if ours.numel() == 0:
         return 0.0
     gap = float((ours - reference).abs().max())
-    scale = float(reference.abs().max())
+    scale = max(float(reference.abs().max()), least)
     if not math.isfinite(gap) or not math.isfinite(scale):
         return math.inf
     return gap / scale if scale > 0 else gap

@@ -19,7 +19,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
 from phalanx.verify.compare import TOLERANCE, Difference, Verdict, compare_step
-from phalanx.verify.record import Case, RankReport, load_step, run_case
+from phalanx.verify.record import Case, RankReport, check_rows, load_step, run_case
 
 
 def verify(
@@ -67,6 +67,7 @@ def compare_case(case: Case, strategy: Strategy) -> tuple[Verdict, list[Entry]]:
     Returns:
         The verdict, and what rank 0 sent in the last step under the strategy.
     """
+    check_rows(case, strategy.data_ranks)
     alone = Case(case.build, case.objective, case.batches, 1, case.dtype, case.optimizer)
     differences: list[Difference] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:

@@ -110,19 +110,24 @@ def load_step(folder: str, step: int) -> StepRecord:
     return StepRecord(**torch.load(Path(folder) / f"{step}.pt", weights_only=True))
 
 
-def split(batch: Any, place: int, num_places: int, accumulation: int) -> list[Any]:
-    """Return the microbatches of one data rank: rows place, place + num_places, ... in equal cuts.
+def check_rows(case: Case, num_places: int) -> None:
+    """Refuse batches with fewer rows than microbatches.
 
     Raises:
-        ConfigError: there are fewer rows than microbatches in all.
+        ConfigError: names the batch.
     """
-    num_rows = _num_rows(batch)
-    if num_rows < num_places * accumulation:
-        raise ConfigError(
-            f"a batch of {num_rows} rows cannot be cut into {accumulation} microbatches on each of "
-            f"{num_places} data ranks; give at least {num_places * accumulation} rows"
-        )
-    rows = torch.arange(place, num_rows, num_places)
+    for step, batch in enumerate(case.batches):
+        num_rows, least = _num_rows(batch), num_places * case.accumulation
+        if num_rows < least:
+            raise ConfigError(
+                f"batch {step} has {num_rows} rows, which cannot be cut into {case.accumulation} "
+                f"microbatches on each of {num_places} data ranks; give at least {least} rows"
+            )
+
+
+def split(batch: Any, place: int, num_places: int, accumulation: int) -> list[Any]:
+    """Return the microbatches of one data rank: rows place, place + num_places, ... in equal cuts."""
+    rows = torch.arange(place, _num_rows(batch), num_places)
     return [_take(batch, cut) for cut in rows.tensor_split(accumulation)]
 
 

@@ -1,0 +1,160 @@
+"""Each strategy against one process in float64, on batches made to be awkward."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.comm.ledger import Entry
+from phalanx.config import OptimizerConfig
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import data
+from phalanx.strategy import Strategy
+from phalanx.train.objective import NextToken
+from phalanx.verify.batches import decoder_batches, initial_decoder
+from phalanx.verify.harness import compare_case, verify
+from phalanx.verify.record import Case
+
+LLAMA = ModelShape(
+    vocab_size=67,  # odd
+    num_layers=2,
+    hidden=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn=48,
+    max_seq_len=32,
+    tied=True,
+    dropout=0.1,
+)
+GPT2 = dataclasses.replace(
+    LLAMA,
+    num_kv_heads=4,
+    norm="layer",
+    position="learned",
+    mlp="gelu",
+    bias=True,
+    tied=False,
+    dropout=0.2,
+)
+SEED = 3
+
+
+def decoder_case(shape: ModelShape, accumulation: int, num_rows: int) -> Case:
+    return Case(
+        functools.partial(initial_decoder, shape, SEED),
+        NextToken(SEED, shape.dropout),
+        decoder_batches(shape, 5, num_rows, 17, SEED),
+        accumulation,
+        optimizer=OptimizerConfig(warmup_steps=1),
+    )
+
+
+# 13 rows over 2 or 4 ranks are uneven shares; in every second step the first rank has no valid token.
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("strategy", ["dp2", "dp4", "dp2:naive"])
+def test_llama_ties_dropout_odd_vocabulary(strategy: str, accumulation: int) -> None:
+    case = decoder_case(LLAMA, accumulation, num_rows=13)
+    parsed = Strategy.parse(strategy)
+    verdict, entries = compare_case(case, parsed)
+    assert verdict.is_equal, str(verdict)
+    assert max(d.error for d in verdict.differences) <= 1e-10
+    check_twin(case, parsed, entries)
+
+
+def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
+    """The bytes that the ledger counted are those that traffic() predicted."""
+    sizes = [p.nbytes for p in case.build().parameters()]
+    kind: data.Kind = "naive" if strategy.dp.kind == "naive" else "bucketed"
+    predicted = data.traffic(sizes, strategy.dp.degree, kind)
+    of_the_loss = {"count", "metrics"}
+    assert {e for e in entries if e.phase not in of_the_loss} == set(predicted)
+    # Two numbers of the loss law, 8 bytes each, wherever there is more than one data rank.
+    assert {e.phase: e.payload_bytes for e in entries if e.phase in of_the_loss} == {
+        "count": 8,
+        "metrics": 8,
+    }
+
+
+def test_gpt2_family_untied() -> None:
+    verdict, _ = compare_case(decoder_case(GPT2, 1, num_rows=9), Strategy.parse("dp2"))
+    assert verdict.is_equal, str(verdict)
+
+
+def initial_weights() -> dict[str, bytes]:
+    model = Decoder(LLAMA)
+    model.initialize(SEED)
+    return {name: p.detach().numpy().tobytes() for name, p in model.named_parameters()}
+
+
+def test_initial_weights_are_bit_equal_for_any_number_of_ranks() -> None:
+    (alone,) = run_ranks(initial_weights, 1)
+    for num_ranks in (2, 4):
+        assert all(weights == alone for weights in run_ranks(initial_weights, num_ranks))
+
+
+class Regression(nn.Module):
+    """A user's own module and objective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class SquaredError:
+    def loss_sum(self, model: nn.Module, microbatch: dict, step: int) -> torch.Tensor:
+        return (model(microbatch["x"]) - microbatch["y"]).square().sum()
+
+    def num_valid(self, microbatch: dict) -> int:
+        return len(microbatch["x"])
+
+
+class MeanOfMeans(SquaredError):
+    """The classic mistake: each microbatch averages, whatever it weighs in the whole."""
+
+    def loss_sum(self, model: nn.Module, microbatch: dict, step: int) -> torch.Tensor:
+        return super().loss_sum(model, microbatch, step) / len(microbatch["x"])
+
+
+def regression_batches() -> list[dict[str, torch.Tensor]]:
+    x = torch.linspace(-1, 1, 2 * 7 * 5, dtype=torch.float64).view(2, 7, 5)
+    return [{"x": x[step], "y": x[step].sum(-1, keepdim=True).sin()} for step in range(2)]
+
+
+def test_a_users_own_module() -> None:
+    assert verify(Regression, regression_batches(), "dp3", SquaredError()).is_equal
+
+
+def test_a_wrong_loss_is_found_and_named() -> None:
+    verdict = verify(Regression, regression_batches(), "dp2", MeanOfMeans())
+    assert not verdict.is_equal
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.quantity) == (0, "loss")
+    assert "dp2 differs from one process, first at step 0, the loss" in str(verdict)
+
+
+class DrawsPerRank(Regression):
+    """A rank that starts from weights of its own is made equal; noise of its own is found."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rank = torch.distributed.get_rank()
+        return self.net(x) * (1 + 1e-6 * rank)
+
+
+def test_a_rank_that_computes_something_else_is_found() -> None:
+    verdict = verify(DrawsPerRank, regression_batches(), "dp2", SquaredError())
+    assert verdict.first is not None
+
+
+def test_too_few_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match="7 rows, which cannot be cut into 3 microbatches on each of 4"):
+        verify(Regression, regression_batches(), "dp4", SquaredError(), accumulation=3)
