@@ -98,6 +98,7 @@ def _bench_ceiling(config: CeilingConfig, console: Console) -> int:
     device, arithmetic = _resolved(config)
     folder = _folder(config.out)
     ceiling = measure_ceiling(device, arithmetic, config.max_size, config.budget_s)
+    console.print(Text(f"Matrix products in {ceiling.arithmetic}, {ceiling.machine}"))
     console.print(_ceiling_table(ceiling))
     for size, reason in ceiling.skipped:
         console.print(Text(f"{size} skipped: {reason}"))
@@ -129,6 +130,7 @@ def _bench_mfu(config: MfuConfig, console: Console) -> int:
         budget_s=config.budget_s,
         compile=config.compile,
     )
+    console.print(Text(f"MFU of a perceptron in {result.arithmetic}, {result.machine}"))
     console.print(_mfu_table(result))
     console.print(Text(f"{result.choice}"))
     console.print(Text(result.utilization.text()))
@@ -187,10 +189,7 @@ def _write(path: Path, document: dict[str, object], console: Console) -> None:
 
 
 def _ceiling_table(ceiling: Ceiling) -> Table:
-    table = Table(
-        title=f"Matrix products in {ceiling.arithmetic}, {ceiling.machine}",
-        title_justify="left",
-    )
+    table = Table()
     table.add_column("n x n", justify="right")
     table.add_column("repeats", justify="right")
     table.add_column("median ms", justify="right")
@@ -226,11 +225,7 @@ def _print_ceiling_text(ceiling: Ceiling, console: Console) -> None:
 
 def _mfu_table(result: MlpRun) -> Table:
     utilization = result.utilization
-    table = Table(
-        title=f"MFU of a perceptron in {result.arithmetic}, {result.machine}",
-        title_justify="left",
-        show_header=False,
-    )
+    table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_row(

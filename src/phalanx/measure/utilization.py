@@ -101,7 +101,7 @@ class Utilization:
             rate = self._rate(of)
             if rate is None:
                 continue
-            name = f"data sheet ({self.peak.source})" if of == "data sheet" and self.peak else of
+            source = f", {self.peak.source}" if of == "data sheet" and self.peak else ""
             parts = [f"MFU {percent(self.mfu(of))}, HFU {percent(self.hfu(of))}"]
             if self.full is not None:
                 parts[0] += " (causal)"
@@ -109,7 +109,7 @@ class Utilization:
                     f"MFU {percent(self.mfu(of, 'full'))}, HFU {percent(self.hfu(of, 'full'))} "
                     "(full attention)"
                 )
-            lines.append(f"{'; '.join(parts)} of {_tera(rate)}, {name}")
+            lines.append(f"{'; '.join(parts)} of the {of} ({_tera(rate)}{source})")
         if not lines:
             lines.append("no MFU: neither a data sheet nor a measured ceiling for this device")
         lines.append(f"{_tera(self.causal.model / self.time_s)} of model FLOPs; {self.formula}")
