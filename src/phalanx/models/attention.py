@@ -6,11 +6,14 @@ Suffixes: see models/decoder.py.
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
+from phalanx.models import cpu
 from phalanx.models.layers import Linear, Norm
 from phalanx.models.shape import ModelShape
 
@@ -44,15 +47,31 @@ class Attention(nn.Module):
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rotation is not None:
             q_BTHK, k_BTGK = rotate(q_BTHK, *rotation), rotate(k_BTGK, *rotation)
-        mixed_BHTK = F.scaled_dot_product_attention(
-            q_BTHK.transpose(1, 2),
-            k_BTGK.transpose(1, 2),
-            v_BTGK.transpose(1, 2),
-            attn_mask=mask_B1TT,
-            is_causal=mask_B1TT is None,
-            enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
-        )
-        return self.output(mixed_BHTK.transpose(1, 2).flatten(2))
+        return self.output(attend(q_BTHK, k_BTGK, v_BTGK, mask_B1TT).flatten(2))
+
+
+def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    """Return softmax(q k^T / sqrt(K)) v, a tensor like q_BTHK.
+
+    Args:
+        q_BTHK: queries.
+        k_BTGK: keys; G divides H, and each key head serves H / G query heads that stand together.
+        v_BTGK: values.
+        mask_B1TT: True where a query (first T) may look; None is plain causal attention.
+    """
+    repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
+    if q_BTHK.dtype == torch.bfloat16 and cpu.is_preferred(q_BTHK):
+        k_BTHK, v_BTHK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
+        return cpu.causal_attention(q_BTHK, k_BTHK, v_BTHK, mask_B1TT)
+    mixed_BHTK = F.scaled_dot_product_attention(
+        q_BTHK.transpose(1, 2),
+        k_BTGK.transpose(1, 2),
+        v_BTGK.transpose(1, 2),
+        attn_mask=mask_B1TT,
+        is_causal=mask_B1TT is None,
+        enable_gqa=repeats > 1,
+    )
+    return mixed_BHTK.transpose(1, 2)
 
 
 def document_mask(documents_BT: Tensor | None) -> Tensor | None:
@@ -96,6 +115,24 @@ def rotation(
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pair (x_i, x_{i + K/2}) of each head by its angle."""
+    return cast(Tensor, _Rotation.apply(x_BTHK, cos, sin))
+
+
+class _Rotation(Function):
+    """Its backward is the turn back, so that nothing but the angles is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x_BTHK, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad_outputs[0], cos, -sin), None, None
+
+
+def _turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x_BTHK.chunk(2, dim=-1)
     turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
     return turned.to(x_BTHK.dtype)

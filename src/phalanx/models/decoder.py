@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.models.attention import Attention, document_mask, rotation
 from phalanx.models.initial import fill_initial
-from phalanx.models.layers import Linear, Norm, swiglu
+from phalanx.models.layers import Linear, Norm
 from phalanx.models.loss import token_loss_sum
 from phalanx.models.random import dropout
 from phalanx.models.shape import ModelShape
@@ -37,7 +37,7 @@ class MLP(nn.Module):
         """Map x_BTD to a tensor like it."""
         if self.gate is None:
             return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
-        return self.down(swiglu(self.gate(x_BTD), self.up(x_BTD)))
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Linear map, norms and SwiGLU, each with a backward pass that keeps and touches little."""
+"""The linear map and the norms."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.models import cpu
 from phalanx.models.shape import ModelShape
 
 
@@ -37,9 +38,6 @@ class Norm(nn.Module):
         if self.bias is not None:
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        if cpu.is_preferred(x):
+            return cpu.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up."""
-    return F.silu(gate) * up

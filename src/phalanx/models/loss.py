@@ -1,12 +1,13 @@
-"""Cross-entropy by chunks of rows, so that the logits of a batch never exist at once.
+"""Cross-entropy by chunks of rows, so that the logits of a batch need never exist at once.
 
     for each chunk n of rows:  logits_nV = hidden_nD @ weight_VD.T          (in the compute dtype)
-                               p_nV = softmax(logits_nV)                    (fp32; fp64 of fp64)
-                               d_nV = p_nV - onehot(labels_n), 0 where ignored
+        for each block of n:   p = softmax(logits)                          (fp32; fp64 of fp64)
+                               d = p - onehot(labels), 0 where ignored      (over the logits)
                                d_hidden_nD = d_nV @ weight_VD    d_weight_VD += d_nV.T @ hidden_nD
 
 Both gradients are made in forward, where the logits are at hand; backward only scales them. So the
-logits are computed once, and nothing of the size rows x vocabulary is kept for backward.
+logits are computed once, nothing of the size rows x vocabulary is kept for backward, and only a
+block of the logits ever exists in fp32.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from torch.autograd import Function
 IGNORE = -100
 """The label of a token that does not count."""
 
-_CHUNK_ELEMENTS = 1 << 22
-"""Logits held at a time."""
+_CHUNK_ELEMENTS = 1 << 24
+"""Logits held at a time: enough that adding up the weight's gradient costs less than making it."""
+
+_BLOCK_ELEMENTS = {"cpu": 1 << 18}
+"""Logits held in fp32 at a time, by device type: what stays in cache; elsewhere the chunk."""
 
 
 def token_loss_sum(
@@ -57,23 +61,22 @@ class _ChunkedLoss(Function):
     ) -> Tensor:
         wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
         compute_VD = weight_VD.to(hidden_ND.dtype)
-        valid_N = labels_N != IGNORE
-        targets_N1 = labels_N.where(valid_N, 0)[:, None]
+        block_elements = _BLOCK_ELEMENTS.get(hidden_ND.device.type, _CHUNK_ELEMENTS)
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         d_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
         d_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_grad else None
         for start in range(0, len(hidden_ND), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            hidden_nD, target_n1 = hidden_ND[rows], targets_N1[rows]
-            valid_n1 = valid_N[rows, None].to(wide)
-            log_p_nV = torch.log_softmax(hidden_nD @ compute_VD.T, dim=-1, dtype=wide)
-            loss -= (log_p_nV.gather(1, target_n1) * valid_n1).sum()
-            if d_hidden_ND is None or d_weight_VD is None:
-                continue
-            d_nV = log_p_nV.exp_().mul_(valid_n1).scatter_add_(1, target_n1, -valid_n1)
-            d_nV = d_nV.to(hidden_ND.dtype)
-            torch.mm(d_nV, compute_VD, out=d_hidden_ND[rows])
-            d_weight_VD += d_nV.T @ hidden_nD
+            hidden_nD = hidden_ND[rows]
+            logits_nV = hidden_nD @ compute_VD.T
+            block_rows = max(1, block_elements // logits_nV.shape[1])
+            for logits_bV, label_b in zip(
+                logits_nV.split(block_rows), labels_N[rows].split(block_rows), strict=True
+            ):
+                loss += _block_loss(logits_bV, label_b, wide)
+            if d_hidden_ND is not None and d_weight_VD is not None:
+                torch.mm(logits_nV, compute_VD, out=d_hidden_ND[rows])
+                d_weight_VD += logits_nV.T @ hidden_nD
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return loss
@@ -84,3 +87,17 @@ class _ChunkedLoss(Function):
         d_hidden_ND, d_weight_VD = ctx.saved_tensors
         d_hidden_ND = d_hidden_ND * grad.to(d_hidden_ND.dtype)
         return d_hidden_ND, (d_weight_VD * grad).to(ctx.weight_dtype), None, None, None
+
+
+def _block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
+    """Return the sum of the block's losses; put d loss / d logits over the logits."""
+    valid_b1 = (labels_b != IGNORE)[:, None]
+    target_b1 = labels_b[:, None].where(valid_b1, 0)
+    x_bV = logits_bV.to(wide)
+    top_b1 = x_bV.amax(1, keepdim=True)
+    at_target_b1 = x_bV.gather(1, target_b1) - top_b1
+    p_bV = x_bV.sub_(top_b1).exp_()
+    sum_b1 = p_bV.sum(1, keepdim=True)
+    p_bV.mul_(valid_b1 / sum_b1).scatter_add_(1, target_b1, -valid_b1.to(wide))
+    logits_bV.copy_(p_bV)
+    return (sum_b1.log() - at_target_b1).where(valid_b1, 0).sum()
