@@ -111,6 +111,21 @@ def test_help_of_train_is_quick_and_loads_no_torch() -> None:
     assert quickest_s < 1.5  # 0.4 s on an idle machine
 
 
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "phalanx", "train", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141
+
+
+def test_a_pipe_that_breaks_elsewhere_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    verb_that_raises(monkeypatch, BrokenPipeError(errno.EPIPE, "between ranks"))
+    with pytest.raises(BrokenPipeError, match="between ranks"):
+        main(["doctor"])
+
+
 def test_show_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / ("a-long-name-" * 6 + ".toml")
     file.write_text("steps = 7\n")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,16 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `phalanx`; those of this process if None.
 
     Returns:
-        The exit code: 0 done, 1 the work went wrong, 2 the request was wrong, 130 interrupted.
+        The exit code: 0 done, 1 the work went wrong, 2 the request was wrong, 130 interrupted,
+        141 nobody reads the output any more.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        exit_code = _dispatch(words)
+        sys.stdout.flush()
+        return exit_code
     except PhalanxError as error:
         return _fail(str(error), error.exit_code, words)
     except KeyboardInterrupt:
         return _fail("interrupted", 128 + signal.SIGINT, words)
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            return 128 + signal.SIGPIPE
         advice = FILE_ERRORS.get(error.errno or 0)
         if advice is None:
             raise
@@ -117,6 +124,20 @@ def _usage() -> str:
         '  phalanx verify "dp2"                         every gradient against one process',
     ]
     return "\n".join(lines)
+
+
+def _reader_has_left() -> bool:
+    """Return whether standard output is a pipe without a reader, as after `| head`, and mute it.
+
+    A pipe may break elsewhere too, between processes of a job: that is not the reader's doing.
+    """
+    standard_output = 1
+    pipe = select.poll()
+    pipe.register(standard_output, 0)
+    if not pipe.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), standard_output)
+    return True
 
 
 def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
