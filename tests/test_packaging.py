@@ -1,0 +1,61 @@
+"""The locked versions cover what is declared, and set-up says clearly what it lacks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower().replace("_", "-")
+
+
+def locked() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.partition("==") for line in lines if not line.startswith("#")]
+    return {name_of(name): version for name, _, version in pins}
+
+
+def test_every_declared_dependency_is_locked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [need for needs in project["optional-dependencies"].values() for need in needs]
+    declared = {name_of(need) for need in [*project["dependencies"], *extras]} - {"phalanx-train"}
+    assert declared <= set(locked())
+
+
+def test_versions_are_of_any_build() -> None:
+    assert locked()["torch"] == "2.13.0"
+    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in locked().values())
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (None, "there is no"),
+        ('case "$1" in --version) echo Python 3.9.2;; *) exit 1;; esac', "3.11 or newer"),
+        ('case "$2" in *venv*) exit 1;; esac', "lacks its venv module"),
+    ],
+)
+def test_set_up_says_what_it_lacks(script: str | None, words: str, tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    if script is not None:
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+    command = ["make", "-C", str(tmp_path), f"PYTHON={python}", "train"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert f"make PYTHON={'python3.12' if words.startswith('3.11') else '/path/to/python'}" in (
+        ended.stderr
+    )
+    assert not (tmp_path / ".venv").exists()
