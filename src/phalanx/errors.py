@@ -1,10 +1,10 @@
 """The errors that a user of Phalanx can meet.
 
-PhalanxError                 any of the below; the command line prints it in one message and exits 2
-├── ConfigError              a setting: unknown, of the wrong type, out of range, or contradicting another
+PhalanxError                 any of the below; the command line prints it in one message
+├── ConfigError              a setting: unknown, of the wrong type, out of range, contradictory
 │   ├── StrategyError        the text of a strategy cannot be read, or asks for what is not built
 │   ├── NotDivisible         a size does not split over a degree
-│   └── BatchError           global batch, microbatch, accumulation and data ranks contradict each other
+│   └── BatchError           global batch, microbatch, accumulation and data ranks contradict
 ├── DataError                a corpus, tokenizer or token file is missing, empty or unreadable
 ├── CheckpointError          a checkpoint is missing, incomplete or of another model
 └── TrainingError            training went wrong: a loss that is not finite

@@ -55,7 +55,7 @@ def refuse() -> None:
 
 
 def test_an_error_of_the_users_keeps_its_message_and_exit_code() -> None:
-    with pytest.raises(PhalanxError, match="^degree is 3; 2 is the nearest$") as caught:
+    with pytest.raises(PhalanxError, match=r"^degree is 3; 2 is the nearest$") as caught:
         run_ranks(refuse, 2)
     assert caught.value.exit_code == 2
 

@@ -55,7 +55,7 @@ def decoder_case(shape: ModelShape, accumulation: int, num_rows: int) -> Case:
     )
 
 
-# 13 rows over 2 or 4 ranks are uneven shares; in every second step the first rank has no valid token.
+# 13 rows over 2 or 4 ranks are uneven shares; every second step the first rank has no valid token.
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("strategy", ["dp2", "dp4", "dp2:naive"])
 def test_llama_ties_dropout_odd_vocabulary(strategy: str, accumulation: int) -> None:
@@ -156,5 +156,7 @@ def test_a_rank_that_computes_something_else_is_found() -> None:
 
 
 def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="7 rows, which cannot be cut into 3 microbatches on each of 4"):
+    with pytest.raises(
+        ConfigError, match="7 rows, which cannot be cut into 3 microbatches on each of 4"
+    ):
         verify(Regression, regression_batches(), "dp4", SquaredError(), accumulation=3)

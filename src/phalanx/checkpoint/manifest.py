@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: written last, so that a folder with a manifest is whole.
 
-    <run>/checkpoints/step-00000200/         a checkpoint after 200 steps
-        manifest.json                        what it is a checkpoint of
-        *.distcp, .metadata                  the tensors (torch.distributed.checkpoint)
+<run>/checkpoints/step-00000200/         a checkpoint after 200 steps
+    manifest.json                        what it is a checkpoint of
+    *.distcp, .metadata                  the tensors (torch.distributed.checkpoint)
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def find(path: Path) -> Path:
     whole = sorted(p.parent for p in (path / "checkpoints").glob(f"step-*/{NAME}"))
     if not whole:
         raise CheckpointError(
-            f"no checkpoint in {path}: expected a run folder with checkpoints/step-*/{NAME}, or such a "
-            "step folder itself"
+            f"no checkpoint in {path}: expected a run folder with checkpoints/step-*/{NAME}, or "
+            "such a step folder itself"
         )
     return whole[-1]

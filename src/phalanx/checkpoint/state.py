@@ -1,7 +1,8 @@
 """Write and read the tensors of a run: weights, optimizer state and torch's generators.
 
-torch.distributed.checkpoint stores each tensor under its name with its global shape; names of optimizer state are
-those of the parameters, so nothing depends on the order in which the optimizer was built.
+torch.distributed.checkpoint stores each tensor under its name with its global shape; names of
+optimizer state are those of the parameters, so nothing depends on the order in which the optimizer
+was built.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ from phalanx.comm.primitives import barrier
 from phalanx.errors import CheckpointError
 
 
-def save(
-    run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Manifest
-) -> Path:
+def save(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Manifest) -> Path:
     """Save a checkpoint; every rank calls this together.
 
     It is written beside its place and renamed when it is whole, the manifest last.
@@ -47,7 +46,9 @@ def save(
     try:
         dcp.save(_state(model, optimizer), checkpoint_id=partial)
     except Exception as error:  # torch wraps what any rank met into an exception of its own
-        raise CheckpointError(f"cannot save {final}: {_root(error)}; older checkpoints stand") from error
+        raise CheckpointError(
+            f"cannot save {final}: {_root(error)}; older checkpoints stand"
+        ) from error
     if is_first:
         manifest.write(partial, about)
         _sync(partial)

@@ -13,6 +13,7 @@ from phalanx.cli.config_view import show_config
 from phalanx.config import TrainConfig
 from phalanx.config_check import check
 from phalanx.config_load import load_config
+from phalanx.config_load import resolve as resolve_config
 
 
 class Preparation:
@@ -46,7 +47,10 @@ def run(argv: list[str]) -> int:
     loaded = load_config(argv, TrainConfig)
     check(loaded.config)
     if loaded.show_config:
-        show_config(loaded)
+        from phalanx.train.job import choose_strategy
+
+        strategy, _ = choose_strategy(loaded.config)
+        show_config(resolve_config(loaded, strategy.num_ranks))
         return 0
     from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
 
@@ -59,6 +63,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run(config: TrainConfig, as_json: bool) -> int:
+    from phalanx.launch.local import prepare_server
     from phalanx.launch.torchrun import is_under_torchrun
     from phalanx.measure.logs import json_text
     from phalanx.train.job import resolve
@@ -68,6 +73,7 @@ def _run(config: TrainConfig, as_json: bool) -> int:
     if is_under_torchrun():
         summary = train(config)
     else:
+        prepare_server()
         with Preparation(console) as preparation:
             job = resolve(config, preparation.report)
         console.print(Text(f"{job.strategy} on {job.device}; {job.batch}; {job.num_steps} steps"))

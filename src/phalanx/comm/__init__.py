@@ -1,1 +1,1 @@
-"""The only caller of collectives: primitives that name their axis, and the ledger that counts them."""
+"""The only caller of collectives: primitives that name their axis, and the ledger."""

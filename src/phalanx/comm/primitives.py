@@ -1,9 +1,9 @@
 """Collectives over one named axis of a mesh.
 
-Notation (Austin et al., How to Scale Your Model, 2025): `{sum dp}` is a sum still owed over axis dp.
+Notation (Austin et al., How to Scale Your Model, 2025): `{sum dp}` is a sum still owed over dp.
 
-    all_reduce   A{sum dp} -> A      sends 2 (N - 1)/N bytes a byte of A and rank, as ring algorithms do
-    broadcast    A on one  -> A      sends (N - 1)/N
+    all_reduce   A{sum dp} -> A      a rank sends 2 (N - 1)/N bytes a byte of A, as in a ring
+    broadcast    A on one  -> A      a rank sends (N - 1)/N
 """
 
 from __future__ import annotations

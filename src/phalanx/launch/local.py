@@ -1,9 +1,9 @@
 """Run a function on several ranks of this host, watch them, and say which failed first.
 
 The ranks are forked from one server process that has torch loaded already, so that two ranks start
-in a fraction of a second. They meet at a socket that the parent has bound before they start: no port
-is guessed. A rank that has finished waits until all have, and leaves without tearing its threads
-down; a rank that fails ends the job at once.
+in a fraction of a second. They meet at a socket that the parent has bound before they start: no
+port is guessed. A rank that has finished waits until all have, and leaves without tearing its
+threads down; a rank that fails ends the job at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from phalanx.errors import PhalanxError, RankFailed
+
+Rank = tuple[ForkServerProcess, Any]
+"""A process, and the parent's end of the pipe to it (its class depends on the system)."""
 
 GRACE_S = 0.3
 """How long the failures of other ranks are collected before the first is chosen by its clock."""
@@ -85,8 +89,7 @@ def run_ranks(
         PhalanxError: the error of the rank that failed first, if it was the user's to mend.
         RankFailed: any other failure, with that rank's own traceback.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["phalanx.launch.preload"])
+    context = prepare_server()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -107,23 +110,29 @@ def run_ranks(
     return results
 
 
+def prepare_server() -> ForkServerContext:
+    """Start the server process if there is none; it loads torch while the caller goes on."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["phalanx.launch.preload"])
+    forkserver.ensure_running()
+    return context
+
+
 def _start(
     context: ForkServerContext,
     place: Place,
     listener: socket.socket | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-) -> tuple[ForkServerProcess, Connection]:
+) -> Rank:
     ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_rank_main, args=(place, listener, theirs, function, args)
-    )
+    process = context.Process(target=_rank_main, args=(place, listener, theirs, function, args))
     process.start()
     theirs.close()
     return process, ours
 
 
-def _watch(ranks: list[tuple[ForkServerProcess, Connection]]) -> list[Any]:
+def _watch(ranks: list[Rank]) -> list[Any]:
     """Collect each rank's result, or raise the first failure."""
     results: dict[int, Any] = {}
     failures: list[Failure] = []
@@ -131,11 +140,11 @@ def _watch(ranks: list[tuple[ForkServerProcess, Connection]]) -> list[Any]:
     deadline_s: float | None = None
     while rank_of:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        ready = wait(list(rank_of), left_s)
+        ready: list[Any] = wait(list(rank_of), left_s)
         for connection in ready:
             rank = rank_of.pop(connection)
             try:
-                kind, value = connection.recv()  # pyright: ignore[reportAttributeAccessIssue]
+                kind, value = connection.recv()
             except (EOFError, ConnectionResetError):
                 kind, value = "failure", _death(rank, ranks[rank][0])
             if kind == "failure":
@@ -170,7 +179,7 @@ def _death(rank: int, process: ForkServerProcess) -> Failure:
     return Failure(rank, 0.0, text, None)
 
 
-def _end(ranks: list[tuple[ForkServerProcess, Connection]]) -> None:
+def _end(ranks: list[Rank]) -> None:
     """See every process off: those that do not leave by themselves are ended."""
     for process, connection in ranks:
         connection.close()

@@ -1,9 +1,7 @@
 """What the server process imports once, so that each rank forked from it has it at once."""
 
-import torch
-import torch.distributed
-import torch.distributed.tensor
+from torch.distributed import tensor
 
-import phalanx.mesh
+from phalanx import mesh
 
-__all__ = ["phalanx", "torch"]
+__all__ = ["mesh", "tensor"]

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 
+from phalanx.launch.local import num_cores
+
 _FAST_BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "arm_bf16", "bf16")
 _SHOWN_FLAGS = (
     "avx2",
@@ -78,13 +80,6 @@ def cpu_name() -> str:
             if line.lower().startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def num_cores() -> int:
-    """Return the number of logical cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def total_memory_bytes() -> int:

@@ -61,8 +61,9 @@ def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask_B1TT: Tensor | N
     """
     repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
     if q_BTHK.dtype == torch.bfloat16 and cpu.is_preferred(q_BTHK):
-        k_BTHK, v_BTHK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
-        return cpu.causal_attention(q_BTHK, k_BTHK, v_BTHK, mask_B1TT)
+        if repeats > 1:
+            k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
+        return cpu.causal_attention(q_BTHK, k_BTGK, v_BTGK, mask_B1TT)
     mixed_BHTK = F.scaled_dot_product_attention(
         q_BTHK.transpose(1, 2),
         k_BTGK.transpose(1, 2),
@@ -124,18 +125,24 @@ class _Rotation(Function):
     @staticmethod
     def forward(ctx: Any, x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x_BTHK, cos, sin)
+        # Laid out as [B, H, T, K] in memory, which is how attention reads it.
+        out_BTHK = torch.empty_like(x_BTHK.transpose(1, 2), memory_format=torch.contiguous_format)
+        return _turn(x_BTHK, cos, sin, out_BTHK.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad_outputs[0], cos, -sin), None, None
+        (grad_BTHK,) = grad_outputs
+        out_BTHK = torch.empty_like(grad_BTHK, memory_format=torch.contiguous_format)
+        return _turn(grad_BTHK, cos, -sin, out_BTHK), None, None
 
 
-def _turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
+    if cpu.is_preferred(x_BTHK):
+        return cpu.turn(x_BTHK, cos, sin, out_BTHK)
     left, right = x_BTHK.chunk(2, dim=-1)
-    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-    return turned.to(x_BTHK.dtype)
+    out_BTHK.copy_(torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1))
+    return out_BTHK
 
 
 def _scaled(

@@ -1,9 +1,9 @@
-"""RMSNorm and bf16 attention written for the caches of a CPU.
+"""RMSNorm, rotary embedding and bf16 attention written for the caches of a CPU.
 
-On a CPU PyTorch composes RMSNorm from a dozen passes over memory, and its bf16 attention runs at a
-tenth of the speed of a matrix product. The functions here compute the same formulas block by block,
-in buffers that stay in cache, and keep for backward only what they read. Everywhere else, and under
-torch.compile, layers.py and attention.py use PyTorch's own.
+On a CPU PyTorch composes the first two from a dozen passes over memory, and its bf16 attention runs
+at a tenth of the speed of a matrix product. The functions here compute the same formulas block by
+block, in buffers that stay in cache, and keep for backward only what they read. Everywhere else,
+and under torch.compile, layers.py and attention.py use PyTorch's own.
 
 Suffixes: see decoder.py; N is rows of any kind, n a block of them; t is a block of T.
 """
@@ -21,7 +21,7 @@ from torch.autograd import Function
 _BLOCK_ELEMENTS = 1 << 18
 """Elements of an fp32 buffer: small enough for caches, large enough to hide the calls."""
 
-_QUERY_BLOCK = 128
+_QUERY_BLOCK = 256
 """Queries whose scores are held at a time."""
 
 
@@ -33,6 +33,29 @@ def is_preferred(x: Tensor) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in the dtype of x."""
     return cast(Tensor, _RMSNorm.apply(x, weight, eps))
+
+
+def turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
+    """Turn the pair (x_i, x_{i + K/2}) of each head by its angle into `out_BTHK`.
+
+    Args:
+        x_BTHK: what to turn, of any strides.
+        cos: cosines [B or 1, T, 1, K/2] in fp32 (fp64 for fp64).
+        sin: sines, likewise.
+        out_BTHK: like x_BTHK, of any strides; filled and returned.
+    """
+    num_rows, length, num_heads, width = x_BTHK.shape
+    half = width // 2
+    for row in range(num_rows):
+        for places in _blocks(length, num_heads * width):
+            cos_t, sin_t = (table[row % len(table), places] for table in (cos, sin))
+            x_tHK = x_BTHK[row, places].to(cos.dtype)
+            left, right = x_tHK[..., :half], x_tHK[..., half:]
+            y_tHK = torch.empty_like(x_tHK)
+            torch.mul(left, cos_t, out=y_tHK[..., :half]).addcmul_(right, sin_t, value=-1)
+            torch.mul(right, cos_t, out=y_tHK[..., half:]).addcmul_(left, sin_t)
+            out_BTHK[row, places] = y_tHK
+    return out_BTHK
 
 
 def causal_attention(
@@ -99,7 +122,7 @@ class _Attention(Function):
     ) -> Tensor:
         bias_BTT = _bias(mask_B1TT, q_BTHK)
         ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, bias_BTT)
-        o_BTHK = torch.empty_like(q_BTHK)
+        o_BTHK = q_BTHK.new_empty(q_BTHK.shape)
         num_rows, length = q_BTHK.shape[:2]
         for row in range(num_rows):
             q_HTK, k_HTK, v_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK))
@@ -115,33 +138,43 @@ class _Attention(Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (do_BTHK,) = grad_outputs
         q_BTHK, k_BTHK, v_BTHK, bias_BTT = ctx.saved_tensors
-        dq_BTHK, dk_BTHK, dv_BTHK = (torch.empty_like(x) for x in (q_BTHK, k_BTHK, v_BTHK))
+        grads_BTHK = tuple(torch.empty_like(x) for x in (q_BTHK, k_BTHK, v_BTHK))
         for row in range(len(q_BTHK)):
-            grads = _attention_backward(
-                *(_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK, do_BTHK)),
-                bias_BTT[row % len(bias_BTT)],
+            q_HTK, k_HTK, v_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK))
+            grads_HTK = _attention_backward(
+                q_HTK, k_HTK, v_HTK, _by_head(do_BTHK[row]), bias_BTT[row % len(bias_BTT)]
             )
-            for d_BTHK, d_HTK in zip((dq_BTHK, dk_BTHK, dv_BTHK), grads, strict=True):
+            for d_BTHK, d_HTK in zip(grads_BTHK, grads_HTK, strict=True):
                 d_BTHK[row] = d_HTK.transpose(0, 1)
-        return dq_BTHK, dk_BTHK, dv_BTHK, None
+        return *grads_BTHK, None
 
 
 def _attention_backward(
     q_HTK: Tensor, k_HTK: Tensor, v_HTK: Tensor, do_HTK: Tensor, bias_TT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of one row of the batch; dk and dv are summed over blocks in fp32."""
+    """Return dq, dk, dv of one row of the batch.
+
+    Blocks go from the last, which sees every key, to the first; where there are several, their dk
+    and dv are summed in fp32.
+    """
     length, scale = q_HTK.shape[1], q_HTK.shape[2] ** -0.5
-    dq_HTK = torch.empty_like(q_HTK)
-    dk_HTK, dv_HTK = (torch.zeros_like(x, dtype=_wide(x.dtype)) for x in (k_HTK, v_HTK))
-    for start in range(0, length, _QUERY_BLOCK):
+    sum_dtype = _wide(q_HTK.dtype) if length > _QUERY_BLOCK else q_HTK.dtype
+    dq_HTK, dk_HTK, dv_HTK = torch.empty_like(q_HTK), None, None
+    for start in reversed(range(0, length, _QUERY_BLOCK)):
         stop = min(start + _QUERY_BLOCK, length)
         q_HtK, do_HtK = q_HTK[:, start:stop], do_HTK[:, start:stop]
         p_HtT = _probabilities(q_HtK, k_HTK[:, :stop], bias_TT[start:stop, :stop])
-        dv_HTK[:, :stop] += p_HtT.transpose(1, 2) @ do_HtK
+        dv_part_HTK = p_HtT.transpose(1, 2) @ do_HtK
         dp_HtT = do_HtK @ v_HTK[:, :stop].transpose(1, 2)
-        ds_HtT = torch._softmax_backward_data(dp_HtT, p_HtT, -1, p_HtT.dtype).mul_(scale)
+        ds_HtT = torch.ops.aten._softmax_backward_data(dp_HtT, p_HtT, -1, p_HtT.dtype).mul_(scale)
         dq_HTK[:, start:stop] = ds_HtT @ k_HTK[:, :stop]
-        dk_HTK[:, :stop] += ds_HtT.transpose(1, 2) @ q_HtK
+        dk_part_HTK = ds_HtT.transpose(1, 2) @ q_HtK
+        if dk_HTK is None or dv_HTK is None:
+            dk_HTK, dv_HTK = dk_part_HTK.to(sum_dtype), dv_part_HTK.to(sum_dtype)
+        else:
+            dk_HTK[:, :stop] += dk_part_HTK
+            dv_HTK[:, :stop] += dv_part_HTK
+    assert dk_HTK is not None and dv_HTK is not None
     return dq_HTK, dk_HTK, dv_HTK
 
 

@@ -21,10 +21,10 @@ from torch.autograd import Function
 IGNORE = -100
 """The label of a token that does not count."""
 
-_CHUNK_ELEMENTS = 1 << 24
+_CHUNK_ELEMENTS = 1 << 23
 """Logits held at a time: enough that adding up the weight's gradient costs less than making it."""
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 18}
+_BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Logits held in fp32 at a time, by device type: what stays in cache; elsewhere the chunk."""
 
 
@@ -64,7 +64,7 @@ class _ChunkedLoss(Function):
         block_elements = _BLOCK_ELEMENTS.get(hidden_ND.device.type, _CHUNK_ELEMENTS)
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         d_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_grad else None
+        d_weight_VD = None
         for start in range(0, len(hidden_ND), chunk_rows):
             rows = slice(start, start + chunk_rows)
             hidden_nD = hidden_ND[rows]
@@ -74,9 +74,12 @@ class _ChunkedLoss(Function):
                 logits_nV.split(block_rows), labels_N[rows].split(block_rows), strict=True
             ):
                 loss += _block_loss(logits_bV, label_b, wide)
-            if d_hidden_ND is not None and d_weight_VD is not None:
+            if d_hidden_ND is not None:
                 torch.mm(logits_nV, compute_VD, out=d_hidden_ND[rows])
-                d_weight_VD += logits_nV.T @ hidden_nD
+                part_VD = logits_nV.T @ hidden_nD
+                d_weight_VD = part_VD.to(wide) if d_weight_VD is None else d_weight_VD.add_(part_VD)
+        if needs_grad and d_weight_VD is None:  # there was no row
+            d_weight_VD = torch.zeros_like(weight_VD, dtype=wide)
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return loss

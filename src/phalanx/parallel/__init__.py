@@ -1,1 +1,1 @@
-"""One file for each way to split the work: what each rank holds, what crosses the wire, and doing it."""
+"""One file for each way to split the work: what is held, what is sent, and doing it."""

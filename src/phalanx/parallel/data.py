@@ -1,18 +1,19 @@
 """Data parallelism: every rank holds the whole model and computes other samples.
 
-Idea      The gradient of a sum over samples is the sum of the gradients, so N ranks that each take a share
-          of the batch need one all-reduce a step. `naive` reduces each gradient after backward has ended;
-          `bucketed` gathers gradients in flat buckets of 25 MB and reduces a full bucket while backward
-          still computes the earlier layers' (Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
-Layout    X[B_dp, ...]  W[...]  dW[...]: samples split over dp, weights and their gradients whole everywhere.
+Idea      The gradient of a sum over samples is the sum of the gradients, so N ranks that each take
+          a share of the batch need one all-reduce a step. `naive` reduces each gradient after
+          backward has ended; `bucketed` gathers gradients in flat buckets of 25 MiB and reduces a
+          full one while backward still computes the gradients of earlier layers (Li et al.,
+          PyTorch Distributed, VLDB 2020, section 3.2).
+Layout    X[B_dp, ...]  W[...]  dW[...]: samples split over dp; weights and their gradients whole.
 Forward   Y[B_dp] = f(X[B_dp], W), no communication
-Backward  dW{sum dp} = f'(X[B_dp], W), then all_reduce: dW{sum dp} -> dW, once for each *global* batch, also
-          where that is accumulated from several microbatches. A sum, not a mean: the loss is divided by the
-          valid tokens of the global batch before backward.
-Cost      Sends 2 (N-1)/N P bytes a rank and step (P: bytes of the trained parameters) and one byte for each
-          parameter, by which the ranks agree which parameters any of them used.
-Limits    Any N. Buffers (running statistics of BatchNorm) are made equal at the start and then stay a
-          rank's own.
+Backward  dW{sum dp} = f'(X[B_dp], W), then all_reduce: dW{sum dp} -> dW, once for each *global*
+          batch, also where that is accumulated from several microbatches. A sum, not a mean: the
+          loss is divided by the valid tokens of the global batch before backward.
+Cost      A rank sends 2 (N-1)/N P bytes a step (P: bytes of the trained parameters), and as much
+          for one byte a parameter, by which the ranks agree which parameters any of them used.
+Limits    Any N. Buffers (running statistics of BatchNorm) are made equal at the start and then
+          stay a rank's own.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class NaiveReducer(GradientReducer):
 
 @dataclass
 class _Bucket:
-    """A flat buffer, the parameters whose gradients are views of it, and its reduction under way."""
+    """A flat buffer, the parameters whose gradients are views of it, and its reduction."""
 
     flat: torch.Tensor
     members: list[nn.Parameter]
@@ -157,8 +158,8 @@ class _Bucket:
 class BucketedReducer(GradientReducer):
     """Flat buckets, each reduced as soon as backward has filled it and those before it.
 
-    Gradients become views of their bucket, so that nothing is copied back. Buckets start in one fixed
-    order on all ranks, whatever order the hooks fire in, or collectives would be mismatched.
+    Gradients become views of their bucket, so that nothing is copied back. Buckets start in one
+    fixed order on all ranks, whatever order the hooks fire in, or collectives would be mismatched.
     """
 
     def __init__(self, parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:

@@ -1,9 +1,9 @@
 """The one true norm of the whole gradient, and clipping by it.
 
-||g||_p = (sum over all elements of the model |g_i|^p)^(1/p), or max |g_i| for p = inf. Each element of the
-model counts once, however many ranks hold it: a sharded gradient (DTensor) is summed over exactly the axes
-it is sharded on, a replicated one over none (Pascanu et al., On the difficulty of training recurrent neural
-networks, 2013, section 3.2, for the clipping).
+||g||_p = (sum over all elements of the model |g_i|^p)^(1/p), or max |g_i| for p = inf. Each element
+of the model counts once, however many ranks hold it: a sharded gradient (DTensor) is summed over
+exactly the axes it is sharded on, a replicated one over none (Pascanu et al., On the difficulty of
+training recurrent neural networks, 2013, section 3.2, for the clipping).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import get_total_norm
 
 from phalanx.comm.primitives import all_reduce
 
@@ -39,10 +40,10 @@ def gradient_norm(gradients: Iterable[torch.Tensor], p: float = 2.0) -> torch.Te
             by_axes[None, ()].append(gradient)
     parts: list[torch.Tensor] = []
     for (mesh, axes), locals_ in by_axes.items():
-        norms = torch.stack(torch._foreach_norm(locals_, p))
-        part = norms.max() if math.isinf(p) else norms.pow(p).sum()
-        for axis in axes if mesh is not None else ():
-            all_reduce(part, mesh, axis, "max" if math.isinf(p) else "sum")
+        part = _power_sum(locals_, p)
+        if mesh is not None:
+            for axis in axes:
+                all_reduce(part, mesh, axis, "max" if math.isinf(p) else "sum")
         parts.append(part)
     if not parts:
         return torch.zeros(())
@@ -50,12 +51,21 @@ def gradient_norm(gradients: Iterable[torch.Tensor], p: float = 2.0) -> torch.Te
     return whole.max() if math.isinf(p) else whole.sum().pow(1 / p)
 
 
+def _power_sum(parts: list[torch.Tensor], p: float) -> torch.Tensor:
+    """Return sum |x|^p over all elements, or max |x| for p = inf; 0 without elements."""
+    filled = [part for part in parts if part.numel()]  # an uneven shard may be empty
+    if not filled:
+        return torch.zeros((), dtype=parts[0].dtype, device=parts[0].device)
+    norm = get_total_norm(filled, p)
+    return norm if math.isinf(p) else norm.pow(p)
+
+
 def scale_to(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
     """Scale the gradients in place so that a norm above `limit` becomes `limit`."""
-    locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    if locals_:
-        factor = min(1.0, limit / (norm + 1e-6))
-        torch._foreach_mul_(locals_, factor)
+    factor = min(1.0, limit / (norm + 1e-6))
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(factor)
 
 
 def _sharded_axes(gradient: DTensor) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from phalanx.data.loader import total_steps
 from phalanx.data.samples import Samples
 from phalanx.data.tokens import Progress, TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
+from phalanx.launch.torchrun import is_under_torchrun
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
@@ -55,41 +56,44 @@ class Job:
     start: tuple[Path, Manifest] | None
 
 
-def choose_device(config: TrainConfig) -> tuple[str, int]:
-    """Return the device of the run and how many of it this host has (2 processes for a CPU).
+def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
+    """Return the strategy, dp over all processes if none is named, and the device.
+
+    Processes are as many as torchrun started or --nproc says; else what the strategy needs; else
+    one a GPU, or 2 on a CPU.
 
     Raises:
-        ConfigError: cuda was asked for and there is none.
+        StrategyError: it cannot be read, is not built, or does not fit the processes.
+        ConfigError: there is no such device, or too few of it.
     """
-    if config.device == "cpu":
-        return "cpu", 2
+    device, num_devices = _choose_device(config.device)
+    num_ranks = int(os.environ["WORLD_SIZE"]) if is_under_torchrun() else config.nproc
+    if config.strategy is None:
+        strategy = Strategy(dp=Axis(num_ranks or num_devices or 2, "bucketed"))
+    else:
+        strategy = Strategy.parse(config.strategy)
+        require_built(strategy)
+        if num_ranks is not None:
+            check_ranks(strategy, num_ranks)
+    if device == "cuda" and not is_under_torchrun() and strategy.num_ranks > num_devices:
+        raise ConfigError(
+            f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has "
+            f"{num_devices}; use --strategy dp{num_devices}, or --device cpu"
+        )
+    return strategy, device
+
+
+def _choose_device(name: str) -> tuple[str, int]:
+    """Return the device for the setting `name`, and how many GPUs this host has."""
+    if name == "cpu":
+        return "cpu", 0
     import torch
 
     if torch.cuda.is_available():
         return "cuda", torch.cuda.device_count()
-    if config.device == "cuda":
+    if name == "cuda":
         raise ConfigError("device is cuda, but this host has no CUDA device; use --device cpu")
-    return "cpu", 2
-
-
-def choose_strategy(config: TrainConfig, num_processes: int, *, is_fixed: bool) -> Strategy:
-    """Return the strategy, dp over all processes if none is named.
-
-    Args:
-        config: the configuration.
-        num_processes: processes there are, or would be started if nothing says otherwise.
-        is_fixed: whether their number is given, by --nproc or by torchrun.
-
-    Raises:
-        StrategyError: it cannot be read, is not built, or does not fit the processes.
-    """
-    if config.strategy is None:
-        return Strategy(dp=Axis(num_processes, "bucketed"))
-    strategy = Strategy.parse(config.strategy)
-    require_built(strategy)
-    if is_fixed:
-        check_ranks(strategy, num_processes)
-    return strategy
+    return "cpu", 0
 
 
 def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
@@ -98,15 +102,7 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     Raises:
         PhalanxError: anything that would fail later, in one message.
     """
-    device, default_processes = choose_device(config)
-    under_torchrun = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
-    given = int(under_torchrun) if under_torchrun else config.nproc
-    strategy = choose_strategy(config, given or default_processes, is_fixed=given is not None)
-    if device == "cuda" and not under_torchrun and strategy.num_ranks > default_processes:
-        raise ConfigError(
-            f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has "
-            f"{default_processes}; use --strategy dp{default_processes}, or --device cpu"
-        )
+    strategy, device = choose_strategy(config)
     shape = with_sizes(shape_of(config.model), config.shape)
     if config.corpus.seq_len > shape.max_seq_len:
         raise ConfigError(
@@ -132,8 +128,8 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     num_samples = len(Samples(tokens.train, config.corpus.seq_len))
     if num_samples < 1:
         raise DataError(
-            f"the data leaves {tokens.train.num_tokens} tokens to train on, too few for one sample; "
-            "give more text, or a smaller corpus.validation"
+            f"the data leaves {tokens.train.num_tokens} tokens to train on, too few for one "
+            "sample; give more text, or a smaller corpus.validation"
         )
     return Job(
         config=config,
@@ -193,8 +189,8 @@ def _check_space(out: Path, shape: ModelShape) -> None:
     free_bytes = shutil.disk_usage(out).free
     if free_bytes < needed_bytes:
         raise ConfigError(
-            f"a checkpoint needs {needed_bytes / 2**30:.2f} GiB, but {out} has {free_bytes / 2**30:.2f} "
-            "GiB left; give another --out or make room"
+            f"a checkpoint needs {needed_bytes / 2**30:.2f} GiB, but {out} has "
+            f"{free_bytes / 2**30:.2f} GiB left; give another --out or make room"
         )
 
 

@@ -1,7 +1,8 @@
 """What is minimised: the sum of the losses of valid tokens, and how many there are.
 
-The loss of a step is one quotient, sum over valid tokens / valid tokens, of the *global* batch. So a model
-returns a sum and never a mean: a mean of means weighs a token by how empty its neighbours are.
+The loss of a step is one quotient, sum over valid tokens / valid tokens, of the *global* batch. So
+a model returns a sum and never a mean: a mean of means weighs a token by how empty its neighbours
+are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Watch a run on one rank: time, bytes, utilization, and the records that rank 0 keeps and shows."""
+"""Watch a run on one rank: time, bytes, utilization, and the records that rank 0 keeps."""
 
 from __future__ import annotations
 

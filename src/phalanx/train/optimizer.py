@@ -1,7 +1,7 @@
 """AdamW with decay for matrices only, and a cosine learning rate after a linear warm-up.
 
-AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. Cosine: the same authors, SGDR,
-2017, without restarts.
+AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. Cosine: the same authors,
+SGDR, 2017, without restarts.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """Return the learning rate of step `step` (the first is 0) of `num_steps`.
 
-    It rises in a line over the warm-up steps, is `config.lr` at their end, and falls by half a cosine to
-    `config.min_lr_ratio * config.lr` at the last step.
+    It rises in a line over the warm-up steps, is `config.lr` at their end, and falls by half a
+    cosine to `config.min_lr_ratio * config.lr` at the last step.
     """
     warmup = config.warmup_steps
     if warmup is None:

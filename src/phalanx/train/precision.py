@@ -1,9 +1,9 @@
 """The data types of a run: what weights are kept in, and what the arithmetic is done in.
 
-Master weights, gradients and optimizer state are float32 (float64 under float64). Under bfloat16 and
-float16 the layers cast weights where they use them, so the cast is in the model's own forward. float16
-needs its loss scaled, or small gradients vanish (Micikevicius et al., Mixed Precision Training, 2018,
-section 3.2), and is for CUDA devices only.
+Master weights, gradients and optimizer state are float32 (float64 under float64). Under bfloat16
+and float16 the layers cast weights where they use them, so the cast is in the model's own forward.
+float16 needs its loss scaled, or small gradients vanish (Micikevicius et al., Mixed Precision
+Training, 2018, section 3.2), and is for CUDA devices only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.measure.environment import has_fast_bfloat16
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def resolve(name: str, device: str) -> Precision:
         ConfigError: float16 on a CPU.
     """
     if name == "auto":
-        name = "bfloat16" if has_bfloat16(device) else "float32"
+        name = "bfloat16" if has_fast_bfloat16(device) else "float32"
     if name == "float16" and device == "cpu":
         raise ConfigError(
             "precision is float16, which is for CUDA devices; on a CPU the nearest is bfloat16"
@@ -55,11 +56,3 @@ def resolve(name: str, device: str) -> Precision:
         "float16": torch.float16,
     }[name]
     return Precision(torch.float32, compute, needs_scaler=name == "float16")
-
-
-def has_bfloat16(device: str) -> bool:
-    """Return whether the device multiplies bfloat16 matrices by instructions of its own."""
-    if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    able = torch.cpu.get_capabilities()
-    return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -22,8 +22,8 @@ def write_text(
 ) -> str:
     """Return `prompt` as the model goes on with it.
 
-    Each token is computed from the whole text before it: fine for a sample of a small model, and what any
-    faster way must agree with.
+    Each token is computed from the whole text before it: fine for a sample of a small model, and
+    what any faster way must agree with.
 
     Args:
         model: a decoder with all its weights on this rank.

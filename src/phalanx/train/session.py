@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -115,5 +114,3 @@ def _loader(job: Job, mesh: DeviceMesh, consumed: int) -> Loader:
 def _validation(job: Job) -> Samples:
     corpus = job.config.corpus
     return Samples(job.tokens.validation, corpus.seq_len, document_mask=corpus.document_mask)
-
-

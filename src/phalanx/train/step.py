@@ -1,14 +1,14 @@
 """One training step: forward and backward over the microbatches, reduce, clip, update.
 
-Loss law: each microbatch's sum of losses is divided by the valid tokens of the *global* batch, which the
-ranks count together before the first backward. Gradients are then summed, never averaged, so that
-accumulation, data ranks, uneven and empty ranks all give what one process gives.
+Loss law: each microbatch's sum of losses is divided by the valid tokens of the *global* batch,
+which the ranks count together before the first backward. Gradients are then summed, never averaged,
+so that accumulation, data ranks, uneven and empty ranks all give what one process gives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -90,7 +90,7 @@ class Trainer:
         self.ledger: Ledger | None = None
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Book what runs inside under `name`, in the ledger of bytes and in the ledger of time."""
         with ExitStack() as stack:
             if self.ledger is not None:
@@ -144,8 +144,8 @@ class Trainer:
             num_valid: valid tokens of the global batch.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop"; raised on all
-                ranks alike, before the weights change.
+            TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop"; raised
+                on all ranks alike, before the weights change.
         """
         rate = learning_rate(self.config, self.steps_done, self.num_steps)
         with self.phase("clip"):
@@ -153,13 +153,13 @@ class Trainer:
                 self.scaler.unscale_(self.optimizer)
             norm = float(gradient_norm(self.gradients(), self.config.clip_p))
         is_finite = math.isfinite(loss) and math.isfinite(norm)
-        # Under float16 a gradient overflows now and then: the scaler skips the step and scales less.
+        # A float16 gradient overflows now and then: the scaler skips the step and scales less.
         is_overflow = self.scaler is not None and math.isfinite(loss)
         if not is_finite and self.nonfinite == "stop" and not is_overflow:
             raise TrainingError(
-                f"step {self.steps_done}: the loss is {loss} and the norm of the gradient {norm}; the "
-                "weights are those of the step before. Lower optimizer.lr, or go on past such steps "
-                "with --nonfinite skip"
+                f"step {self.steps_done}: the loss is {loss} and the norm of the gradient {norm}; "
+                "the weights are those of the step before. Lower optimizer.lr, or go on past such "
+                "steps with --nonfinite skip"
             )
         with self.phase("optimizer"):
             self._update(rate, norm, is_finite)

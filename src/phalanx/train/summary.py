@@ -20,6 +20,7 @@ from phalanx.data.tokenizer import load_tokenizer
 from phalanx.launch.local import num_cores
 from phalanx.measure.summary import StepSummary, advice, summarize, summary_table
 from phalanx.measure.utilization import Utilization
+from phalanx.planner.model_shape import num_parameters
 from phalanx.train.observer import Observer
 from phalanx.train.sample import write_text
 
@@ -35,7 +36,8 @@ class Summary:
         steps: where the steps' time went; None if no step was taken.
         utilization: of the median step.
         tokens_per_s: of the median step, over all ranks.
-        speed_up: over one process with all cores (or one GPU) for the same global batch; None with one rank.
+        speed_up: over one process with all cores (or one GPU) for the same global batch; None with
+            one rank.
         loss: training loss of the last step, in nats a token.
         bits_per_byte: validation, first and last measurement; None without validation text.
         sent: what one rank sends in one step, as the ledger counted it.
@@ -95,7 +97,7 @@ class Summary:
         if self.bits_per_byte is not None:
             first, last = self.bits_per_byte
             lines.append(
-                f"validation {first:.3f} -> {last:.3f} bits per byte ({last / first:.2f} of the start)"
+                f"validation {first:.3f} -> {last:.3f} bits per byte, {last / first:.2f} of it"
             )
         return lines
 
@@ -112,8 +114,8 @@ def summarize_run(observer: Observer) -> Summary:
     steps = summarize(times) if times else None
     summary = Summary(
         text=(
-            f"{job.config.model} ({sum(p.numel() for p in session.model.parameters()):,} parameters), "
-            f"{job.strategy} on {job.device}, {session.precision.name}, {job.batch}, "
+            f"{job.config.model} ({num_parameters(job.shape).total:,} parameters), {job.strategy} "
+            f"on {job.device}, {session.precision.name}, {job.batch}, "
             f"{session.trainer.steps_done} steps"
         ),
         steps=steps,

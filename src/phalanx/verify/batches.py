@@ -1,7 +1,7 @@
 """Models and batches to verify decoders with: random tokens made to be awkward.
 
-Rows have documents of uneven lengths and labels that do not count, and in every second step all rows of the
-first data rank have none that count.
+Rows have documents of uneven lengths and labels that do not count, and in every second step all
+rows of the first data rank have none that count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compare two records of a run, tensor by tensor, and name the first that differs.
 
-The error of a tensor is max |a - b| / max |b|, with b from the one process. Where max |b| is small beside
-the largest gradient (or weight) of the whole model, that largest one times FLOOR divides instead: some
-gradients are zero but for rounding, such as that of the bias of attention's keys, which softmax cancels, and
-AdamW makes steps of up to lr / eps times that rounding out of them.
+The error of a tensor is max |a - b| / max |b|, with b from the one process. Where max |b| is small
+beside the largest gradient (or weight) of the whole model, that largest one times FLOOR divides
+instead: some gradients are zero but for rounding, such as that of the bias of attention's keys,
+which softmax cancels, and AdamW makes steps of up to lr / eps times that rounding out of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from phalanx.verify.record import StepRecord
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}
-"""Largest error by data type. The strategies are exact; what is left is the order of sums, which grows
-over a few steps by AdamW's division by the root of the second moment."""
+"""Largest error by data type. The strategies are exact; what is left is the order of sums, which
+grows over a few steps by AdamW's division by the root of the second moment."""
 
 
 FLOOR = {"gradient": 1e-4, "weight": 1e-1}

@@ -1,7 +1,7 @@
 """Does this strategy of this model compute what one process computes?
 
-The same code trains the same batches twice, once on the strategy's ranks (gloo, on this host) and once on one,
-and every loss, gradient, norm and weight is compared, step by step.
+The same code trains the same batches twice, once on the strategy's ranks (gloo, on this host) and
+once on one, and every loss, gradient, norm and weight is compared, step by step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ def verify(
     """Compare a strategy with one process on your own module and batches.
 
     Args:
-        build: importable function that returns the module with its first weights; it must draw the same
-            ones in every process.
+        build: importable function that returns the module with its first weights; it must draw the
+            same ones in every process.
         batches: the global batch of each step: a tensor, or a mapping, sequence or dataclass of
             tensors, whose first dimension is the samples.
         strategy: such as "dp2".
         objective: how a microbatch becomes a sum of losses and a number of valid tokens.
-        accumulation: microbatches each rank cuts its share into; one process always takes the whole.
+        accumulation: microbatches each rank cuts its share into; one process always takes the
+            whole.
         dtype: "float64", "float32" or "bfloat16", of weights and arithmetic.
         optimizer: AdamW's settings; its defaults if None.
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,8 +31,8 @@ class Case:
     Attributes:
         build: returns the model with its first weights, the same in every process.
         objective: how a microbatch becomes a loss.
-        batches: the global batch of each step: a tensor, a mapping or sequence of tensors, or a dataclass of
-            them, the first dimension being the samples.
+        batches: the global batch of each step: a tensor, a mapping or list of tensors, or a
+            dataclass of them, the first dimension being the samples.
         accumulation: microbatches that each rank cuts its share into.
         dtype: data type of the weights and the arithmetic.
         optimizer: AdamW's settings.
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: the loss, the whole gradients before clipping, their norm, and the weights after."""
+    """One step: loss, whole gradients before clipping, their norm, and the weights after."""
 
     loss: float
     norm: float
@@ -58,7 +58,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says at the end: a hash of each weight it holds, and the bytes of its last step."""
+    """What one rank says at the end: a hash of each weight it holds, and what it sent last."""
 
     weights: dict[str, str]
     entries: list[Entry]
@@ -126,7 +126,7 @@ def check_rows(case: Case, num_places: int) -> None:
 
 
 def split(batch: Any, place: int, num_places: int, accumulation: int) -> list[Any]:
-    """Return the microbatches of one data rank: rows place, place + num_places, ... in equal cuts."""
+    """Return the microbatches of one data rank: rows place, place + num_places, ..., cut."""
     rows = torch.arange(place, _num_rows(batch), num_places)
     return [_take(batch, cut) for cut in rows.tensor_split(accumulation)]
 
@@ -141,7 +141,7 @@ def _take(batch: Any, rows: torch.Tensor) -> Any:
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {f.name: _take(getattr(batch, f.name), rows) for f in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **fields)
-    return type(batch)(_take(value, rows) for value in batch)
+    return [_take(value, rows) for value in cast("Sequence[Any]", batch)]
 
 
 def _num_rows(batch: Any) -> int:
