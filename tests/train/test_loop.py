@@ -1,0 +1,155 @@
+"""The main job from end to end on a small model and a text of its own."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.errors import CheckpointError
+from phalanx.train.loop import train
+
+TERMS = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("job")
+    text = "".join(f"The square of {n} is {n * n}, and its cube {n**3}.\n" for n in range(600))
+    (folder / "squares.txt").write_text(text)
+    return TrainConfig(
+        data=str(folder / "squares.txt"),
+        precision="float64",
+        device="cpu",
+        steps=6,
+        seed=5,
+        threads=1,
+        save_every=3,
+        eval_every=0,
+        out=str(folder / "whole"),
+        shape=ShapeConfig(
+            num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
+            vocab_size=300, max_seq_len=64, dropout=0.1,
+        ),
+        corpus=CorpusConfig(seq_len=24, cache=str(folder / "cache"), validation=0.1),
+        batch=BatchConfig(global_size=8, microbatch=2),
+        optimizer=OptimizerConfig(lr=1e-2),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(config: TrainConfig) -> dict[str, Any]:
+    """The summary of an uninterrupted run over two ranks."""
+    return train(config).as_dict()
+
+
+def records(folder: str | Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def losses(folder: str | Path) -> list[float]:
+    return [record["loss"] for record in records(folder, "step")]
+
+
+def test_a_run_learns_and_writes_what_it_says(config: TrainConfig, whole: dict[str, Any]) -> None:
+    assert whole["bits_per_byte_last"] < whole["bits_per_byte_first"]
+    assert all(Path(path).exists() for path in whole["paths"].values())
+    assert whole["sample"].startswith("def ")
+    assert whole["speed_up"] > 0
+    (tensorboard,) = Path(whole["paths"]["tensorboard"]).iterdir()
+    assert tensorboard.stat().st_size > 0
+    assert len(losses(config.out or "")) == 6
+
+
+def test_the_terms_of_each_step_sum_to_its_wall_time(
+    config: TrainConfig, whole: dict[str, Any]
+) -> None:
+    assert whole["steps"]["num_steps"] == 3
+    for record in records(config.out or "", "step"):
+        assert sum(record[term] for term in TERMS) == pytest.approx(record["wall_s"], rel=0.02)
+
+
+def test_the_summary_counts_the_bytes_of_a_step(whole: dict[str, Any]) -> None:
+    parameters = 16 * 300 * (2 if "untied" in whole["run"] else 1)
+    sent = {entry["phase"]: entry for entry in whole["sent"]}
+    assert set(sent) == {"count", "backward", "agree", "metrics"}
+    # Two ranks: 2 (N - 1) / N P = P, of float64 gradients.
+    assert sent["backward"]["sent_bytes"] == sent["backward"]["payload_bytes"] > 8 * parameters
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "dp4", "dp1"])
+def test_a_run_goes_on_from_a_checkpoint(
+    config: TrainConfig, whole: dict[str, Any], strategy: str, tmp_path: Path
+) -> None:
+    middle = Path(whole["paths"]["checkpoint"]).with_name("step-00000003")
+    again = dataclasses.replace(
+        config, resume=str(middle), out=str(tmp_path), strategy=strategy, save_every=0
+    )
+    train(again)
+    expected = losses(config.out or "")[3:]
+    if strategy == "dp2":
+        assert losses(tmp_path) == expected  # to the bit
+    else:
+        assert losses(tmp_path) == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_finished_run_that_is_resumed_takes_no_step(
+    config: TrainConfig, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    del whole
+    summary = train(dataclasses.replace(config, resume=config.out, out=str(tmp_path)))
+    assert summary.steps is None
+    assert not records(tmp_path, "step")
+
+
+def test_another_models_checkpoint_is_refused(config: TrainConfig, whole: dict[str, Any]) -> None:
+    del whole
+    wider = dataclasses.replace(config, shape=dataclasses.replace(config.shape, ffn=32))
+    with pytest.raises(CheckpointError, match="another model: its ffn is 24, this model's is 32"):
+        train(dataclasses.replace(wider, resume=config.out))
+
+
+def test_an_epoch_takes_each_sample_once_with_an_uneven_end(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    one_epoch = dataclasses.replace(
+        config, steps=None, epochs=0.05, strategy="dp2", out=str(tmp_path), save_every=0
+    )
+    train(one_epoch)
+    taken = records(tmp_path, "step")
+    train(dataclasses.replace(one_epoch, strategy="dp1", out=str(tmp_path / "alone")))
+    assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path), rel=1e-10)
+    assert len(taken) > 1
+
+
+def test_the_same_run_under_torchrun(
+    config: TrainConfig, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    del whole
+    toml = tmp_path / "run.toml"
+    shape = {k: v for k, v in dataclasses.asdict(config.shape).items() if v is not None}
+    lines = [
+        f'data = "{config.data}"\nprecision = "float64"\ndevice = "cpu"\nsteps = 6\nseed = 5',
+        "eval_every = 0\n[shape]",
+        *(f"{key} = {value}" for key, value in shape.items()),
+        f'[corpus]\nseq_len = 24\nvalidation = 0.1\ncache = "{config.corpus.cache}"',
+        "[batch]\nglobal_size = 8\nmicrobatch = 2\n[optimizer]\nlr = 1e-2",
+    ]
+    toml.write_text("\n".join(lines))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "phalanx",
+            "train", f"--config={toml}", f"--out={tmp_path / 'out'}", "--json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["run"].startswith("demo")
+    assert losses(tmp_path / "out") == losses(config.out or "")
