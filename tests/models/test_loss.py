@@ -90,3 +90,15 @@ def test_large_logits_stay_finite() -> None:
     loss = token_loss_sum(hidden_ND, scaled_VD, labels_N)
     loss.backward()
     assert bool(loss.isfinite()) and bool(scaled_VD.grad.isfinite().all())
+
+
+def test_the_incoming_gradient_is_not_rounded() -> None:
+    """A loss divided by a number of tokens that bf16 cannot hold keeps its gradient's size."""
+    hidden_ND, weight_VD, labels_N = inputs(torch.bfloat16)
+    factor = 1.25 + 2**-9 + 2**-10  # bf16 rounds it to 1.25
+    grads = [
+        torch.autograd.grad(token_loss_sum(hidden_ND, weight_VD, labels_N) * scale, hidden_ND)[0]
+        for scale in (1.0, factor)
+    ]
+    ratio = float(grads[1].double().abs().sum() / grads[0].double().abs().sum())
+    assert ratio == pytest.approx(factor, rel=8e-4)

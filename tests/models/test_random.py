@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.models.random import bits, dropout, fill_normal, key, row_keys, uniform
+from phalanx.models.random import bits, dropout, fill_normal, key, layer_keys, row_keys, uniform
 
 MASK = (1 << 64) - 1
 
@@ -115,6 +115,7 @@ def test_dropout_masks_are_independent() -> None:
         "seed": kept(row_keys(1, 0, rows), 1, shape, 0.5) > 0,
         "step": kept(row_keys(0, 1, rows), 1, shape, 0.5) > 0,
         "row": kept(row_keys(0, 0, rows + 1), 1, shape, 0.5) > 0,
+        "layer": kept(layer_keys(row_keys(0, 0, rows), 0), 1, shape, 0.5) > 0,
         "salt": kept(row_keys(0, 0, rows), 2, shape, 0.5) > 0,
         "place": base.roll(1, 1),
         **{f"feature {shift}": base.roll(shift, 2) for shift in (1, 2, 3, 4, 5)},
@@ -122,3 +123,17 @@ def test_dropout_masks_are_independent() -> None:
     for what, other in others.items():
         agreement = float((base == other).double().mean())
         assert agreement == pytest.approx(0.5, abs=5 * 0.5 / math.sqrt(base.numel())), what
+
+
+def test_layers_draw_apart() -> None:
+    keys_B = row_keys(0, 0, torch.arange(8))
+    masks = [
+        kept(layer_keys(keys_B, layer), salt, (64, 64), 0.5) > 0
+        for layer in (0, 1)
+        for salt in (1, 2)
+    ]
+    masks.append(kept(keys_B, 0, (64, 64), 0.5) > 0)
+    for index, mask in enumerate(masks):
+        for other in masks[:index]:
+            agreement = float((mask == other).double().mean())
+            assert agreement == pytest.approx(0.5, abs=5 * 0.5 / math.sqrt(mask.numel()))

@@ -60,9 +60,11 @@ def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask_B1TT: Tensor | N
         mask_B1TT: True where a query (first T) may look; None is plain causal attention.
     """
     repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
-    if q_BTHK.dtype == torch.bfloat16 and cpu.is_preferred(q_BTHK):
-        if repeats > 1:
-            k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
+    by_blocks = q_BTHK.dtype == torch.bfloat16 and cpu.is_preferred(q_BTHK)
+    if repeats > 1 and (by_blocks or mask_B1TT is not None):
+        # With a mask, PyTorch's fused kernels want as many key heads as query heads.
+        k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
+    if by_blocks:
         return cpu.causal_attention(q_BTHK, k_BTGK, v_BTGK, mask_B1TT)
     mixed_BHTK = F.scaled_dot_product_attention(
         q_BTHK.transpose(1, 2),
@@ -70,7 +72,7 @@ def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask_B1TT: Tensor | N
         v_BTGK.transpose(1, 2),
         attn_mask=mask_B1TT,
         is_causal=mask_B1TT is None,
-        enable_gqa=repeats > 1,
+        enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
     )
     return mixed_BHTK.transpose(1, 2)
 

@@ -11,6 +11,8 @@ Dimensions, as they stand in the suffixes of tensor names:
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from phalanx.models.attention import Attention, document_mask, rotation
 from phalanx.models.initial import fill_initial
 from phalanx.models.layers import Linear, Norm
 from phalanx.models.loss import token_loss_sum
-from phalanx.models.random import dropout
+from phalanx.models.random import dropout, layer_keys
 from phalanx.models.shape import ModelShape
 
 
@@ -41,7 +43,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream."""
+    """Attention and MLP, each normalised before and added to the residual stream.
+
+    Attributes:
+        index: number of the block in the whole decoder, wherever it runs.
+    """
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
@@ -65,7 +71,8 @@ class Block(nn.Module):
             x_BTD: the residual stream.
             rotation: cosines and sines of the rotary embedding, or None without one.
             mask_B1TT: True where a query (first T) may look; None is plain causal attention.
-            dropout_keys_B: a dropout key for each row; None drops nothing.
+            dropout_keys_B: the rows' dropout keys for this block, `layer_keys(keys_B, index)`;
+                None drops nothing. The index stays outside, or each block would compile anew.
         """
         attended_BTD = self.attention(self.attention_norm(x_BTD), rotation, mask_B1TT)
         x_BTD = x_BTD + self._drop(attended_BTD, 1, dropout_keys_B)
@@ -75,7 +82,19 @@ class Block(nn.Module):
     def _drop(self, x_BTD: Tensor, branch: int, keys_B: Tensor | None) -> Tensor:
         if keys_B is None:
             return x_BTD
-        return dropout(x_BTD, self.dropout, keys_B, 2 * self.index + branch)
+        return dropout(x_BTD, self.dropout, keys_B, branch)
+
+
+class Embedding(nn.Module):
+    """A table of vectors, one for each id."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, width))
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Look ids_BT up: a tensor of shape BTD in the table's dtype."""
+        return F.embedding(ids_BT, self.weight)
 
 
 class Head(nn.Module):
@@ -173,7 +192,8 @@ class Decoder(nn.Module):
         angles = rotation(self.shape, positions_BT, x_BTD.dtype)
         mask_B1TT = document_mask(documents_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD, angles, mask_B1TT, keys_B)
+            block_keys_B = None if keys_B is None else layer_keys(keys_B, cast(Block, block).index)
+            x_BTD = block(x_BTD, angles, mask_B1TT, block_keys_B)
         tied_VD = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x_BTD), labels_BT, tied_VD)
 
@@ -186,15 +206,3 @@ class Decoder(nn.Module):
                 "models.random.row_keys); call eval() to run without dropout"
             )
         return keys_B
-
-
-class Embedding(nn.Module):
-    """A table of vectors, one for each id."""
-
-    def __init__(self, num_rows: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_rows, width))
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """Look ids_BT up: a tensor of shape BTD in the table's dtype."""
-        return F.embedding(ids_BT, self.weight)

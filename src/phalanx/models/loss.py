@@ -88,8 +88,9 @@ class _ChunkedLoss(Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         d_hidden_ND, d_weight_VD = ctx.saved_tensors
-        d_hidden_ND = d_hidden_ND * grad.to(d_hidden_ND.dtype)
-        return d_hidden_ND, (d_weight_VD * grad).to(ctx.weight_dtype), None, None, None
+        # With one dimension the factor takes part in type promotion: it is not rounded to bf16.
+        scaled_ND = (d_hidden_ND * grad[None]).to(d_hidden_ND.dtype)
+        return scaled_ND, (d_weight_VD * grad).to(ctx.weight_dtype), None, None, None
 
 
 def _block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:

@@ -124,20 +124,25 @@ def row_keys(seed: int, step: int, rows_B: Tensor) -> Tensor:
     return bits(key(seed, "dropout", step), rows_B.to(torch.int64))
 
 
+def layer_keys(keys_B: Tensor, layer: int) -> Tensor:
+    """Return the dropout keys of layer 0, 1, ..., made from those of the rows."""
+    return bits(keys_B, torch.full_like(keys_B, layer + 1))  # 0 is what salts the embedding
+
+
 def dropout(
     x_BTD: Tensor, p: float, keys_B: Tensor, salt: int, places_T: Tensor | None = None
 ) -> Tensor:
     """Zero each element with probability `p` and scale the others so that the mean stays.
 
-    The mask is a function of (row key, salt, place in the row, feature) alone, whatever the size of
+    The mask is a function of (key, salt, place in the row, feature) alone, whatever the size of
     the batch. One draw of 64 bits serves four features, so `p` is rounded to a multiple of 1/65536,
     and the scale is that of the rounded `p`.
 
     Args:
         x_BTD: batch, place in the row, feature.
         p: probability of a zero, in [0, 1).
-        keys_B: a key for each row, from `row_keys`.
-        salt: number of the layer, so that layers draw apart.
+        keys_B: a key for each row, from `row_keys` or `layer_keys`.
+        salt: number of this use of the keys, so that two uses draw apart.
         places_T: where in their row the T tokens stand; 0..T-1 if None.
 
     Returns:
@@ -150,8 +155,8 @@ def dropout(
     _, length, width = x_BTD.shape
     if places_T is None:
         places_T = torch.arange(length, device=x_BTD.device)
-    layer_keys_B1 = bits(keys_B, torch.full_like(keys_B, salt))[:, None]
-    keys_BT1 = bits(layer_keys_B1, places_T)[:, :, None]
+    salted_B1 = bits(keys_B, torch.full_like(keys_B, salt))[:, None]
+    keys_BT1 = bits(salted_B1, places_T)[:, :, None]
     quads = torch.arange((width + 3) // 4, device=x_BTD.device)
     lanes_BTD = bits(keys_BT1, quads).view(torch.int16)[:, :, :width]
     keep_BTD = lanes_BTD >= dropped_levels - levels // 2
