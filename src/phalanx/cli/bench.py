@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli.screen import screen
 from phalanx.errors import ConfigError
 from phalanx.measure.ceiling import LARGEST_SIZE, Ceiling, measure_ceiling
 from phalanx.measure.environment import environment, has_fast_bfloat16
@@ -21,8 +22,6 @@ from phalanx.measure.mlp import MlpRun, measure_mlp
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.picture import draw_ceiling, has_matplotlib
 from phalanx.measure.utilization import percent
-
-_TABLE_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ def run(argv: list[str]) -> int:
         torch.set_num_threads(config.threads)
     if config.budget_s <= 0:
         raise ConfigError(f"budget_s is {config.budget_s}; it must be above 0")
-    console = Console(width=min(_TABLE_WIDTH, Console().width), highlight=False)
+    console = screen()
     if isinstance(config, CeilingConfig):
         return _bench_ceiling(config, console)
     return _bench_mfu(config, console)

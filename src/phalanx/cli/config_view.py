@@ -6,10 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli.screen import screen
 from phalanx.config_check import settings, value_at
 from phalanx.config_load import Loaded
 
@@ -21,7 +21,6 @@ def show_config(loaded: Loaded[Any]) -> None:
         document = {"config": dataclasses.asdict(config), "sources": dict(loaded.sources)}
         print(json.dumps(document))
         return
-    console = Console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("key", no_wrap=True)
     table.add_column("value", overflow="fold")
@@ -30,7 +29,7 @@ def show_config(loaded: Loaded[Any]) -> None:
         source = loaded.sources[key]
         style = "dim" if source == "default" else ""
         table.add_row(key, Text(_text(value_at(config, key)), style), Text(source, style))
-    console.print(table, width=min(console.width, 100))
+    screen().print(table)
 
 
 def _text(value: Any) -> str:

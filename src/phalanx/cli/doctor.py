@@ -11,10 +11,10 @@ from importlib import metadata
 from typing import Annotated, Any, Final
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli.screen import screen
 from phalanx.config_load import read_command_line
 from phalanx.errors import PhalanxError
 
@@ -116,13 +116,12 @@ def _version(package: str) -> str | None:
 
 def _print(found: dict[str, Any]) -> None:
     """Print one row for each thing found, and what to do about what is missing."""
-    console = Console()
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in _rows(found):
         table.add_row(name, Text(text))
-    console.print(table, width=min(console.width, 100))
+    screen().print(table)
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:

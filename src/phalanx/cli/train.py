@@ -10,6 +10,7 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from phalanx.cli.config_view import show_config
+from phalanx.cli.screen import screen
 from phalanx.config import TrainConfig
 from phalanx.config_check import check
 from phalanx.config_load import load_config
@@ -69,7 +70,7 @@ def _run(config: TrainConfig, as_json: bool) -> int:
     from phalanx.train.job import resolve
     from phalanx.train.loop import start, train
 
-    console = Console()
+    console = screen()
     if is_under_torchrun():
         summary = train(config)
     else:
@@ -79,7 +80,7 @@ def _run(config: TrainConfig, as_json: bool) -> int:
         console.print(Text(f"{job.strategy} on {job.device}; {job.batch}; {job.num_steps} steps"))
         summary = start(job)
     if os.environ.get("RANK", "0") == "0":
-        console.print(summary.render(), width=min(console.width, 100), soft_wrap=False)
+        console.print(summary.render())
         if as_json:
             print(json_text(summary.as_dict()), flush=True)
     return 0

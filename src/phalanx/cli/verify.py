@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.config_view import show_config
+from phalanx.cli.screen import screen
 from phalanx.config import OptimizerConfig, ShapeConfig
 from phalanx.config_load import load_config
 from phalanx.errors import ConfigError
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
         show_config(loaded)
         return 0
     verdict = _verify(loaded.config)
-    Console().print(_table(verdict, loaded.config.steps), _closing(verdict), sep="\n")
+    screen().print(_table(verdict, loaded.config.steps), _closing(verdict), sep="\n")
     if loaded.json:
         from phalanx.measure.logs import json_text
 

@@ -64,7 +64,13 @@ def leave_failed(error: BaseException) -> NoReturn:
 
     An error of the user's is one message; any other comes with its traceback.
     """
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     rank = os.environ["RANK"]
+    if isinstance(error, Exception):
+        handler = get_error_handler()  # torchrun shows what this writes in its own summary
+        handler.initialize()
+        handler.record_exception(error)
     if isinstance(error, PhalanxError):
         print(f"rank {rank}: {error}", file=sys.stderr)  # noqa: T201 - no command line under torchrun
         leave(error.exit_code)
