@@ -110,8 +110,10 @@ def test_a_finished_run_that_is_resumed_takes_no_step(
 def test_another_models_checkpoint_is_refused(config: TrainConfig, whole: dict[str, Any]) -> None:
     del whole
     wider = dataclasses.replace(config, shape=dataclasses.replace(config.shape, ffn=32))
-    with pytest.raises(CheckpointError, match="another model: its ffn is 24, this model's is 32"):
+    with pytest.raises(CheckpointError, match="another model: its ffn is 24, this run's is 32"):
         train(dataclasses.replace(wider, resume=config.out))
+    with pytest.raises(CheckpointError, match="stream of samples: its seed is 5, this run's is 6"):
+        train(dataclasses.replace(config, seed=6, resume=config.out))
 
 
 def test_an_epoch_takes_each_sample_once_with_an_uneven_end(

@@ -28,35 +28,38 @@ class Manifest:
         steps_done: optimizer steps taken.
         num_steps: optimizer steps the run was to take.
         consumed: samples of the global order that were used up; the whole state of the data.
-        seed: seed of the run.
         num_ranks: ranks that wrote it.
         strategy: text of the strategy that wrote it.
         shape: the model's shape.
-        tokens: fingerprint of the tokens it was trained on.
-        global_batch_size: sequences in one step.
+        stream: what fixes the order of the samples, by name.
     """
 
     steps_done: int
     num_steps: int
     consumed: int
-    seed: int
     num_ranks: int
     strategy: str
     shape: dict[str, Any]
-    tokens: str
-    global_batch_size: int
+    stream: dict[str, Any]
     format: int = FORMAT
 
-    def check_shape(self, shape: ModelShape) -> None:
-        """Raise CheckpointError unless the checkpoint is of a model of this shape."""
-        ours = json.loads(json.dumps(dataclasses.asdict(shape)))
-        names = [name for name in ours if ours[name] != self.shape.get(name)]
-        if names:
-            name = names[0]
-            raise CheckpointError(
-                f"the checkpoint is of another model: its {name} is {self.shape.get(name)}, this "
-                f"model's is {ours[name]}; resume with the settings it was made with"
-            )
+    def check(self, shape: ModelShape, stream: dict[str, Any]) -> None:
+        """Refuse to go on with another model, or in another order of samples.
+
+        Raises:
+            CheckpointError: names the first thing that differs.
+        """
+        ours = {"shape": dataclasses.asdict(shape), "stream": stream}
+        ours = json.loads(json.dumps(ours))  # as it was written: tuples become lists
+        for what, words in (("shape", "model"), ("stream", "stream of samples")):
+            theirs = getattr(self, what)
+            for name, value in ours[what].items():
+                if value != theirs.get(name):
+                    raise CheckpointError(
+                        f"the checkpoint is of another {words}: its {name} is "
+                        f"{theirs.get(name)}, this run's is {value}; resume with the settings it "
+                        "was made with"
+                    )
 
 
 def write(folder: Path, manifest: Manifest) -> None:

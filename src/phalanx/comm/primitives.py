@@ -8,7 +8,7 @@ Notation (Austin et al., How to Scale Your Model, 2025): `{sum dp}` is a sum sti
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,13 @@ def broadcast(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.Tensor
     if mesh[axis].size() > 1:
         dist.broadcast(tensor, group_src=0, group=mesh.get_group(axis))
     return tensor
+
+
+def share(value: Any) -> Any:
+    """Return rank 0's `value` (anything that can be pickled) on every rank of the job."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def barrier() -> None:

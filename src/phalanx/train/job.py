@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Manifest
@@ -115,7 +117,6 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     if config.resume is not None:
         folder = manifest.find(Path(config.resume))
         start = (folder, manifest.read(folder))
-        start[1].check_shape(shape)
     out = _out_folder(config, strategy)
     _check_space(out, shape)
     tokens = prepare(
@@ -125,6 +126,8 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         tokenizer=config.tokenizer,
         progress=progress,
     )
+    if start is not None:
+        start[1].check(shape, _stream_of(config, tokens))
     num_samples = len(Samples(tokens.train, config.corpus.seq_len))
     if num_samples < 1:
         raise DataError(
@@ -180,9 +183,8 @@ def _check_space(out: Path, shape: ModelShape) -> None:
     """Refuse to begin what could not be saved."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".write-test"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=out) as probe:
+            probe.write(b"x")
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror}; give another --out") from error
     needed_bytes = CHECKPOINT_BYTES_PER_PARAMETER * num_parameters(shape).total
@@ -200,10 +202,18 @@ def manifest_of(job: Job, steps_done: int, consumed: int) -> Manifest:
         steps_done=steps_done,
         num_steps=job.num_steps,
         consumed=consumed,
-        seed=job.config.seed,
         num_ranks=job.strategy.num_ranks,
         strategy=str(job.strategy),
         shape=dataclasses.asdict(job.shape),
-        tokens=job.tokens.folder.name,
-        global_batch_size=job.batch.global_size,
+        stream=_stream_of(job.config, job.tokens),
     )
+
+
+def _stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
+    """Return what fixes the order of the samples, so that a place in it means the same."""
+    return {
+        "text and tokenizer": tokens.folder.name,
+        "seed": config.seed,
+        "corpus.seq_len": config.corpus.seq_len,
+        "corpus.shuffle": config.corpus.shuffle,
+    }

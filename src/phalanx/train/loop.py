@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 from rich.console import Console
 
-from phalanx.comm.primitives import barrier
+from phalanx.comm.primitives import barrier, share
 from phalanx.config import TrainConfig
 from phalanx.config_check import check
 from phalanx.launch.local import run_ranks
@@ -79,4 +80,6 @@ def _resolve_and_train(config: TrainConfig) -> Summary:
     if int(os.environ["LOCAL_RANK"]) == 0:
         resolve(config)
     barrier()
-    return train_rank(resolve(config))
+    job = resolve(config)
+    # A folder named after the time must have one name.
+    return train_rank(dataclasses.replace(job, out=share(job.out)))

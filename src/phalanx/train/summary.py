@@ -126,12 +126,7 @@ def summarize_run(observer: Observer) -> Summary:
         bits_per_byte=(scores[0], scores[-1]) if scores else None,
         sent=observer.entries,
         sample=_sample(observer) if session.is_first else "",
-        paths={
-            "checkpoint": str(manifest.folder_of(job.out, session.trainer.steps_done)),
-            "metrics": str(job.out / "metrics.jsonl"),
-            "tensorboard": str(job.out / "tensorboard"),
-            "tokenizer": str(job.tokens.tokenizer),
-        },
+        paths=_paths(observer),
     )
     observer.note("summary", summary.as_dict())
     return summary
@@ -174,6 +169,18 @@ def _forward_backward_s(observer: Observer, batch: Any) -> float:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _paths(observer: Observer) -> dict[str, str]:
+    """Return what was written, by name; a run that had nothing left to do saved no checkpoint."""
+    job = observer.session.job
+    paths = {
+        "checkpoint": manifest.folder_of(job.out, observer.session.trainer.steps_done),
+        "metrics": job.out / "metrics.jsonl",
+        "tensorboard": job.out / "tensorboard",
+        "tokenizer": job.tokens.tokenizer,
+    }
+    return {name: str(path) for name, path in paths.items() if path.exists()}
 
 
 def _sample(observer: Observer) -> str:

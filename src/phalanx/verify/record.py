@@ -164,5 +164,5 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _hash(tensor: torch.Tensor) -> str:
     """Hash the bits of this rank's part."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    data = local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    data = local.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
