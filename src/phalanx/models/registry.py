@@ -73,15 +73,16 @@ def _qwen3(num_layers: int, hidden: int, num_heads: int, ffn: int, *, tied: bool
 
 
 PRESETS: dict[str, ModelShape] = {
-    # Ours: learns English and Python on two CPU cores within minutes.
+    # Ours: learns from text on two CPU cores within minutes. Over the first half million tokens,
+    # four wide blocks end lower, and sooner, than six or eight narrow ones of as many parameters.
     "demo": ModelShape(
         vocab_size=4096,
-        num_layers=6,
+        num_layers=4,
         hidden=256,
         num_heads=4,
         num_kv_heads=4,
         head_dim=64,
-        ffn=704,
+        ffn=1152,
         max_seq_len=1024,
         tied=True,
     ),
