@@ -80,7 +80,7 @@ class BatchConfig:
 class OptimizerConfig:
     """AdamW, a cosine schedule with warm-up, and clipping."""
 
-    lr: float = 3e-3
+    lr: float = 1.5e-3
     """Highest learning rate."""
     min_lr_ratio: float = 0.1
     """The learning rate at the last step, as a share of lr."""
