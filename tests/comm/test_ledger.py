@@ -36,6 +36,9 @@ def count_everything() -> list[Entry]:
             dist.reduce_scatter(torch.empty(6), pieces, group=inner)
             dist.all_to_all_single(torch.empty(6), tensor, group=inner)
             dist.all_reduce(tensor)
+            is_root = mesh.get_local_rank("inner") == 0
+            dist.gather(tensor, pieces if is_root else None, group=inner, group_dst=0)
+            dist.scatter(torch.empty(6), pieces if is_root else None, group=inner, group_src=0)
             if mesh.get_local_rank("inner") == 0:
                 dist.send(tensor, group=inner, group_dst=1)
             else:
@@ -54,6 +57,8 @@ def test_every_collective_by_phase_axis_and_bytes() -> None:
         Entry("torch", "inner", "reduce_scatter", 1, 48, 24.0),
         Entry("torch", "inner", "all_to_all", 1, 24, 12.0),
         Entry("torch", "outer_inner", "all_reduce", 1, 24, 36.0),
+        Entry("torch", "inner", "gather", 1, 48, 24.0),
+        Entry("torch", "inner", "scatter", 1, 48, 24.0),
     ]
     assert receiver == expected
     assert sender == [*expected, Entry("torch", "inner", "send", 1, 24, 24.0)]

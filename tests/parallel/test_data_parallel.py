@@ -29,6 +29,10 @@ def test_traffic_is_twice_the_parameters_less_one_share(kind: data.Kind, calls: 
     assert data.traffic(SIZES, 1, kind) == []
 
 
+def test_each_rank_holds_the_whole() -> None:
+    assert data.layout(SIZES) == data.Holding(sum(SIZES), sum(SIZES))
+
+
 class Branches(nn.Module):
     """Two branches of which each rank uses one, and one that nobody uses."""
 
@@ -37,6 +41,7 @@ class Branches(nn.Module):
         self.both = nn.Linear(6, 6)
         self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.never = nn.Linear(6, 6)
+        self.register_buffer("short", torch.randint(99, (3,)).to(torch.int16))
 
     def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
         return self.branches[branch](self.both(x))
@@ -49,6 +54,9 @@ def reduce_branches(kind: data.Kind) -> tuple[dict[str, torch.Tensor | None], li
     torch.manual_seed(dist.get_rank())  # apply() must make the weights equal over dp
     model = Branches().double()
     reducer = data.apply(model, mesh, kind)
+    short = model.short.double()
+    dist.all_reduce(short, group=mesh.get_group("dp"))
+    assert torch.equal(short, 2.0 * model.short), "apply() left the buffers apart"
     samples = torch.arange(24, dtype=torch.float64).view(2, 2, 6).sin()
     with Ledger(mesh) as ledger:
         for index, sample in enumerate(samples[coordinate]):
@@ -79,6 +87,25 @@ def test_unused_parameters_and_accumulation(kind: data.Kind) -> None:
         # naive leaves out the two parameters that no rank used; a bucket carries them as zeros
         spared = 8 * 42 if kind == "naive" else 0
         assert sent == sum(sizes) - spared + len(sizes)
+
+
+def pending_before_finish() -> list[bool]:
+    """Two buckets of one layer each: the last layer's is on its way before backward ends."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    wide = data.BUCKET_BYTES // 4 // 64
+    model = nn.Sequential(nn.Linear(64, wide, bias=False), nn.Linear(wide, 64, bias=False))
+    reducer = data.BucketedReducer(list(model.parameters()), mesh)
+    seen: list[bool] = []
+    model[0].weight.register_hook(lambda grad: seen.append(reducer._buckets[0].pending is not None))
+    for is_last in (False, True):
+        reducer.before_backward(is_last=is_last)
+        model(torch.ones(1, 64)).sum().backward()
+    reducer.finish()
+    return seen
+
+
+def test_a_full_bucket_is_reduced_while_backward_runs_and_once_a_batch() -> None:
+    assert run_ranks(pending_before_finish, 2) == [[False, True]] * 2
 
 
 def reduce_sharded() -> tuple[float, bool]:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from phalanx.config import OptimizerConfig
@@ -86,6 +87,107 @@ class Sum:
         return len(microbatch)
 
 
+def train_by_hand(rows: torch.Tensor, targets: torch.Tensor, config: OptimizerConfig) -> list:
+    """The loop anybody would write: mean loss, clip_grad_norm_, AdamW, the rate of each step."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(4):
+        loss = nn.functional.cross_entropy(model(rows), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * (0.5, 1.0, 0.55, 0.1)[step]
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+class Classes:
+    """Cross-entropy, summed; a microbatch is rows and targets."""
+
+    def loss_sum(self, model: nn.Module, microbatch: tuple, step: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(microbatch[0]), microbatch[1], reduction="sum")
+
+    def num_valid(self, microbatch: tuple) -> int:
+        return len(microbatch[0])
+
+
+def train_by_trainer(rows: torch.Tensor, targets: torch.Tensor, config: OptimizerConfig) -> list:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    trainer = Trainer(
+        model,
+        build_optimizer(model, config),
+        Classes(),
+        config,
+        mesh=mesh,
+        num_steps=4,
+        reducer=data.apply(model, mesh),
+    )
+    mine = slice(0, 2) if dist.get_rank() == 0 else slice(2, None)  # 2 rows and 5
+    share = list(zip(rows[mine].split(1), targets[mine].split(1), strict=True))
+    losses = [trainer.step(share).loss for _ in range(4)]
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 100.0])
+def test_a_trainer_does_what_a_loop_written_by_hand_does(clip_norm: float) -> None:
+    rows = torch.linspace(-2, 2, 28, dtype=torch.float64).view(7, 4).sin()
+    targets = torch.tensor([0, 1, 2, 0, 1, 1, 2])
+    config = OptimizerConfig(lr=0.05, warmup_steps=1, clip_norm=clip_norm, weight_decay=0.1)
+    expected = train_by_hand(rows, targets, config)
+    for found in run_ranks(train_by_trainer, 2, rows, targets, config):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.allclose(torch.as_tensor(ours), torch.as_tensor(theirs), atol=1e-9)
+
+
+def step_with_a_scaler() -> list[tuple[float, bool, float]]:
+    """An overflow halves the scale and is skipped; then training goes on."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    model = nn.Linear(4, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    trainer = Trainer(
+        model, build_optimizer(model, OptimizerConfig()), Sum(), OptimizerConfig(),
+        mesh=mesh, num_steps=9, scaler=scaler,
+    )  # fmt: skip
+    found = []
+    for factor in (1e9, 1.0):
+        before = model.weight.detach().clone()
+        result = trainer.step([torch.full((2, 4), factor)])
+        moved = float((model.weight.detach() - before).abs().max())
+        found.append((moved, result.is_skipped, scaler.get_scale()))
+    return found
+
+
+def test_a_scaler_skips_an_overflow_and_goes_on() -> None:
+    ((first, second),) = run_ranks(step_with_a_scaler, 1)
+    assert first == (0.0, True, 2.0**119)
+    assert second[0] > 0 and second[1:] == (False, 2.0**119)
+
+
+def norm_of_fsdp_over_a_sharded_weight() -> tuple[float, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    torch.manual_seed(0)
+    whole = torch.randn(8, 4)
+    model = nn.Linear(4, 8, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["fsdp"])
+    return float(gradient_norm([model.weight.detach()])), float(whole.norm())
+
+
+def test_the_norm_of_a_weight_sharded_twice_on_one_dim() -> None:
+    for ours, expected in run_ranks(norm_of_fsdp_over_a_sharded_weight, 4):
+        assert ours == pytest.approx(expected, rel=1e-6)
+
+
 def step_over_a_nan(nonfinite: str) -> tuple[str, bool, list[float]]:
     """Only rank 1 sees the NaN; returns what happened, whether weights moved, and the next loss."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -117,7 +219,7 @@ def step_over_a_nan(nonfinite: str) -> tuple[str, bool, list[float]]:
 def test_a_nan_on_one_rank_stops_all_alike() -> None:
     outcomes = run_ranks(step_over_a_nan, 2, "stop")
     for words, has_moved, losses in outcomes:
-        assert words.startswith("step 0: the loss is nan and the norm of the gradient nan")
+        assert words.startswith("step 1: the loss is nan and the norm of the gradient nan")
         assert not has_moved
         assert losses == outcomes[0][2]
 

@@ -1,5 +1,6 @@
 """Each strategy against one process in float64, on batches made to be awkward."""
 
+import collections
 import dataclasses
 import functools
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from phalanx.comm.ledger import Entry
 from phalanx.config import OptimizerConfig
+from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -18,7 +20,7 @@ from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.verify.batches import decoder_batches, initial_decoder
 from phalanx.verify.harness import compare_case, verify
-from phalanx.verify.record import Case
+from phalanx.verify.record import Case, split
 
 LLAMA = ModelShape(
     vocab_size=67,  # odd
@@ -45,11 +47,11 @@ GPT2 = dataclasses.replace(
 SEED = 3
 
 
-def decoder_case(shape: ModelShape, accumulation: int, num_rows: int) -> Case:
+def decoder_case(shape: ModelShape, accumulation: int, num_rows: int, num_places: int) -> Case:
     return Case(
         functools.partial(initial_decoder, shape, SEED),
         NextToken(SEED, shape.dropout),
-        decoder_batches(shape, 5, num_rows, 17, SEED),
+        decoder_batches(shape, 5, num_rows, 17, num_places, SEED),
         accumulation,
         optimizer=OptimizerConfig(warmup_steps=1),
     )
@@ -59,12 +61,17 @@ def decoder_case(shape: ModelShape, accumulation: int, num_rows: int) -> Case:
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("strategy", ["dp2", "dp4", "dp2:naive"])
 def test_llama_ties_dropout_odd_vocabulary(strategy: str, accumulation: int) -> None:
-    case = decoder_case(LLAMA, accumulation, num_rows=13)
     parsed = Strategy.parse(strategy)
+    case = decoder_case(LLAMA, accumulation, 13, parsed.data_ranks)
+    assert min(batch.count_valid() for batch in split_over_ranks(case, parsed)) == 0
     verdict, entries = compare_case(case, parsed)
     assert verdict.is_equal, str(verdict)
     assert max(d.error for d in verdict.differences) <= 1e-10
     check_twin(case, parsed, entries)
+
+
+def split_over_ranks(case: Case, strategy: Strategy) -> list[Batch]:
+    return [split(batch, 0, strategy.data_ranks, 1)[0] for batch in case.batches]
 
 
 def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
@@ -82,7 +89,7 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
 
 
 def test_gpt2_family_untied() -> None:
-    verdict, _ = compare_case(decoder_case(GPT2, 1, num_rows=9), Strategy.parse("dp2"))
+    verdict, _ = compare_case(decoder_case(GPT2, 1, 9, 2), Strategy.parse("dp2"))
     assert verdict.is_equal, str(verdict)
 
 
@@ -153,6 +160,26 @@ class DrawsPerRank(Regression):
 def test_a_rank_that_computes_something_else_is_found() -> None:
     verdict = verify(DrawsPerRank, regression_batches(), "dp2", SquaredError())
     assert verdict.first is not None
+
+
+def test_batches_are_cast_and_keep_their_form() -> None:
+    batches = [{"x": batch["x"].float(), "y": batch["y"].float()} for batch in regression_batches()]
+    assert verify(Regression, batches, "dp2", SquaredError()).is_equal
+    pair = collections.namedtuple("pair", "x y")(torch.ones(4, 2), [torch.zeros(4)])
+    (cut,) = split(pair, 1, 2, 1)
+    assert cut.x.shape == (2, 2) and cut.y[0].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "batch, words",
+    [
+        ({"x": torch.ones(4), "name": "text"}, "a batch holds a str"),
+        ({"x": torch.ones(4), "y": torch.ones(5)}, "have \\[4, 5\\] rows"),
+    ],
+)
+def test_batches_that_cannot_be_split_are_refused(batch: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        verify(Regression, [batch], "dp2", SquaredError())
 
 
 def test_too_few_rows_are_refused() -> None:

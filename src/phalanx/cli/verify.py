@@ -71,16 +71,19 @@ def _verify(config: VerifyConfig) -> Verdict:
     from phalanx.verify.batches import decoder_batches, initial_decoder
     from phalanx.verify.harness import verify
 
-    for name in ("steps", "accumulation", "seq_len"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    for name in ("steps", "accumulation", "seq_len", "global_size"):
+        value: int | None = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
     strategy = Strategy.parse(config.strategy)
     require_built(strategy)
     shape = with_sizes(shape_of(config.model), config.shape)
     num_rows = config.global_size or 4 * strategy.data_ranks * config.accumulation
     return verify(
         functools.partial(initial_decoder, shape, config.seed),
-        decoder_batches(shape, config.steps, num_rows, config.seq_len, config.seed),
+        decoder_batches(
+            shape, config.steps, num_rows, config.seq_len, strategy.data_ranks, config.seed
+        ),
         strategy,
         NextToken(config.seed, shape.dropout),
         accumulation=config.accumulation,

@@ -185,8 +185,10 @@ def _payload_bytes(op: str, args: tuple[Any, ...], num_ranks: int) -> int:
     A gather's input is one rank's share, and a scatter's output is: the whole is N times the share.
     """
     sizes = [_bytes(arg) for arg in args[:2] if isinstance(arg, torch.Tensor | list | tuple)]
-    functional_gather = op == "all_gather" and len(sizes) == 1
-    return sizes[0] * num_ranks if functional_gather else max(sizes)
+    if op in ("gather", "scatter"):  # only the root has the whole
+        return min(size for size in sizes if size) * num_ranks
+    is_functional_gather = op == "all_gather" and len(sizes) == 1
+    return sizes[0] * num_ranks if is_functional_gather else max(sizes)
 
 
 def _bytes(value: Any) -> int:

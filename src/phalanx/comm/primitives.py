@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.mesh import DATA_AXES
+
 Reduction = Literal["sum", "max", "min"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -51,10 +53,24 @@ def all_reduce_start(
     return Pending(tensor, work)
 
 
+def sum_over_data(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Sum `tensor` in place over all ranks that hold different samples."""
+    for axis in DATA_AXES:
+        if axis in (mesh.mesh_dim_names or ()):
+            all_reduce(tensor, mesh, axis)
+    return tensor
+
+
 def broadcast(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.Tensor:
-    """Overwrite `tensor` on every rank of `axis` with that of the axis's first rank."""
-    if mesh[axis].size() > 1:
-        dist.broadcast(tensor, group_src=0, group=mesh.get_group(axis))
+    """Overwrite `tensor` on every rank of `axis` with that of the axis's first rank.
+
+    It goes as bytes: gloo does not know every data type.
+    """
+    if mesh[axis].size() > 1 and tensor.numel():
+        flat = tensor.detach().reshape(-1)  # a copy where the tensor is not contiguous
+        dist.broadcast(flat.view(torch.uint8), group_src=0, group=mesh.get_group(axis))
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view_as(tensor))
     return tensor
 
 

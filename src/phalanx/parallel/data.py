@@ -57,7 +57,8 @@ def traffic(parameter_sizes: Sequence[int], num_ranks: int, kind: Kind) -> list[
     """Return what one rank sends in one step, accumulated or not.
 
     Args:
-        parameter_sizes: bytes of each trained parameter, in the order of `model.parameters()`.
+        parameter_sizes: bytes of each trained parameter, in the order of `model.parameters()`; all
+            of one data type (a bucket of several makes a call for each).
         num_ranks: N, the degree of dp.
         kind: "naive" makes one call a parameter, "bucketed" one a bucket; the bytes are the same.
     """
@@ -233,6 +234,7 @@ class BucketedReducer(GradientReducer):
                 if bucket.pending is not None:
                     bucket.pending.wait()
                     bucket.pending = None
+        self._num_started = 0
         for member, (_, view) in self._place.items():
             if is_used[member] and member.grad is None:
                 member.grad = _like(member, view)

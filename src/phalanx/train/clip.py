@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from phalanx.comm.primitives import all_reduce
@@ -75,8 +75,9 @@ def _sharded_axes(gradient: DTensor) -> tuple[str, ...]:
         raise ValueError("a sharded gradient must lie on a mesh whose axes have names")
     axes: list[str] = []
     for name, placement in zip(names, gradient.placements, strict=True):
-        if isinstance(placement, Shard):
-            axes.append(name)
-        elif placement.is_partial():
+        if placement.is_partial():
             raise ValueError(f"a gradient still owes a sum over axis {name}; reduce it first")
+        # FSDP2 over a sharded weight makes a kind of shard that is no subclass of Shard.
+        if not placement.is_replicate():
+            axes.append(name)
     return tuple(axes)

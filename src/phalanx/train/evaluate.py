@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.comm.primitives import all_reduce
+from phalanx.comm.primitives import sum_over_data
 from phalanx.data.loader import evaluation_batches, evaluation_rows
-from phalanx.mesh import DATA_AXES, data_coordinate
+from phalanx.mesh import data_coordinate
 from phalanx.train.session import Session
 
 
@@ -50,10 +50,7 @@ def evaluate(session: Session) -> Evaluation | None:
         sums[0] += session.trainer.objective.loss_sum(session.model, batch.to(session.device), 0)
         sums[1] += batch.count_valid()
     session.model.train()
-    for axis in DATA_AXES:
-        if axis in (session.mesh.mesh_dim_names or ()):
-            all_reduce(sums, session.mesh, axis)
-    nats, num_tokens = sums.tolist()
+    nats, num_tokens = sum_over_data(sums, session.mesh).tolist()
     num_bytes = session.validation.count_bytes(rows, job.tokens.token_bytes())
     return Evaluation(
         loss=nats / num_tokens,

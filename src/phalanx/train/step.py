@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm.ledger import Ledger
-from phalanx.comm.primitives import all_reduce
+from phalanx.comm.primitives import sum_over_data
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.measure.timer import Phase, StepTimer
-from phalanx.mesh import DATA_AXES, device_of
+from phalanx.mesh import device_of
 from phalanx.parallel.data import GradientReducer
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective
@@ -116,7 +116,7 @@ class Trainer:
         device = device_of(self.mesh)
         counts = [self.objective.num_valid(microbatch) for microbatch in microbatches]
         with self.phase("count"):
-            num_valid = int(self._sum_over_data(torch.tensor(sum(counts), device=device)))
+            num_valid = int(sum_over_data(torch.tensor(sum(counts), device=device), self.mesh))
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for index, microbatch in enumerate(microbatches):
@@ -133,7 +133,7 @@ class Trainer:
         if self.reducer is not None:
             self.reducer.finish(self.phase)
         with self.phase("metrics"):
-            loss = float(self._sum_over_data(loss_sum)) / max(1, num_valid)
+            loss = float(sum_over_data(loss_sum, self.mesh)) / max(1, num_valid)
         return loss, num_valid
 
     def apply_gradients(self, loss: float, num_valid: int) -> StepResult:
@@ -154,12 +154,14 @@ class Trainer:
             norm = float(gradient_norm(self.gradients(), self.config.clip_p))
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         # A float16 gradient overflows now and then: the scaler skips the step and scales less.
-        is_overflow = self.scaler is not None and math.isfinite(loss)
-        if not is_finite and self.nonfinite == "stop" and not is_overflow:
+        # Below a scale of 1 the scaler is not to blame.
+        is_overflow = self.scaler is not None and self.scaler.get_scale() >= 1
+        is_excused = is_overflow and math.isfinite(loss)
+        if not is_finite and self.nonfinite == "stop" and not is_excused:
             raise TrainingError(
-                f"step {self.steps_done}: the loss is {loss} and the norm of the gradient {norm}; "
-                "the weights are those of the step before. Lower optimizer.lr, or go on past such "
-                "steps with --nonfinite skip"
+                f"step {self.steps_done + 1}: the loss is {loss} and the norm of the gradient "
+                f"{norm}; the weights are those of the step before. Lower optimizer.lr, or go on "
+                "past such steps with --nonfinite skip"
             )
         with self.phase("optimizer"):
             self._update(rate, norm, is_finite)
@@ -171,19 +173,12 @@ class Trainer:
         grads = [parameter.grad for parameter in self.model.parameters()]
         return [grad for grad in grads if grad is not None]
 
-    def _sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
-        for axis in DATA_AXES:
-            if axis in (self.mesh.mesh_dim_names or ()):
-                all_reduce(value, self.mesh, axis)
-        return value
-
     def _update(self, rate: float, norm: float, is_finite: bool) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if is_finite and self.config.clip_norm > 0 and norm > self.config.clip_norm:
-            scale_to(self.gradients(), norm, self.config.clip_norm)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)  # skips by itself what is not finite
-            self.scaler.update()
-        elif is_finite:
+        if is_finite:
+            if 0 < self.config.clip_norm < norm:
+                scale_to(self.gradients(), norm, self.config.clip_norm)
             self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()

@@ -1,7 +1,7 @@
 """Models and batches to verify decoders with: random tokens made to be awkward.
 
 Rows have documents of uneven lengths and labels that do not count, and in every second step all
-rows of the first data rank have none that count.
+rows of the first data rank have none that count (if there are several ranks).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def initial_decoder(shape: ModelShape, seed: int) -> Decoder:
 
 
 def decoder_batches(
-    shape: ModelShape, num_steps: int, num_rows: int, seq_len: int, seed: int = 0
+    shape: ModelShape, num_steps: int, num_rows: int, seq_len: int, num_places: int, seed: int = 0
 ) -> list[Batch]:
     """Return the global batch of each step.
 
@@ -31,25 +31,31 @@ def decoder_batches(
         num_steps: how many.
         num_rows: rows of each.
         seq_len: tokens of a row.
+        num_places: data ranks that the rows will be dealt to.
         seed: fixes the tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     return [
-        _batch(shape.vocab_size, step, num_rows, seq_len, generator) for step in range(num_steps)
+        _batch(shape.vocab_size, step, num_rows, seq_len, num_places, generator)
+        for step in range(num_steps)
     ]
 
 
 def _batch(
-    vocab_size: int, step: int, num_rows: int, seq_len: int, generator: torch.Generator
+    vocab_size: int,
+    step: int,
+    num_rows: int,
+    seq_len: int,
+    num_places: int,
+    generator: torch.Generator,
 ) -> Batch:
     tokens_BT = torch.randint(vocab_size, (num_rows, seq_len + 1), generator=generator)
     labels_BT = tokens_BT[:, 1:].clone()
     num_ignored_B1 = torch.randint(seq_len, (num_rows, 1), generator=generator)
     places_T = torch.arange(seq_len)
     labels_BT[places_T < num_ignored_B1] = IGNORE
-    if step % 2:
-        # Rank r of R takes rows r, r + R, ...: with every second row, the first of 2 or 4 has none.
-        labels_BT[::2] = IGNORE
+    if step % 2 and num_places > 1:
+        labels_BT[::num_places] = IGNORE  # rank r of R takes rows r, r + R, ...
     begins_BT = torch.rand(num_rows, seq_len, generator=generator) < 3 / seq_len
     begins_BT[:, 0] = False
     documents_BT = begins_BT.cumsum(1)

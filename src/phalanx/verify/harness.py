@@ -6,6 +6,8 @@ once on one, and every loss, gradient, norm and weight is compared, step by step
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +21,15 @@ from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
 from phalanx.verify.compare import TOLERANCE, Difference, Verdict, compare_step
-from phalanx.verify.record import Case, RankReport, check_rows, load_step, run_case
+from phalanx.verify.record import (
+    Case,
+    RankReport,
+    StepRecord,
+    check_rows,
+    run_case,
+    take_step,
+    write_step,
+)
 
 
 def verify(
@@ -43,7 +53,8 @@ def verify(
         objective: how a microbatch becomes a sum of losses and a number of valid tokens.
         accumulation: microbatches each rank cuts its share into; one process always takes the
             whole.
-        dtype: "float64", "float32" or "bfloat16", of weights and arithmetic.
+        dtype: "float64", "float32" or "bfloat16", of weights and arithmetic; floating-point tensors
+            of the batches are cast to it.
         optimizer: AdamW's settings; its defaults if None.
 
     Returns:
@@ -69,20 +80,24 @@ def compare_case(case: Case, strategy: Strategy) -> tuple[Verdict, list[Entry]]:
         The verdict, and what rank 0 sent in the last step under the strategy.
     """
     check_rows(case, strategy.data_ranks)
-    alone = Case(case.build, case.objective, case.batches, 1, case.dtype, case.optimizer)
-    differences: list[Difference] = []
+    alone = dataclasses.replace(case, accumulation=1)
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
-        with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as reference:
-            run_ranks(run_case, 1, alone, "dp1", reference)
-            reports: list[RankReport] = run_ranks(
-                run_case, strategy.num_ranks, case, str(strategy), folder
-            )
-            for step in range(len(case.batches)):
-                differences += compare_step(
-                    step, load_step(folder, step), load_step(reference, step)
-                )
+        run_ranks(run_case, 1, alone, "dp1", functools.partial(write_step, folder))
+        reports: list[RankReport] = run_ranks(
+            run_case,
+            strategy.num_ranks,
+            case,
+            str(strategy),
+            functools.partial(_compare_with, folder),
+        )
+    differences = [row for rows in reports[0].visited for row in rows]
     verdict = Verdict(str(strategy), TOLERANCE[case.dtype], differences, _unequal(reports))
     return verdict, reports[0].entries
+
+
+def _compare_with(folder: str, step: int, record: StepRecord) -> list[Difference]:
+    """Compare a step with the one process's, whose record is then removed."""
+    return compare_step(step, record, take_step(folder, step))
 
 
 def _unequal(reports: list[RankReport]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -58,23 +59,32 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says at the end: a hash of each weight it holds, and what it sent last."""
+    """What one rank says at the end.
 
+    Attributes:
+        visited: what the visitor returned for each step; empty but on rank 0.
+        weights: a hash of each weight that the rank holds.
+        entries: what it sent in the last step.
+    """
+
+    visited: list[Any]
     weights: dict[str, str]
     entries: list[Entry]
 
 
-def run_case(case: Case, strategy_text: str, folder: str) -> RankReport:
-    """Run the case on this rank; rank 0 writes step K's record to `folder`/K.pt.
+def run_case(case: Case, strategy_text: str, visit: Callable[[int, StepRecord], Any]) -> RankReport:
+    """Run the case on this rank.
 
-    Returns:
-        What this rank holds and sent.
+    Args:
+        case: what is run.
+        strategy_text: how it is split.
+        visit: called on rank 0 with the number and record of each step.
     """
     strategy = Strategy.parse(strategy_text)
     mesh = build_mesh(strategy)
-    model = case.build().to(device_of(mesh), getattr(torch, case.dtype))
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    model = case.build().to(device_of(mesh), dtype)
     model.train()
-    reducer = parallelize(model, strategy, mesh)
     trainer = Trainer(
         model,
         build_optimizer(model, case.optimizer),
@@ -82,15 +92,16 @@ def run_case(case: Case, strategy_text: str, folder: str) -> RankReport:
         case.optimizer,
         mesh=mesh,
         num_steps=len(case.batches),
-        reducer=reducer,
+        reducer=parallelize(model, strategy, mesh),
     )
     place, size = data_coordinate(mesh)
-    entries: list[Entry] = []
+    report = RankReport([], {}, [])
     for step, batch in enumerate(case.batches):
-        microbatches = split(batch, place, size, case.accumulation)
-        with Ledger(mesh) as trainer.ledger:
+        microbatches = split(_cast(batch, dtype), place, size, case.accumulation)
+        with Ledger(mesh) as ledger:
+            trainer.ledger = ledger
             loss, num_valid = trainer.compute_gradients(microbatches)
-            entries = trainer.ledger.entries()
+        report = RankReport(report.visited, {}, ledger.entries())
         gradients = {
             name: _whole(parameter.grad)
             for name, parameter in model.named_parameters()
@@ -98,16 +109,24 @@ def run_case(case: Case, strategy_text: str, folder: str) -> RankReport:
         }
         result = trainer.apply_gradients(loss, num_valid)
         weights = {name: _whole(parameter) for name, parameter in model.named_parameters()}
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             record = StepRecord(result.loss, result.grad_norm, gradients, weights)
-            torch.save(dataclasses.asdict(record), Path(folder) / f"{step}.pt")
+            report.visited.append(visit(step, record))
     hashes = {name: _hash(parameter) for name, parameter in model.named_parameters()}
-    return RankReport(hashes, entries)
+    return dataclasses.replace(report, weights=hashes)
 
 
-def load_step(folder: str, step: int) -> StepRecord:
-    """Read what rank 0 wrote for one step."""
-    return StepRecord(**torch.load(Path(folder) / f"{step}.pt", weights_only=True))
+def write_step(folder: str, step: int, record: StepRecord) -> None:
+    """Write the record of one step to `folder`."""
+    torch.save(dataclasses.asdict(record), Path(folder) / f"{step}.pt")
+
+
+def take_step(folder: str, step: int) -> StepRecord:
+    """Read the record of one step from `folder` and remove it."""
+    path = Path(folder) / f"{step}.pt"
+    record = StepRecord(**torch.load(path, weights_only=True))
+    path.unlink()
+    return record
 
 
 def check_rows(case: Case, num_places: int) -> None:
@@ -132,26 +151,50 @@ def split(batch: Any, place: int, num_places: int, accumulation: int) -> list[An
 
 
 def _take(batch: Any, rows: torch.Tensor) -> Any:
+    """Return the given rows of every tensor of a batch."""
+    return _map(batch, lambda tensor: tensor[rows])
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    """Return the batch with its floating-point tensors in `dtype`."""
+    return _map(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _map(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply a function to every tensor of a batch, and keep its form."""
     if batch is None:
         return None
     if isinstance(batch, torch.Tensor):
-        return batch[rows]
+        return function(batch)
     if isinstance(batch, Mapping):
-        return {name: _take(value, rows) for name, value in batch.items()}
+        named = cast("Mapping[str, Any]", batch)
+        return {name: _map(value, function) for name, value in named.items()}
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: _take(getattr(batch, f.name), rows) for f in dataclasses.fields(batch)}
+        fields = {f.name: _map(getattr(batch, f.name), function) for f in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **fields)
-    return [_take(value, rows) for value in cast("Sequence[Any]", batch)]
+    if isinstance(batch, list | tuple):
+        values = [_map(value, function) for value in cast("Sequence[Any]", batch)]
+        return type(batch)(*values) if hasattr(batch, "_fields") else values
+    raise ConfigError(
+        f"a batch holds a {type(batch).__name__}; expected tensors, and mappings, lists, tuples or "
+        "dataclasses of them, or None"
+    )
 
 
 def _num_rows(batch: Any) -> int:
-    if isinstance(batch, torch.Tensor):
-        return len(batch)
-    if isinstance(batch, Mapping):
-        return _num_rows(next(iter(batch.values())))
-    if dataclasses.is_dataclass(batch):
-        return _num_rows(getattr(batch, dataclasses.fields(batch)[0].name))
-    return _num_rows(batch[0])
+    """Return the first dimension of the first tensor of a batch.
+
+    Raises:
+        ConfigError: there is no tensor in it, or something else is.
+    """
+    sizes: list[int] = []
+    _map(batch, lambda tensor: (sizes.append(len(tensor)), tensor)[1])
+    if len(set(sizes)) != 1:
+        raise ConfigError(
+            f"the tensors of a batch have {sorted(set(sizes))} rows; expected one number for all, "
+            "the samples"
+        )
+    return sizes[0]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
