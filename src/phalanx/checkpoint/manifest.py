@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 
 NAME = "manifest.json"
+
 FORMAT = 1
+"""What a reader must know; another number is refused."""
+
+STEP_FOLDER = re.compile(r"step-(\d+)")
+"""Name of a checkpoint's folder; one that is still being written has another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +38,8 @@ class Manifest:
         strategy: text of the strategy that wrote it.
         shape: the model's shape.
         stream: what fixes the order of the samples, by name.
+        scaler: state of the scaler of the loss, or None if the precision needs none.
+        format: of the checkpoint.
     """
 
     steps_done: int
@@ -41,6 +49,7 @@ class Manifest:
     strategy: str
     shape: dict[str, Any]
     stream: dict[str, Any]
+    scaler: dict[str, Any] | None = None
     format: int = FORMAT
 
     def check(self, shape: ModelShape, stream: dict[str, Any]) -> None:
@@ -75,16 +84,41 @@ def read(folder: Path) -> Manifest:
     """
     try:
         values = json.loads((folder / NAME).read_text())
-        return Manifest(**values)
+        if values["format"] != FORMAT:
+            raise CheckpointError(
+                f"{folder / NAME} is of format {values['format']!r}; this version reads format "
+                f"{FORMAT}"
+            )
+        about = Manifest(**values)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no whole checkpoint: no {NAME}") from error
+    except KeyError as error:
+        raise CheckpointError(f"cannot read {folder / NAME}: it has no {error}") from error
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"cannot read {folder / NAME}: {error}") from error
+    for name in ("steps_done", "num_steps", "consumed", "num_ranks"):
+        value = getattr(about, name)
+        if type(value) is not int or value < 0:
+            raise CheckpointError(
+                f"cannot read {folder / NAME}: {name} is {value!r}, expected a whole number of at "
+                "least 0"
+            )
+    for name in ("shape", "stream"):
+        if not isinstance(getattr(about, name), dict):
+            raise CheckpointError(f"cannot read {folder / NAME}: {name} is not an object")
+    return about
 
 
 def folder_of(run: Path, steps_done: int) -> Path:
     """Return where a run keeps the checkpoint after `steps_done` steps."""
     return run / "checkpoints" / f"step-{steps_done:08d}"
+
+
+def whole(run: Path) -> dict[int, Path]:
+    """Return the whole checkpoints of a run folder by the steps done, in rising order."""
+    folders = [path.parent for path in (run / "checkpoints").glob(f"*/{NAME}")]
+    matches = [(STEP_FOLDER.fullmatch(folder.name), folder) for folder in folders]
+    return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
 
 def find(path: Path) -> Path:
@@ -95,10 +129,10 @@ def find(path: Path) -> Path:
     """
     if (path / NAME).exists():
         return path
-    whole = sorted(p.parent for p in (path / "checkpoints").glob(f"step-*/{NAME}"))
-    if not whole:
+    found = whole(path)
+    if not found:
         raise CheckpointError(
             f"no checkpoint in {path}: expected a run folder with checkpoints/step-*/{NAME}, or "
             "such a step folder itself"
         )
-    return whole[-1]
+    return found[max(found)]

@@ -196,7 +196,9 @@ def _check_space(out: Path, shape: ModelShape) -> None:
         )
 
 
-def manifest_of(job: Job, steps_done: int, consumed: int) -> Manifest:
+def manifest_of(
+    job: Job, steps_done: int, consumed: int, *, scaler: dict[str, Any] | None = None
+) -> Manifest:
     """Return what a checkpoint of this job says of itself."""
     return Manifest(
         steps_done=steps_done,
@@ -206,6 +208,7 @@ def manifest_of(job: Job, steps_done: int, consumed: int) -> Manifest:
         strategy=str(job.strategy),
         shape=dataclasses.asdict(job.shape),
         stream=_stream_of(job.config, job.tokens),
+        scaler=scaler,
     )
 
 

@@ -51,10 +51,20 @@ class Session:
         """Whether this rank speaks for the job."""
         return dist.get_rank() == 0
 
-    def save(self) -> str:
-        """Save a checkpoint and return its folder; every rank calls this together."""
-        about = manifest_of(self.job, self.trainer.steps_done, self.loader.consumed)
-        return str(state.save(self.job.out, self.model, self.trainer.optimizer, about))
+    def save(self) -> None:
+        """Save a checkpoint; every rank calls this together.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        scaler = self.trainer.scaler
+        about = manifest_of(
+            self.job,
+            self.trainer.steps_done,
+            self.loader.consumed,
+            scaler=None if scaler is None else scaler.state_dict(),
+        )
+        state.save(self.job.out, self.model, self.trainer.optimizer, about)
 
 
 def open_session(job: Job) -> Session:
@@ -88,6 +98,8 @@ def open_session(job: Job) -> Session:
     if job.start is not None:
         folder, about = job.start
         state.load(folder, model, trainer.optimizer)
+        if trainer.scaler is not None and about.scaler is not None:
+            trainer.scaler.load_state_dict(about.scaler)
         trainer.steps_done, consumed = about.steps_done, about.consumed
     if config.compile:
         for block in model.blocks:
