@@ -117,7 +117,7 @@ class TrainConfig:
     nproc: int | None = None
     """Processes to start on this host; what the strategy needs, or 2 (one per GPU), if unset."""
     steps: int | None = None
-    """Optimizer steps; the preset's length for the demo, or what `epochs` asks for, if unset."""
+    """Optimizer steps; what `epochs` asks for, else as many as suit the demo, if unset."""
     epochs: float | None = None
     """Passes over the data, instead of steps."""
     seed: int = 0

@@ -114,6 +114,12 @@ def folder_of(run: Path, steps_done: int) -> Path:
     return run / "checkpoints" / f"step-{steps_done:08d}"
 
 
+def run_of(folder: Path) -> Path | None:
+    """Return the run folder that a checkpoint stands in, or None if it stands elsewhere."""
+    folder = folder.resolve()  # "." has no parents
+    return folder.parent.parent if folder.parent.name == "checkpoints" else None
+
+
 def whole(run: Path) -> dict[int, Path]:
     """Return the whole checkpoints of a run folder by the steps done, in rising order."""
     folders = [path.parent for path in (run / "checkpoints").glob(f"*/{NAME}")]

@@ -23,12 +23,14 @@ from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
+from phalanx.train.precision import Precision
+from phalanx.train.precision import resolve as resolve_precision
 
-DEMO_STEPS = 400
-"""Optimizer steps of a run that names neither steps nor epochs."""
+DEFAULT_STEPS = 400
+"""Optimizer steps of a run that names neither steps nor epochs: as many as suit the demo."""
 
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""float32 weights and the two moments of AdamW."""
+TENSORS_PER_PARAMETER = 3
+"""What a checkpoint keeps of each parameter: the weight and the two moments of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,18 @@ def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
 
     Raises:
         StrategyError: it cannot be read, is not built, or does not fit the processes.
-        ConfigError: there is no such device, or too few of it.
+        ConfigError: there is no such device, or too few of it, or torchrun started another
+            number of processes than --nproc says.
     """
     device, num_devices = _choose_device(config.device)
-    num_ranks = int(os.environ["WORLD_SIZE"]) if is_under_torchrun() else config.nproc
+    num_ranks = config.nproc
+    if is_under_torchrun():
+        num_ranks = int(os.environ["WORLD_SIZE"])
+        if config.nproc not in (None, num_ranks):
+            raise ConfigError(
+                f"nproc is {config.nproc}, but torchrun has started {num_ranks} processes; leave "
+                f"nproc out, or set it to {num_ranks}"
+            )
     if config.strategy is None:
         strategy = Strategy(dp=Axis(num_ranks or num_devices or 2, "bucketed"))
     else:
@@ -113,12 +123,14 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
             "shape.max_seq_len higher"
         )
     batch = solve_batch(config.batch, strategy.data_ranks)
+    precision = _precision_of(config, device)
     start = None
     if config.resume is not None:
         folder = manifest.find(Path(config.resume))
         start = (folder, manifest.read(folder))
     out = _out_folder(config, strategy)
-    _check_space(out, shape)
+    _check_unused(out, start)
+    _check_writable(out)
     tokens = prepare(
         config.data,
         config.corpus,
@@ -134,13 +146,19 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
             f"the data leaves {tokens.train.num_tokens} tokens to train on, too few for one "
             "sample; give more text, or a smaller corpus.validation"
         )
+    num_steps = count_steps(config, batch, num_samples, None if start is None else start[1])
+    _check_warmup(config, num_steps)
+    num_checkpoints = count_checkpoints(
+        num_steps, config.save_every, steps_done=0 if start is None else start[1].steps_done
+    )
+    _check_space(out, num_checkpoints, checkpoint_bytes(shape, precision))
     return Job(
         config=config,
         strategy=strategy,
         shape=shape,
         batch=batch,
         device=device,
-        num_steps=count_steps(config, batch, num_samples, None if start is None else start[1]),
+        num_steps=num_steps,
         tokens=tokens,
         out=out,
         start=start,
@@ -156,7 +174,7 @@ def count_steps(
         DataError: the data does not fill one batch, and what does not is dropped.
     """
     if config.epochs is None:
-        return config.steps if config.steps is not None else DEMO_STEPS
+        return config.steps if config.steps is not None else DEFAULT_STEPS
     done, consumed = (start.steps_done, start.consumed) if start is not None else (0, 0)
     tail = config.corpus.tail
     left = total_steps(num_samples, batch.global_size, config.epochs, tail, consumed=consumed)
@@ -169,30 +187,95 @@ def count_steps(
     return done + left
 
 
+def count_checkpoints(num_steps: int, save_every: int, *, steps_done: int = 0) -> int:
+    """Return the checkpoints that a run writes from `steps_done` on; the last step makes one."""
+    if steps_done >= num_steps:
+        return 0
+    if save_every == 0:
+        return 1
+    has_rest = num_steps % save_every > 0
+    return num_steps // save_every - steps_done // save_every + has_rest
+
+
+def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
+    """Return the size of one checkpoint, nearly; what is not a tensor is small."""
+    return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).total
+
+
+def _precision_of(config: TrainConfig, device: str) -> Precision:
+    """Return the data types as far as they matter before the ranks start.
+
+    "auto" asks the GPU what it can do, and the process that starts the ranks must not occupy one;
+    whichever it chooses, master weights are those of float32.
+    """
+    name = "float32" if config.precision == "auto" else config.precision
+    return resolve_precision(name, device)
+
+
+def _check_warmup(config: TrainConfig, num_steps: int) -> None:
+    warmup_steps = config.optimizer.warmup_steps
+    if warmup_steps is not None and warmup_steps >= num_steps > 0:
+        raise ConfigError(
+            f"optimizer.warmup_steps is {warmup_steps}, but the run has {num_steps} steps and the "
+            f"warm-up must end before the last; the nearest is {num_steps - 1}"
+        )
+
+
 def _out_folder(config: TrainConfig, strategy: Strategy) -> Path:
+    """Return the folder the run writes to: as given, that of the run it resumes, or a new one."""
     if config.out is not None:
         return Path(config.out)
     if config.resume is not None:
         path = Path(config.resume)
-        return path.parent.parent if (path / manifest.NAME).exists() else path
+        if not (path / manifest.NAME).exists():
+            return path
+        if (run := manifest.run_of(path)) is None:
+            raise ConfigError(
+                f"resume is {path}, a checkpoint outside the folder of its run; say with --out "
+                "where to go on"
+            )
+        return run
     name = f"{config.model}-{strategy}-{datetime.now():%Y%m%d-%H%M%S}"
     return Path("runs") / name.replace(":", "_").replace("/", "_").replace(",", "-")
 
 
-def _check_space(out: Path, shape: ModelShape) -> None:
-    """Refuse to begin what could not be saved."""
+def _check_unused(out: Path, start: tuple[Path, Manifest] | None) -> None:
+    """Refuse to mix the checkpoints of two runs, of which --resume would take the wrong one."""
+    existing = manifest.whole(out)
+    if not existing:
+        return
+    last = max(existing)
+    if start is None or manifest.run_of(start[0]) != out.resolve():
+        raise ConfigError(
+            f"{out} holds checkpoints of another run, the last after step {last}; give another "
+            f"--out, or go on with that run by --resume {out}"
+        )
+    if last > start[1].steps_done:
+        raise ConfigError(
+            f"resume is from step {start[1].steps_done}, but {out} holds a checkpoint after step "
+            f"{last}; give another --out, or resume from the last one, {existing[last]}"
+        )
+
+
+def _check_writable(out: Path) -> None:
+    """Refuse a folder that could not be made or written to, and leave nothing behind."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out) as probe:
+        nearest = next(path for path in (out, *out.resolve().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest) as probe:
             probe.write(b"x")
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror}; give another --out") from error
-    needed_bytes = CHECKPOINT_BYTES_PER_PARAMETER * num_parameters(shape).total
-    free_bytes = shutil.disk_usage(out).free
-    if free_bytes < needed_bytes:
+
+
+def _check_space(out: Path, num_checkpoints: int, one_bytes: int) -> None:
+    """Refuse to begin what could not be saved."""
+    nearest = next(path for path in (out, *out.resolve().parents) if path.exists())
+    free_bytes = shutil.disk_usage(nearest).free
+    if free_bytes < num_checkpoints * one_bytes:
         raise ConfigError(
-            f"a checkpoint needs {needed_bytes / 2**30:.2f} GiB, but {out} has "
-            f"{free_bytes / 2**30:.2f} GiB left; give another --out or make room"
+            f"the run's checkpoints ({num_checkpoints}, of {one_bytes / 2**30:.2f} GiB each) need "
+            f"{num_checkpoints * one_bytes / 2**30:.2f} GiB, but {out} has "
+            f"{free_bytes / 2**30:.2f} GiB left; give another --out, make room, or save less often"
         )
 
 

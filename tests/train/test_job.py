@@ -1,0 +1,181 @@
+"""What is decided and refused before the first process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.checkpoint import manifest
+from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.errors import ConfigError
+from phalanx.planner.model_shape import num_parameters
+from phalanx.train.job import (
+    DEFAULT_STEPS,
+    checkpoint_bytes,
+    choose_strategy,
+    count_checkpoints,
+    manifest_of,
+    resolve,
+)
+from phalanx.train.loop import train
+from phalanx.train.precision import resolve as resolve_precision
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """A small run, in a working folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "squares.txt").write_text("".join(f"{n} {n * n} {n**3}\n" for n in range(400)))
+    return TrainConfig(
+        data="squares.txt",
+        device="cpu",
+        precision="float32",
+        strategy="dp1",
+        steps=4,
+        threads=1,
+        out="run",
+        eval_every=0,
+        shape=ShapeConfig(
+            num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
+            vocab_size=300, max_seq_len=32,
+        ),
+        corpus=CorpusConfig(seq_len=16, cache=str(tmp_path / "cache"), validation=0),
+        batch=BatchConfig(global_size=4),
+    )  # fmt: skip
+
+
+def with_checkpoints(config: TrainConfig, *steps: int) -> Path:
+    """Write manifests into the run's folder, as if it had saved."""
+    job = resolve(config)
+    for steps_done in steps:
+        folder = manifest.folder_of(job.out, steps_done)
+        folder.mkdir(parents=True)
+        manifest.write(folder, manifest_of(job, steps_done, 4 * steps_done))
+    return job.out
+
+
+def test_resolving_leaves_no_folder(config: TrainConfig, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    resolve(config)
+    job = resolve(dataclasses.replace(config, out=None))
+    assert job.out.parts[0] == "runs"
+    resolve(dataclasses.replace(config, out=str(tmp_path / "a" / "b" / "c")))
+    assert sorted(p for p in tmp_path.iterdir() if p.name != "cache") == before
+
+
+def test_a_folder_that_cannot_be_made_is_refused(config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write to squares.txt/run: .*another --out"):
+        resolve(dataclasses.replace(config, out="squares.txt/run"))
+
+
+def test_a_used_folder_is_refused_to_a_fresh_run(config: TrainConfig) -> None:
+    with_checkpoints(config, 2, 3)
+    with pytest.raises(ConfigError, match=r"run holds checkpoints of another run.*step 3.*--resum"):
+        resolve(config)
+    with_checkpoints(dataclasses.replace(config, out="other"), 4)
+    with pytest.raises(ConfigError, match="other holds checkpoints of another run"):
+        resolve(dataclasses.replace(config, resume="run", out="other"))
+
+
+def test_a_step_that_is_not_the_last_goes_on_only_elsewhere(config: TrainConfig) -> None:
+    run = with_checkpoints(config, 2, 3)
+    early = dataclasses.replace(config, resume=str(manifest.folder_of(run, 2)), out=None)
+    with pytest.raises(ConfigError, match=r"from step 2, but .*run .*step 3.*step-00000003"):
+        resolve(early)
+    assert resolve(dataclasses.replace(early, out="elsewhere")).out == Path("elsewhere")
+    job = resolve(dataclasses.replace(config, resume="run", out=None))
+    assert job.out == Path("run")
+    assert job.start is not None and job.start[1].steps_done == 3
+
+
+def test_resume_from_inside_the_step_folder(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = with_checkpoints(config, 2)
+    inside = dataclasses.replace(config, data=str(tmp_path / "squares.txt"), resume=".", out=None)
+    monkeypatch.chdir(manifest.folder_of(run, 2))
+    assert resolve(inside).out == tmp_path / "run"
+
+
+def test_a_checkpoint_on_its_own_must_be_told_where_to_go_on(config: TrainConfig) -> None:
+    run = with_checkpoints(config, 2)
+    shutil.copytree(manifest.folder_of(run, 2), "moved")
+    with pytest.raises(ConfigError, match="say with --out"):
+        resolve(dataclasses.replace(config, resume="moved", out=None))
+    assert resolve(dataclasses.replace(config, resume="moved", out="new")).out == Path("new")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "save_every", "steps_done", "expected"),
+    [(10, 0, 0, 1), (10, 5, 0, 2), (10, 4, 0, 3), (10, 4, 4, 2), (10, 4, 9, 1), (10, 4, 10, 0)],
+)
+def test_checkpoints_to_come(
+    num_steps: int, save_every: int, steps_done: int, expected: int
+) -> None:
+    saved = [
+        step
+        for step in range(steps_done + 1, num_steps + 1)
+        if step == num_steps or (save_every and step % save_every == 0)
+    ]
+    assert count_checkpoints(num_steps, save_every, steps_done=steps_done) == expected == len(saved)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_all_checkpoints_must_fit_on_the_disk(
+    config: TrainConfig, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(config, save_every=2, precision=precision)  # type: ignore[arg-type]
+    shape = resolve(config).shape
+    one_bytes = checkpoint_bytes(shape, resolve_precision(precision, "cpu"))
+    assert one_bytes == (12 if precision == "float32" else 24) * num_parameters(shape).total
+    free = SimpleNamespace(free=2 * one_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    resolve(config)
+    free.free -= 1
+    with pytest.raises(ConfigError, match=r"checkpoints \(2, of .*another --out"):
+        resolve(config)
+
+
+def test_the_estimate_of_a_checkpoint_is_near_its_size(config: TrainConfig) -> None:
+    wide = dataclasses.replace(config.shape, hidden=128, ffn=512, vocab_size=2048)
+    config = dataclasses.replace(config, steps=1, precision="float64", shape=wide)
+    train(config)
+    files = manifest.find(Path("run")).iterdir()
+    estimate = checkpoint_bytes(
+        resolve(dataclasses.replace(config, out=None)).shape, resolve_precision("float64", "cpu")
+    )
+    assert sum(path.stat().st_size for path in files) == pytest.approx(estimate, rel=0.05)
+
+
+def test_float16_on_a_cpu_is_refused_before_any_process(config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match="float16, which is for CUDA"):
+        resolve(dataclasses.replace(config, precision="float16"))
+
+
+def test_nproc_must_be_what_torchrun_started(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    two = dataclasses.replace(config, strategy=None, nproc=2)
+    assert choose_strategy(two)[0].num_ranks == 2
+    with pytest.raises(ConfigError, match=r"nproc is 4, but torchrun has started 2.*set it to 2"):
+        choose_strategy(dataclasses.replace(two, nproc=4))
+
+
+def test_warm_up_must_end_before_the_run(config: TrainConfig) -> None:
+    resolve(dataclasses.replace(config, optimizer=OptimizerConfig(warmup_steps=3)))
+    for steps, warmup_steps in ((4, 4), (None, DEFAULT_STEPS)):
+        long = dataclasses.replace(
+            config, steps=steps, optimizer=OptimizerConfig(warmup_steps=warmup_steps)
+        )
+        with pytest.raises(ConfigError, match=f"the nearest is {warmup_steps - 1}"):
+            resolve(long)
+
+
+def test_the_length_of_a_run_that_names_none(config: TrainConfig) -> None:
+    assert resolve(dataclasses.replace(config, steps=None)).num_steps == DEFAULT_STEPS
