@@ -2,13 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import ConfigError, PhalanxError, RankFailed
+from phalanx.errors import ConfigError, NotDivisible, PhalanxError, RankFailed, TrainingError
 from phalanx.launch.local import run_ranks
 
 
@@ -58,6 +62,97 @@ def test_an_error_of_the_users_keeps_its_message_and_exit_code() -> None:
     with pytest.raises(PhalanxError, match=r"^degree is 3; 2 is the nearest$") as caught:
         run_ranks(refuse, 2)
     assert caught.value.exit_code == 2
+
+
+class OwnTrainingError(TrainingError):
+    """A user's own class, composed from other things than its message."""
+
+    def __init__(self, loss: float, step: int) -> None:
+        super().__init__(f"loss {loss} in step {step}")
+
+
+def stop_training() -> None:
+    raise OwnTrainingError(2.0, 7)
+
+
+def divide() -> None:
+    raise NotDivisible("hidden", 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "text"),
+    [(refuse, ConfigError, "degree"), (divide, NotDivisible, "hidden is 6"),
+     (stop_training, TrainingError, "loss 2.0 in step 7")],
+)  # fmt: skip
+def test_an_error_keeps_its_class(
+    function: Callable[[], None], kind: type[PhalanxError], text: str
+) -> None:
+    with pytest.raises(kind, match=text) as caught:
+        run_ranks(function, 1)
+    assert type(caught.value) is kind
+    assert caught.value.exit_code == kind.exit_code
+
+
+def fail_one_after_the_other() -> None:
+    time.sleep(2.0 * dist.get_rank())  # rank 1 fails when nobody listens any more
+    raise ValueError(f"rank {dist.get_rank()}")
+
+
+def test_only_the_first_failure_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailed, match="ValueError: rank 0"):
+        run_ranks(fail_one_after_the_other, 2)
+    assert capfd.readouterr().err == ""
+
+
+def return_on_rank_one() -> None:
+    if dist.get_rank() != 1:
+        dist.all_reduce(torch.zeros(1))
+
+
+def test_a_rank_that_returns_early_is_blamed_in_seconds() -> None:
+    start = time.monotonic()
+    with pytest.raises(TrainingError, match=r"^rank 1 returned, but ranks 0, 2 neither"):
+        run_ranks(return_on_rank_one, 3, uneven_s=0.5)
+    assert time.monotonic() - start < 20
+
+
+def return_one_after_the_other() -> int:
+    time.sleep(0.4 * dist.get_rank())
+    return dist.get_rank()
+
+
+def test_ranks_may_return_one_after_the_other() -> None:
+    assert run_ranks(return_one_after_the_other, 2, uneven_s=10) == [0, 1]
+
+
+def test_what_cannot_be_sent_to_a_process_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be importable by name"):
+        run_ranks(lambda: None, 1)
+    with pytest.raises(ConfigError, match="its arguments must be picklable"):
+        run_ranks(rank_and_sum, 1, lambda: 3)
+
+
+def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from phalanx.launch.local import run_ranks\nrun_ranks(print, 1)\n")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert 'needs `if __name__ == "__main__":`' in done.stderr
+
+
+def break_the_pipe() -> None:
+    try:
+        raise BrokenPipeError
+    except BrokenPipeError:
+        raise SystemExit(1)  # noqa: B904 - as a rich console does
+
+
+def test_a_reader_that_left_is_the_cause() -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(break_the_pipe, 1)
+    assert isinstance(caught.value.__cause__, BrokenPipeError)
 
 
 def pid_then_fail() -> None:

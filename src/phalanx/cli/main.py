@@ -31,6 +31,9 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
 NOT_BUILT: Final = ("plan", "report", "show", "generate", "serve")
 """Verbs that will come; named so that asking for one is answered clearly."""
 
+READER_LEFT: Final = 128 + signal.SIGPIPE
+"""The exit code after `| head` and the like, where nobody reads the rest."""
+
 FILE_ERRORS: Final[Mapping[int, str]] = MappingProxyType(
     {
         errno.ENOSPC: "no space left on the device; free some, or choose a folder on another",
@@ -63,12 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return exit_code
     except PhalanxError as error:
+        if isinstance(error.__cause__, BrokenPipeError) and _reader_has_left():  # a rank's words
+            return READER_LEFT
         return _fail(str(error), error.exit_code, words)
     except KeyboardInterrupt:
         return _fail("interrupted", 128 + signal.SIGINT, words)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
-            return 128 + signal.SIGPIPE
+            return READER_LEFT
         advice = FILE_ERRORS.get(error.errno or 0)
         if advice is None:
             raise
@@ -100,7 +105,9 @@ def _dispatch(words: list[str]) -> int:
         )
     try:
         return import_module(f"phalanx.cli.{verb}").run(rest)
-    except SystemExit as stop:  # --help has been printed
+    except SystemExit as stop:  # --help has been printed, or a rich console found no reader
+        if isinstance(stop.__context__, BrokenPipeError):
+            return READER_LEFT
         return stop.code if isinstance(stop.code, int) else 0
 
 

@@ -45,14 +45,19 @@ def train(config: TrainConfig) -> Summary:
 
 def start(job: Job) -> Summary:
     """Start the ranks of a resolved job on this host and wait for the summary."""
-    return run_ranks(
-        train_rank,
-        job.strategy.num_ranks,
-        job,
-        device=job.device,
-        threads=job.config.threads,
-        timeout_s=job.config.timeout_s,
-    )[0]
+    try:
+        return run_ranks(
+            train_rank,
+            job.strategy.num_ranks,
+            job,
+            device=job.device,
+            threads=job.config.threads,
+            timeout_s=job.config.timeout_s,
+        )[0]
+    except BaseException:
+        # The display of rank 0 hides the terminal's cursor; a rank that is ended leaves it so.
+        Console().show_cursor(True)
+        raise
 
 
 def train_rank(job: Job) -> Summary:
@@ -68,7 +73,9 @@ def train_rank(job: Job) -> Summary:
                 observer.evaluation(evaluate(session))
             if is_last or _is_due(done + 1, config.save_every):
                 session.save()
-        return summarize_run(observer)
+        summary = summarize_run(observer)
+    barrier()  # rank 0 writes for longer than the others; all return together
+    return summary
 
 
 def _is_due(steps_done: int, every: int) -> bool:
