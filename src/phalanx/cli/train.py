@@ -15,6 +15,7 @@ from phalanx.config import TrainConfig
 from phalanx.config_check import check
 from phalanx.config_load import load_config
 from phalanx.config_load import resolve as resolve_config
+from phalanx.errors import PhalanxError
 
 
 class Preparation:
@@ -45,16 +46,21 @@ class Preparation:
 
 def run(argv: list[str]) -> int:
     """Train as the command line says and print what was measured."""
-    loaded = load_config(argv, TrainConfig)
-    check(loaded.config)
+    from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
+
+    try:
+        loaded = load_config(argv, TrainConfig)
+        check(loaded.config)
+    except PhalanxError as error:
+        if is_under_torchrun():
+            leave_failed(error, is_everyones=True)
+        raise
     if loaded.show_config:
         from phalanx.train.job import choose_strategy
 
         strategy, _ = choose_strategy(loaded.config)
         show_config(resolve_config(loaded, strategy.num_ranks))
         return 0
-    from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
-
     if not is_under_torchrun():
         return _run(loaded.config, loaded.json)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from typing import Any
 
 from rich.console import Console
 
@@ -13,7 +13,7 @@ from phalanx.config_check import check
 from phalanx.launch.local import run_ranks
 from phalanx.launch.torchrun import is_under_torchrun, run_here
 from phalanx.train.evaluate import evaluate
-from phalanx.train.job import Job, resolve
+from phalanx.train.job import Job, manifest_of, resolve
 from phalanx.train.observer import Observer
 from phalanx.train.session import open_session
 from phalanx.train.summary import Summary, summarize_run
@@ -34,8 +34,9 @@ def train(config: TrainConfig) -> Summary:
     check(config)
     if is_under_torchrun():
         return run_here(
-            _resolve_and_train,
-            config,
+            lambda: resolve(config),
+            facts_of,
+            _train_here,
             device=config.device,
             threads=config.threads,
             timeout_s=config.timeout_s,
@@ -56,7 +57,10 @@ def start(job: Job) -> Summary:
         )[0]
     except BaseException:
         # The display of rank 0 hides the terminal's cursor; a rank that is ended leaves it so.
-        Console().show_cursor(True)
+        console = Console()
+        if console.is_terminal:
+            console.show_cursor(True)
+            console.print()  # what comes next does not go on in the line of the display
         raise
 
 
@@ -82,11 +86,23 @@ def _is_due(steps_done: int, every: int) -> bool:
     return every > 0 and steps_done % every == 0
 
 
-def _resolve_and_train(config: TrainConfig) -> Summary:
-    """Under torchrun: one rank of each host prepares the data, the others then find it ready."""
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        resolve(config)
-    barrier()
-    job = resolve(config)
+def facts_of(job: Job) -> dict[str, Any]:
+    """Return what must be the same on every rank, each of which has resolved the job by itself."""
+    steps_done, consumed = 0, 0
+    if job.start is not None:
+        steps_done, consumed = job.start[1].steps_done, job.start[1].consumed
+    return {
+        **manifest_of(job, steps_done, consumed).stream,
+        "device": job.device,
+        "strategy": str(job.strategy),
+        "batch": str(job.batch),
+        "training tokens": job.tokens.train.num_tokens,
+        "steps": job.num_steps,
+        "steps done": steps_done,
+        "samples consumed": consumed,
+    }
+
+
+def _train_here(job: Job) -> Summary:
     # A folder named after the time must have one name.
     return train_rank(dataclasses.replace(job, out=share(job.out)))

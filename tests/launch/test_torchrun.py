@@ -1,0 +1,135 @@
+"""Under torchrun: one message for one error, the same job on all ranks, no bound on preparation."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.launch import torchrun
+
+SCRIPT = """
+import os, sys, time
+import torch.distributed as dist
+from phalanx.launch.torchrun import leave, leave_failed, run_here
+
+rank = int(os.environ["RANK"])
+what = sys.argv[1]
+
+def prepare():
+    if what == "slow" and rank == 0:
+        time.sleep(4)  # longer than the timeout of collectives
+    return rank
+
+def facts(value):
+    return {"text": "a" if what != "differ" else f"text {rank}", "steps": 7}
+
+def work(value):
+    everyone = [None, None]
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+try:
+    for _ in range(2):
+        print(run_here(prepare, facts, work, device="cpu", threads=1, timeout_s=2.0), flush=True)
+    leave(0)
+except BaseException as error:
+    leave_failed(error)
+"""
+
+
+def run_two(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *words],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+def test_a_long_preparation_is_waited_for_and_a_second_run_joins_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run_two(str(script), "slow")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[0, 1]") == 4
+
+
+def test_ranks_that_differ_are_named_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run_two(str(script), "differ")
+    assert done.returncode != 0
+    message = "rank 1 would run another job than rank 0: they differ in text (text 0 on rank 0, "
+    assert done.stderr.count(message) == 1
+    assert "phalanx/launch/" not in done.stderr  # no traceback of ours
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--data=/nope/nothing.txt", "/nope"), ("--optimizer.rl=1", "did you mean '--optimizer.lr'")],
+)
+def test_an_error_of_the_users_is_told_once(option: str, message: str, tmp_path: Path) -> None:
+    out = f"--out={tmp_path / 'out'}"
+    done = run_two("-m", "phalanx", "train", "--device=cpu", "--threads=1", out, option)
+    assert done.returncode != 0
+    ours = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert len(ours) == 1 and ours[0].startswith("rank 0: ") and message in ours[0]
+    assert "phalanx/train/" not in done.stderr  # no traceback of ours
+
+
+def test_a_process_of_slurm_needs_no_local_rank() -> None:
+    code = (
+        "from phalanx.launch.torchrun import run_here, leave\n"
+        "print(run_here(lambda: 5, lambda value: {}, lambda value: value + 1, device='cpu'))\n"
+        "leave(0)"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "6\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, "from 0 to 3"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'"),
+    ],
+)
+def test_a_broken_environment(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        torchrun.read_place()
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="this host runs 3 ranks, but has 2 GPUs; start at most"):
+        torchrun.run_here(lambda: 0, lambda _: {}, lambda value: value, device="cuda", threads=1)
+
+
+def test_all_ranks_that_differ_are_named() -> None:
+    torchrun.check_same([{"a": 1}, {"a": 1}])
+    with pytest.raises(ConfigError, match=r"^ranks 1, 3 would .* a \(1 on rank 0, 2 on rank 1\)"):
+        torchrun.check_same([{"a": 1}, {"a": 2}, {"a": 1}, {"a": 3}])
