@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import pty
 import subprocess
 import sys
 import time
@@ -142,3 +144,45 @@ def test_show_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert document["config"]["optimizer"]["lr"] == 0.5
     assert document["sources"]["steps"] == str(file)
     assert document["sources"]["optimizer.lr"] == "command line"
+
+
+@pytest.mark.parametrize(("has_left", "exit_code"), [(True, 141), (False, 1)])
+def test_a_rank_that_finds_no_reader(
+    has_left: bool,
+    exit_code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = RankFailed(0, "SystemExit: 1")
+    error.__cause__ = BrokenPipeError()
+    verb_that_raises(monkeypatch, error)
+    monkeypatch.setattr("phalanx.cli.main._reader_has_left", lambda: has_left)
+    assert main(["doctor"]) == exit_code
+    assert (capsys.readouterr().err == "") == has_left
+
+
+def test_a_console_that_finds_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = SystemExit(1)
+    stop.__context__ = BrokenPipeError()
+    verb_that_raises(monkeypatch, stop)
+    assert main(["doctor"]) == 141
+
+
+def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.train import loop
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    config = types.SimpleNamespace(threads=1, timeout_s=1.0)
+    strategy = types.SimpleNamespace(num_ranks=2)
+    ours, terminal = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(loop, "run_ranks", interrupted)
+    with os.fdopen(terminal, "w") as screen, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", screen)
+        with pytest.raises(KeyboardInterrupt):
+            loop.start(types.SimpleNamespace(config=config, strategy=strategy, device="cpu"))  # type: ignore[arg-type]
+        screen.flush()
+        assert b"\x1b[?25h" in os.read(ours, 1000)
+    os.close(ours)
