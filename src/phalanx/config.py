@@ -80,9 +80,9 @@ class BatchConfig:
 class OptimizerConfig:
     """AdamW, a cosine schedule with warm-up, and clipping."""
 
-    lr: float = 1.5e-3
+    lr: float = 2e-3
     """Highest learning rate."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = 0.02
     """The learning rate at the last step, as a share of lr."""
     warmup_steps: int | None = None
     """Steps over which the learning rate rises from 0; a tenth of the steps, at most 200, if
@@ -192,7 +192,7 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchPlan:
     if accumulation is None and (size is None or microbatch is None):
         accumulation = 1
     if microbatch is None and size is None:
-        microbatch = 8
+        microbatch = 4
     if microbatch is not None and accumulation is not None:
         product = microbatch * accumulation * num_data_ranks
         if size not in (None, product):

@@ -160,6 +160,8 @@ def test_initial_spread() -> None:
     model = Decoder(dataclasses.replace(LLAMA, hidden=256, ffn=512, num_layers=8))
     model.initialize(0)
     block = model.blocks[3]
+    narrow = (2 / (5 * 256)) ** 0.5
+    assert model.embedding.weight.std().item() == pytest.approx(narrow, rel=0.05)
     assert block.attention.q.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert block.attention.output.weight.std().item() == pytest.approx(0.005, rel=0.05)
     assert block.mlp.down.weight.std().item() == pytest.approx(0.005, rel=0.05)

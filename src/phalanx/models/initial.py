@@ -11,6 +11,7 @@ from phalanx.models.random import fill_normal, key
 from phalanx.models.shape import ModelShape
 
 _STD = 0.02
+_OVER_THE_VOCABULARY = ("embedding.weight", "output.weight")
 _INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
 
 
@@ -27,7 +28,9 @@ def fill_initial(
 
     Matrices are normal with a standard deviation of 0.02; those that write into the residual stream
     are divided by sqrt(2 num_layers), one for each of the 2 num_layers branches that add up there
-    (Radford et al. 2019, section 2.3). Norms begin at 1, biases at 0.
+    (Radford et al. 2019, section 2.3). Embedding and output projection have sqrt(2 / (5 hidden))
+    (Nguyen and Salazar 2019, section 2.2): 0.02 at a width of 1,000, and more for narrow models,
+    which learn faster so. Norms begin at 1, biases at 0.
 
     Args:
         out: the part to fill, in place.
@@ -44,5 +47,10 @@ def fill_initial(
         return out.detach().zero_()
     if name.endswith("norm.weight"):
         return out.detach().fill_(1)
-    std = _STD / math.sqrt(2 * shape.num_layers) if name.endswith(_INTO_RESIDUAL) else _STD
+    if name in _OVER_THE_VOCABULARY:
+        std = math.sqrt(2 / (5 * shape.hidden))
+    elif name.endswith(_INTO_RESIDUAL):
+        std = _STD / math.sqrt(2 * shape.num_layers)
+    else:
+        std = _STD
     return fill_normal(out, key(seed, name), std, shape=whole, offset=offset)

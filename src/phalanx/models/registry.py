@@ -74,15 +74,15 @@ def _qwen3(num_layers: int, hidden: int, num_heads: int, ffn: int, *, tied: bool
 
 PRESETS: dict[str, ModelShape] = {
     # Ours: learns from text on two CPU cores within minutes. Over the first half million tokens,
-    # four wide blocks end lower, and sooner, than six or eight narrow ones of as many parameters.
+    # few wide blocks end lower, and sooner, than more narrow ones of as many parameters: docs/log.md.
     "demo": ModelShape(
         vocab_size=4096,
-        num_layers=4,
+        num_layers=3,
         hidden=256,
         num_heads=4,
         num_kv_heads=4,
         head_dim=64,
-        ffn=1152,
+        ffn=1408,
         max_seq_len=1024,
         tied=True,
     ),

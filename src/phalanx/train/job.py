@@ -26,7 +26,7 @@ from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.precision import Precision
 from phalanx.train.precision import resolve as resolve_precision
 
-DEFAULT_STEPS = 400
+DEFAULT_STEPS = 560
 """Optimizer steps of a run that names neither steps nor epochs: as many as suit the demo."""
 
 TENSORS_PER_PARAMETER = 3
