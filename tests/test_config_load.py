@@ -166,7 +166,7 @@ def test_values_out_of_range(key: str, value: Any, words: str) -> None:
     ("config", "error", "words"),
     [
         (TrainConfig(steps=3, epochs=2), ConfigError, "give one of them"),
-        (TrainConfig(steps=3, optimizer=OptimizerConfig(warmup_steps=4)), ConfigError, "is 3"),
+        (TrainConfig(steps=3, optimizer=OptimizerConfig(warmup_steps=3)), ConfigError, "is 2"),
         (TrainConfig(tokenizer="t.json", corpus=CorpusConfig(vocab_size=999)), ConfigError, "999"),
         (TrainConfig(precision="float16", device="cpu"), ConfigError, "bfloat16 is the nearest"),
         (TrainConfig(strategy="dp2", nproc=3), StrategyError, "'dp3' would use them all"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from phalanx.measure.environment import environment
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 SHAPE = {
     "num-layers": 8, "hidden": 512, "num-heads": 8, "num-kv-heads": 8, "head-dim": 64, "ffn": 1408,
     "vocab-size": 8192, "max-seq-len": 256, "tied": "false",
@@ -35,7 +35,7 @@ def phalanx_command(strategy: str, steps: int, out: str, *more: str) -> list[str
 def commands(steps: int, out: str) -> dict[str, list[str]]:
     ddp = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-        str(HERE / "ddp_transformers.py"), f"--steps={steps}", f"--warmup={WARMUP_STEPS}",
+        "benchmarks/data_parallel/ddp_transformers.py", f"--steps={steps}", f"--warmup={WARMUP_STEPS}",
     ]  # fmt: skip
     return {
         "phalanx dp2": phalanx_command("dp2", steps, out),
@@ -45,7 +45,7 @@ def commands(steps: int, out: str) -> dict[str, list[str]]:
 
 
 def tokens_per_s(command: list[str]) -> float:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]
@@ -58,13 +58,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rates: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as out:
-        for number in range(args.rounds):
-            for name, command in commands(args.steps, out).items():
-                rates.setdefault(name, []).append(tokens_per_s(command))
-                print(
-                    f"round {number + 1}: {name:<20} {rates[name][-1]:8,.0f} tokens/s", flush=True
-                )
+    for number in range(args.rounds):
+        for name in commands(args.steps, ""):
+            with tempfile.TemporaryDirectory() as out:
+                rate = tokens_per_s(commands(args.steps, out)[name])
+            rates.setdefault(name, []).append(rate)
+            print(f"round {number + 1}: {name:<20} {rate:8,.0f} tokens/s", flush=True)
     baseline = rates["DDP + transformers"]
     print("\n| | tokens/s, median | min | max | against DDP, round by round: median |")
     print("|---|---:|---:|---:|---:|")

@@ -206,10 +206,10 @@ def _check_contradictions(config: TrainConfig) -> None:
             "of the run; give one of them ('--epochs none' unsets the other)"
         )
     warmup_steps = config.optimizer.warmup_steps
-    if config.steps is not None and warmup_steps is not None and warmup_steps > config.steps:
+    if config.steps is not None and warmup_steps is not None and warmup_steps >= config.steps:
         raise ConfigError(
-            f"optimizer.warmup_steps is {warmup_steps}, more than the {config.steps} steps of the "
-            f"run; the nearest is {config.steps}"
+            f"optimizer.warmup_steps is {warmup_steps}, but the run has {config.steps} steps; the "
+            f"nearest is {config.steps - 1}"
         )
     if config.tokenizer is not None and config.corpus.vocab_size is not None:
         raise ConfigError(

@@ -88,7 +88,7 @@ CASES = {
     "validation share": Broken("train --corpus.validation 1", "validation is 1.0", "in [0, 1)"),
     "steps and epochs": Broken("train --steps 3 --epochs 1", "steps is 3", "give one of them"),
     "warm-up longer than the run": Broken(
-        "train --steps 3 --optimizer.warmup-steps 9", "warmup_steps is 9", "the nearest is 3"
+        "train --steps 3 --optimizer.warmup-steps 9", "warmup_steps is 9", "the nearest is 2"
     ),
     "vocabulary of a given tokenizer": Broken(
         "train --tokenizer t.json --corpus.vocab-size 999", "vocab_size is 999", "give one of them"

@@ -14,8 +14,7 @@ from phalanx.measure.timer import TERMS, StepTimes, Term
 _ADVICE: dict[Term, str] = {
     "data": "read ahead in a background process, or store tokens instead of text",
     "communication": (
-        "give each rank more tokens a step (a larger microbatch or more accumulation), or let the "
-        "reduction run while backward still does"
+        "give each rank more tokens a step: a larger microbatch or more accumulation"
     ),
     "optimizer": "give it fewer calls: more tokens a step, a fused optimizer, or a sharded one",
     "other": "look for logging, evaluation or waits for the device between the phases",
