@@ -35,7 +35,8 @@ def phalanx_command(strategy: str, steps: int, out: str, *more: str) -> list[str
 def commands(steps: int, out: str) -> dict[str, list[str]]:
     ddp = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-        "benchmarks/data_parallel/ddp_transformers.py", f"--steps={steps}", f"--warmup={WARMUP_STEPS}",
+        "benchmarks/data_parallel/ddp_transformers.py", f"--steps={steps}",
+        f"--warmup={WARMUP_STEPS}",
     ]  # fmt: skip
     return {
         "phalanx dp2": phalanx_command("dp2", steps, out),

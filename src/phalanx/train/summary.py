@@ -97,7 +97,8 @@ class Summary:
         if self.bits_per_byte is not None:
             first, last = self.bits_per_byte
             lines.append(
-                f"validation {first:.3f} -> {last:.3f} bits per byte, {last / first:.2f} of it"
+                f"validation {first:.3f} -> {last:.3f} bits per byte, {last / first:.2f} of where "
+                "this run began"
             )
         return lines
 
