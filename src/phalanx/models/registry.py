@@ -73,8 +73,8 @@ def _qwen3(num_layers: int, hidden: int, num_heads: int, ffn: int, *, tied: bool
 
 
 PRESETS: dict[str, ModelShape] = {
-    # Ours: learns from text on two CPU cores within minutes. Over the first half million tokens,
-    # few wide blocks end lower, and sooner, than more narrow ones of as many parameters: docs/log.md.
+    # Ours: learns from text on two CPU cores within minutes. Over the first million tokens few wide
+    # blocks end lower, and sooner, than more narrow ones of as many parameters: see docs/log.md.
     "demo": ModelShape(
         vocab_size=4096,
         num_layers=3,
