@@ -28,8 +28,8 @@ def test_any_two_give_the_third(
 @pytest.mark.parametrize(
     ("batch", "plan"),
     [
-        (BatchConfig(), BatchPlan(16, 8, 1, 2)),
-        (BatchConfig(accumulation=3), BatchPlan(48, 8, 3, 2)),
+        (BatchConfig(), BatchPlan(8, 4, 1, 2)),
+        (BatchConfig(accumulation=3), BatchPlan(24, 4, 3, 2)),
         (BatchConfig(microbatch=5), BatchPlan(10, 5, 1, 2)),
         (BatchConfig(global_size=12), BatchPlan(12, 6, 1, 2)),
     ],

@@ -142,7 +142,7 @@ def train_by_trainer(rows: torch.Tensor, targets: torch.Tensor, config: Optimize
 def test_a_trainer_does_what_a_loop_written_by_hand_does(clip_norm: float) -> None:
     rows = torch.linspace(-2, 2, 28, dtype=torch.float64).view(7, 4).sin()
     targets = torch.tensor([0, 1, 2, 0, 1, 1, 2])
-    config = OptimizerConfig(lr=0.05, warmup_steps=1, clip_norm=clip_norm, weight_decay=0.1)
+    config = OptimizerConfig(lr=0.05, min_lr_ratio=0.1, warmup_steps=1, clip_norm=clip_norm)
     expected = train_by_hand(rows, targets, config)
     for found in run_ranks(train_by_trainer, 2, rows, targets, config):
         for ours, theirs in zip(found, expected, strict=True):

@@ -51,7 +51,9 @@ def run(argv: list[str]) -> int:
         show_config(loaded)
         return 0
     verdict = _verify(loaded.config)
-    screen().print(_table(verdict, loaded.config.steps), _closing(verdict), sep="\n")
+    console = screen()
+    console.print(f"{verdict.strategy} against one process: largest relative errors")
+    console.print(_table(verdict, loaded.config.steps), _closing(verdict), sep="\n")
     if loaded.json:
         from phalanx.measure.logs import json_text
 
@@ -94,12 +96,7 @@ def _verify(config: VerifyConfig) -> Verdict:
 
 def _table(verdict: Verdict, num_steps: int) -> Table:
     quantities = ("loss", "gradient", "norm", "weight")
-    table = Table(
-        title=f"{verdict.strategy} against one process: largest relative errors",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
+    table = Table(box=None, pad_edge=False)
     for name in ("step", *quantities):
         table.add_column(name, justify="right")
     for step in range(num_steps):
