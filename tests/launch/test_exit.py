@@ -20,10 +20,11 @@ def test_a_hundred_runs_exit_0(launcher: str, tmp_path: Path) -> None:
         *start, "-m", "phalanx", "train", "--steps=3", f"--data={text}", "--device=cpu",
         "--shape.num-layers=1", "--shape.hidden=32", "--shape.num-heads=2", "--shape.head-dim=16",
         "--shape.ffn=64", "--shape.vocab-size=300", "--corpus.seq-len=16", "--threads=1",
-        f"--corpus.cache={tmp_path / 'cache'}", f"--out={tmp_path / 'out'}",
+        f"--corpus.cache={tmp_path / 'cache'}",
     ]  # fmt: skip
     codes = []
-    for _ in range(100):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    for number in range(100):
+        out = f"--out={tmp_path / str(number)}"
+        done = subprocess.run([*command, out], capture_output=True, text=True, timeout=120)
         codes.append(done.returncode)
         assert codes[-1] == 0, f"run {len(codes)}: exit {codes[-1]}\n{done.stdout}\n{done.stderr}"
