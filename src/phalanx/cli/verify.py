@@ -100,9 +100,8 @@ def _table(verdict: Verdict, num_steps: int) -> Table:
     for name in ("step", *quantities):
         table.add_column(name, justify="right")
     for step in range(num_steps):
-        errors = [verdict.worst(step, quantity).error for quantity in quantities]
-        styles = ["" if error <= verdict.tolerance else "bold red" for error in errors]
-        cells = [Text(f"{e:.1e}", style) for e, style in zip(errors, styles, strict=True)]
+        rows = [verdict.worst(step, quantity) for quantity in quantities]
+        cells = [Text(f"{d.error:.1e}", "" if verdict.passes(d) else "bold red") for d in rows]
         table.add_row(Text(str(step)), *cells)
     return table
 
