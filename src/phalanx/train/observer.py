@@ -105,11 +105,6 @@ class Observer:
         if self._log is not None:
             self._log.note(kind, values)
 
-    def say(self, line: str) -> None:
-        """Show a line, where this rank speaks for the job."""
-        if self._log is not None:
-            self._log.display.say(line)
-
     def measured(self) -> list[StepTimes]:
         """Return the times of the steps after the warm-up, or of all if there were no more."""
         times = list(self.timer.history)
