@@ -139,10 +139,18 @@ class TrainConfig:
     """Steps between two measurements of the validation loss; 0: only at the start and the end."""
     eval_samples: int = 256
     """Validation samples in one such measurement."""
+    init: str | None = None
+    """A checkpoint, or a run folder, to take the first weights from, and nothing else; the model
+    then has that checkpoint's shape."""
     save_every: int = 0
     """Steps between two checkpoints; 0: only at the end."""
+    keep_checkpoints: int | None = None
+    """Checkpoints of this run to keep, the latest; all of them if unset."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What all ranks do on a loss or gradient that is not finite: end the run, or skip the step."""
+    debug_comm: bool = False
+    """Compare each collective of all ranks before it runs, and name the first two calls that do not
+    match; slow."""
     timeout_s: float = 600.0
     """Longest wait for another rank, in seconds."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)

@@ -29,6 +29,7 @@ RANGES: Final[Mapping[str, Interval]] = {
     "eval_every": (0, math.inf, "[)"),
     "eval_samples": (1, math.inf, "[)"),
     "save_every": (0, math.inf, "[)"),
+    "keep_checkpoints": (1, math.inf, "[)"),
     "timeout_s": (0, math.inf, "()"),
     "shape.num_layers": (1, math.inf, "[)"),
     "shape.hidden": (1, math.inf, "[)"),
@@ -210,6 +211,11 @@ def _check_contradictions(config: TrainConfig) -> None:
         raise ConfigError(
             f"optimizer.warmup_steps is {warmup_steps}, but the run has {config.steps} steps; the "
             f"nearest is {config.steps - 1}"
+        )
+    if config.init is not None and config.resume is not None:
+        raise ConfigError(
+            f"init is {config.init} and resume is {config.resume}, but each says where the weights "
+            "come from; resume goes on with a run, init begins another from its weights"
         )
     if config.tokenizer is not None and config.corpus.vocab_size is not None:
         raise ConfigError(

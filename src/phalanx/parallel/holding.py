@@ -1,0 +1,20 @@
+"""What one rank holds of the trained state: the answer of every `layout()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes that one rank holds while it computes the gradients of a step.
+
+    Attributes:
+        parameter_bytes: parameters: this rank's part, and the whole copies that it gathers.
+        gradient_bytes: gradients, from the first backward to the update of the weights.
+        optimizer_bytes: the two moments of AdamW.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
