@@ -89,6 +89,20 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
         (torch.cuda if name.startswith("cuda") else torch).set_rng_state(value)
 
 
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Load the weights alone, into any split of the model; every rank calls this together.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor has another shape.
+    """
+    doing = f"cannot load the weights in {folder}"
+    _on_first(lambda: _contents(folder), doing)
+    try:
+        dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{doing}: {_root(error)}") from error
+
+
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     is_fresh = not optimizer.state
     if is_fresh:
