@@ -1,9 +1,10 @@
 """Count every collective: its op, bytes, mesh axis and phase, whoever called it.
 
 A `Ledger` is a dispatch mode. Every collective of torch.distributed passes the dispatcher as an op
-of the namespaces `c10d` or `_c10d_functional`, so one place sees our own calls and those of FSDP2,
-DistributedDataParallel, DTensor and the pipeline runtime alike. The mode costs a few microseconds
-for each tensor operation; use it for the steps that are counted, not for all.
+of the namespaces `c10d` or `_c10d_functional`, and those of comm.exchange as one of `phalanx`, so
+one place sees our own calls and those of FSDP2, DistributedDataParallel, DTensor and the pipeline
+runtime alike. The mode costs a few microseconds for each tensor operation; use it for the steps
+that are counted, not for all.
 
 `payload_bytes` is the size of the whole tensor of the collective (the gathered, reduced or
 broadcast one); `sent_bytes` is what one rank must send under a bandwidth-optimal algorithm over N
@@ -65,6 +66,8 @@ _KIND = {
     "gather_": "gather",
     "scatter_": "scatter",
     "send": "send",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
 }
 """Op of the dispatcher -> its name here."""
 
@@ -134,7 +137,7 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs its own collectives, which come back here
-        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "phalanx"):
             self._count(func, args)
         return func(*args, **(kwargs or {}))
 
