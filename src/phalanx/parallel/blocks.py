@@ -15,7 +15,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
         model: any module.
 
     Returns:
-        Names as in `model.named_modules()`, each module once; empty for a model without ModuleLists.
+        Names as in `model.named_modules()`, each module once; empty without any ModuleList.
     """
     found: dict[nn.Module, str] = {}
 
