@@ -194,7 +194,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     state = dict(theirs.state_dict())
     with pytest.raises(CheckpointError, match=r"no place for 1 of them, 'surplus\.weight'"):
         from_hf({**state, "surplus.weight": torch.ones(1)}, ours.shape)
-    with pytest.raises(CheckpointError, match=r"'embedding\.weight' is \(96, 48\)"):
+    with pytest.raises(CheckpointError, match=r"'model\.embed_tokens\.weight' is \(96, 48\)"):
         from_hf({**state, "model.embed_tokens.weight": torch.ones(96, 48)}, ours.shape)
     del state["model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is missing"):

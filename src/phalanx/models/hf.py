@@ -1,48 +1,55 @@
-"""Weights and shapes to and from the Hugging Face layout of Llama, Qwen3 and GPT-2.
+"""Weights of Llama, Qwen3 and GPT-2 to and from the Hugging Face layout.
 
-A state is a dict from name to tensor, as `state_dict()` gives it; a config is the content of a
-config.json. Nothing here needs the transformers package.
+`table(shape)` says once, for both directions, which of our tensors stand in which of theirs, and
+how: under another name, transposed (GPT-2's Conv1D is [in, out]) or stacked (its c_attn holds q, k
+and v). The rotary layout is the same: both turn the pair (x_i, x_{i + K/2}) of a head, so the rows
+of q and k keep their order. A tied output projection is left out, as `save_pretrained` does.
+
+Nothing here needs the transformers package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from phalanx.errors import CheckpointError, ConfigError, nearest
+from phalanx.errors import CheckpointError, nearest
 from phalanx.models.decoder import Decoder
+from phalanx.models.hf_config import config_to_hf, family_of, shape_from_hf
 from phalanx.models.shape import ModelShape
 
-_LLAMA_OUTER = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+__all__ = ["Link", "config_to_hf", "from_hf", "locate", "shape_from_hf", "table", "to_hf"]
+
+_LLAMA_FIRST = {"embedding.weight": "model.embed_tokens.weight"}
+_LLAMA_LAST = {"norm.weight": "model.norm.weight"}
 _LLAMA_BLOCK = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.q.weight": "self_attn.q_proj.weight",
     "attention.k.weight": "self_attn.k_proj.weight",
     "attention.v.weight": "self_attn.v_proj.weight",
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
     "attention.output.weight": "self_attn.o_proj.weight",
     "mlp_norm.weight": "post_attention_layernorm.weight",
     "mlp.gate.weight": "mlp.gate_proj.weight",
     "mlp.up.weight": "mlp.up_proj.weight",
     "mlp.down.weight": "mlp.down_proj.weight",
 }
-_GPT2_OUTER = {
+_QWEN3_BLOCK = {
+    **_LLAMA_BLOCK,
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
+_GPT2_FIRST = {
     "embedding.weight": "transformer.wte.weight",
     "position_embedding.weight": "transformer.wpe.weight",
-    "norm.weight": "transformer.ln_f.weight",
-    "norm.bias": "transformer.ln_f.bias",
-    "output.weight": "lm_head.weight",
 }
+_GPT2_LAST = {"norm.weight": "transformer.ln_f.weight", "norm.bias": "transformer.ln_f.bias"}
+_OUTPUT = {"output.weight": "lm_head.weight"}
 _GPT2_BLOCK = {
     "attention_norm": "ln_1",
+    "attention.q attention.k attention.v": "attn.c_attn",
     "attention.output": "attn.c_proj",
     "mlp_norm": "ln_2",
     "mlp.up": "mlp.c_fc",
@@ -50,218 +57,161 @@ _GPT2_BLOCK = {
 }
 
 
-def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that the content of a config.json describes.
+@dataclass(frozen=True)
+class Link:
+    """One Hugging Face tensor and the tensors of ours that it holds.
+
+    Attributes:
+        theirs: its name.
+        ours: our names; several are equal parts, stacked along the outputs.
+        is_transposed: it is stored as [in, out], ours as [out, in].
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    is_transposed: bool = False
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return their tensor, made of ours in the order of `ours`; a view where that is enough."""
+        stacked = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+        return stacked.T if self.is_transposed else stacked
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return our tensors, views of theirs: the inverse of `join`."""
+        stacked = tensor.T if self.is_transposed else tensor
+        return stacked.chunk(len(self.ours))
+
+
+def table(shape: ModelShape) -> list[Link]:
+    """Return what stands where, from the embedding to the output.
 
     Raises:
-        ConfigError: the model type, or one of its options, is not one that Decoder computes.
+        ConfigError: no Hugging Face model computes this shape.
     """
-    readers = {"llama": _llama_shape, "qwen3": _qwen3_shape, "gpt2": _gpt2_shape}
-    model_type = str(config.get("model_type"))
-    if model_type not in readers:
-        raise ConfigError(
-            f"Hugging Face config: model_type is '{model_type}'{nearest(model_type, readers)}; "
-            f"legal are {', '.join(readers)}"
+    family = family_of(shape)
+    first, last = (_GPT2_FIRST, _GPT2_LAST) if family == "gpt2" else (_LLAMA_FIRST, _LLAMA_LAST)
+    blocks = [
+        link
+        for index in range(shape.num_layers)
+        for link in (_gpt2_block(index) if family == "gpt2" else _llama_block(index, family))
+    ]
+    return [*_links(first), *blocks, *_links(last), *_links({} if shape.tied else _OUTPUT)]
+
+
+def _links(names: Mapping[str, str]) -> list[Link]:
+    return [Link(theirs, (ours,)) for ours, theirs in names.items()]
+
+
+def _llama_block(index: int, family: str) -> list[Link]:
+    names = _QWEN3_BLOCK if family == "qwen3" else _LLAMA_BLOCK
+    return [
+        Link(f"model.layers.{index}.{theirs}", (f"blocks.{index}.{ours}",))
+        for ours, theirs in names.items()
+    ]
+
+
+def _gpt2_block(index: int) -> list[Link]:
+    return [
+        Link(
+            f"transformer.h.{index}.{theirs}.{kind}",
+            tuple(f"blocks.{index}.{part}.{kind}" for part in ours.split()),
+            is_transposed=kind == "weight" and ".c_" in theirs,
         )
-    return readers[model_type](config)
+        for ours, theirs in _GPT2_BLOCK.items()
+        for kind in ("weight", "bias")
+    ]
+
+
+def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> dict[str, str]:
+    """Find the tensors of the table among those of a file.
+
+    The names differ where a model was saved without its head, which leaves the first part of each
+    name out. Buffers that old files hold, and the second name of a tied weight, are passed over.
+
+    Args:
+        sizes: the size of each tensor of the file, by name.
+        shape: of the decoder.
+
+    Returns:
+        The name in the file by the name in the table.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another size, or has no place.
+    """
+    prefix = "transformer." if family_of(shape) == "gpt2" else "model."
+    left = {name for name in sizes if not _is_known_extra(name, shape)}
+    links = table(shape)
+    # The embedding comes first in the table, and every model has one.
+    if links[0].theirs not in left and links[0].theirs.removeprefix(prefix) in left:
+        found = {link.theirs: link.theirs.removeprefix(prefix) for link in links}
+    else:
+        found = {link.theirs: link.theirs for link in links}
+    for name in found.values():
+        if name not in left:
+            raise CheckpointError(f"Hugging Face weights: '{name}' is missing{nearest(name, left)}")
+    left -= set(found.values())
+    if left:
+        raise CheckpointError(
+            f"Hugging Face weights: no place for {len(left)} of them, '{min(left)}' first; is the "
+            "shape that of their config.json?"
+        )
+    expected = sizes_of(shape)
+    for link in links:
+        parts = [torch.empty(expected[name], device="meta") for name in link.ours]
+        wanted, actual = tuple(link.join(parts).shape), tuple(sizes[found[link.theirs]])
+        if actual != wanted:
+            raise CheckpointError(
+                f"Hugging Face weights: '{found[link.theirs]}' is {actual}; the shape asks for "
+                f"{wanted}"
+            )
+    return found
+
+
+def tied_copies(names: Iterable[str], shape: ModelShape) -> list[str]:
+    """Return the names under which a file holds a tied weight a second time."""
+    return [name for name in names if shape.tied and name.endswith("lm_head.weight")]
 
 
 def from_hf(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """Rename, split and transpose Hugging Face weights into a state dict of `Decoder(shape)`.
 
-    Where nothing has to change, the tensors are those of `state`, not copies.
+    The tensors are views of those of `state`, not copies.
 
     Raises:
         CheckpointError: a weight is missing or of another size, or one is left over.
+        ConfigError: no Hugging Face model computes this shape.
     """
-    # Bare GPT-2 checkpoints lack the prefix that the model with a head has.
-    if shape.position == "learned" and "wte.weight" in state:
-        state = {f"transformer.{name}": tensor for name, tensor in state.items()}
-    left = {name: tensor for name, tensor in state.items() if not _is_known_extra(name, shape)}
-    taken: dict[str, Tensor] = {}
-    for theirs, ours in _names(shape).items():
-        if theirs not in left:
-            raise CheckpointError(
-                f"Hugging Face weights: '{theirs}' is missing{nearest(theirs, left)}"
-            )
-        tensor = left.pop(theirs)
-        if _is_transposed(theirs, tensor):
-            tensor = tensor.T
-        taken.update(zip(ours, tensor.chunk(len(ours)), strict=True))
-    if left:
-        raise CheckpointError(
-            f"Hugging Face weights: no place for {len(left)} of them, '{next(iter(left))}' first; "
-            "is the shape that of their config.json?"
-        )
-    _check_sizes(taken, shape)
-    return taken
+    found = locate({name: tensor.shape for name, tensor in state.items()}, shape)
+    return {
+        name: part
+        for link in table(shape)
+        for name, part in zip(link.ours, link.split(state[found[link.theirs]]), strict=True)
+    }
 
 
 def to_hf(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """Turn a state dict of `Decoder(shape)` into Hugging Face weights: the inverse of `from_hf`.
 
-    A tied output projection is left out, as `save_pretrained` does.
-
     Raises:
         CheckpointError: a weight is missing.
+        ConfigError: no Hugging Face model computes this shape.
     """
     out: dict[str, Tensor] = {}
-    for theirs, ours in _names(shape).items():
-        for name in ours:
+    for link in table(shape):
+        for name in link.ours:
             if name not in state:
                 raise CheckpointError(f"weights: '{name}' is missing{nearest(name, state)}")
-        tensor = torch.cat([state[name] for name in ours]) if len(ours) > 1 else state[ours[0]]
-        out[theirs] = tensor.T.contiguous() if _is_transposed(theirs, tensor) else tensor
+        out[link.theirs] = link.join([state[name] for name in link.ours]).contiguous()
     return out
 
 
-def _names(shape: ModelShape) -> dict[str, list[str]]:
-    """Map each Hugging Face name to our names; several of ours are stacked along the outputs."""
-    learned = shape.position == "learned"
-    outer = _GPT2_OUTER if learned else _LLAMA_OUTER
-    names = {
-        theirs: [ours]
-        for ours, theirs in outer.items()
-        if not (shape.tied and ours == "output.weight")
-    }
-    for index in range(shape.num_layers):
-        names.update(_gpt2_block(index) if learned else _llama_block(index, shape.qk_norm))
-    return names
-
-
-def _llama_block(index: int, qk_norm: bool) -> dict[str, list[str]]:
-    return {
-        f"model.layers.{index}.{theirs}": [f"blocks.{index}.{ours}"]
-        for ours, theirs in _LLAMA_BLOCK.items()
-        if qk_norm or "_norm.weight" not in ours or not ours.startswith("attention.")
-    }
-
-
-def _gpt2_block(index: int) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for kind in ("weight", "bias"):
-        names[f"transformer.h.{index}.attn.c_attn.{kind}"] = [
-            f"blocks.{index}.attention.{part}.{kind}" for part in "qkv"
-        ]
-        for ours, theirs in _GPT2_BLOCK.items():
-            names[f"transformer.h.{index}.{theirs}.{kind}"] = [f"blocks.{index}.{ours}.{kind}"]
-    return names
-
-
-def _is_transposed(theirs: str, tensor: Tensor) -> bool:
-    """Tell the weights of GPT-2's Conv1D, which are stored as [in, out]."""
-    return tensor.ndim == 2 and ".c_" in theirs
+def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
+    """Return the size of each parameter of `Decoder(shape)`, by name."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in Decoder(shape).named_parameters()}
 
 
 def _is_known_extra(name: str, shape: ModelShape) -> bool:
-    """Tell buffers that old checkpoints hold, and the second name of a tied weight."""
     if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
         return True
-    return shape.tied and name.endswith("lm_head.weight")
-
-
-def _check_sizes(state: Mapping[str, Tensor], shape: ModelShape) -> None:
-    with torch.device("meta"):
-        expected = Decoder(shape).state_dict()
-    for name, tensor in state.items():
-        if tensor.shape != expected[name].shape:
-            raise CheckpointError(
-                f"Hugging Face weights: '{name}' is {tuple(tensor.shape)}; the shape asks for "
-                f"{tuple(expected[name].shape)}"
-            )
-
-
-def _llama_shape(config: Mapping[str, Any], qk_norm: bool = False) -> ModelShape:
-    for option, legal in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("use_sliding_window", False),
-    ):
-        _require(config, option, legal)
-    num_heads = _whole(config, "num_attention_heads")
-    hidden = _whole(config, "hidden_size")
-    theta, scaling = _rope(config)
-    return ModelShape(
-        vocab_size=_whole(config, "vocab_size"),
-        num_layers=_whole(config, "num_hidden_layers"),
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or hidden // num_heads),
-        ffn=_whole(config, "intermediate_size"),
-        max_seq_len=_whole(config, "max_position_embeddings"),
-        norm_eps=float(_need(config, "rms_norm_eps")),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        qk_norm=qk_norm,
-        tied=bool(config.get("tie_word_embeddings", False)),
-    )
-
-
-def _qwen3_shape(config: Mapping[str, Any]) -> ModelShape:
-    return _llama_shape(config, qk_norm=True)
-
-
-def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
-    for option, legal in (
-        ("activation_function", "gelu_new"),
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-    ):
-        _require(config, option, legal)
-    hidden, num_heads = _whole(config, "n_embd"), _whole(config, "n_head")
-    return ModelShape(
-        vocab_size=_whole(config, "vocab_size"),
-        num_layers=_whole(config, "n_layer"),
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden // num_heads,
-        ffn=int(config.get("n_inner") or 4 * hidden),
-        max_seq_len=_whole(config, "n_positions"),
-        norm="layer",
-        norm_eps=float(_need(config, "layer_norm_epsilon")),
-        position="learned",
-        mlp="gelu",
-        bias=True,
-        tied=bool(config.get("tie_word_embeddings", True)),
-    )
-
-
-def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, int] | None]:
-    """Return theta and the scaling: one dict since transformers 5, two entries before."""
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ConfigError(
-            f"Hugging Face config: rope_type is '{kind}'; legal are 'default' and 'llama3'"
-        )
-    return theta, (
-        float(_need(rope, "factor")),
-        float(_need(rope, "low_freq_factor")),
-        float(_need(rope, "high_freq_factor")),
-        _whole(rope, "original_max_position_embeddings"),
-    )
-
-
-def _need(config: Mapping[str, Any], option: str) -> Any:
-    if option not in config:
-        raise ConfigError(f"Hugging Face config: {option} is missing{nearest(option, config)}")
-    return config[option]
-
-
-def _whole(config: Mapping[str, Any], option: str) -> int:
-    return int(_need(config, option))
-
-
-def _require(config: Mapping[str, Any], option: str, legal: str | bool) -> None:
-    actual = config.get(option, legal)
-    if actual != legal:
-        raise ConfigError(
-            f"Hugging Face config: {option} is {actual!r}; only {legal!r} is computed"
-        )
+    return bool(tied_copies([name], shape))
