@@ -59,29 +59,31 @@ def test_rotation(num_tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("documents", [None, "one mask", "a mask a row"])
 def test_causal_attention(length: int, documents: str | None) -> None:
     q, k, v = (normal(2, length, 3, 8, seed=seed) for seed in range(3))
-    mask = None
+    bias = None
     if documents is not None:
-        num_masks = 1 if documents == "one mask" else 2
-        documents_BT = torch.randint(0, 3, (num_masks, length)).sort().values
+        num_biases = 1 if documents == "one mask" else 2
+        documents_BT = torch.randint(0, 3, (num_biases, length)).sort().values
         documents_BT[:, -1] = 7
-        mask = attention.document_mask(documents_BT)
+        bias = attention.document_bias(documents_BT, torch.float64)
     expected = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=mask is None
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias, is_causal=bias is None
     )
-    assert_same(cpu.causal_attention(q, k, v, mask), expected.transpose(1, 2), (q, k, v))
+    assert_same(cpu.causal_attention(q, k, v, bias), expected.transpose(1, 2), (q, k, v))
 
 
 def test_bfloat16_attention_is_as_near_as_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads, two documents: no more than twice the error of SDPA in bf16."""
     q, k, v = (normal(2, 300, heads, 16, seed=heads) for heads in (4, 2, 2))
-    mask = attention.document_mask((torch.arange(300) > 99).long().expand(2, 300))
-    exact = attention.attend(q, k, v, mask)
+    documents_BT = (torch.arange(300) > 99).long().expand(2, 300)
+    bias = attention.document_bias(documents_BT, torch.float64)
+    assert bias is not None
+    exact = attention.attend(q, k, v, bias)
     grad = torch.randn_like(exact)
     exact_grads = torch.autograd.grad(exact, (q, k, v), grad)
 
     def errors() -> Tensor:
         low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-        out = attention.attend(*low, mask)
+        out = attention.attend(*low, bias.bfloat16())
         grads = torch.autograd.grad(out, low, grad.bfloat16())
         pairs = zip((out, *grads), (exact, *exact_grads), strict=True)
         return torch.stack([(a.double() - b).norm() / b.norm() for a, b in pairs]).detach()

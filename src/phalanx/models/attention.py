@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor] | None = None,
-        mask_B1TT: Tensor | None = None,
+        bias_B1TT: Tensor | None = None,
     ) -> Tensor:
         """Map x_BTD to a tensor like it; the arguments are those of `Block.forward`."""
         q_BTHK = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -47,46 +47,54 @@ class Attention(nn.Module):
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rotation is not None:
             q_BTHK, k_BTGK = rotate(q_BTHK, *rotation), rotate(k_BTGK, *rotation)
-        return self.output(attend(q_BTHK, k_BTGK, v_BTGK, mask_B1TT).flatten(2))
+        return self.output(attend(q_BTHK, k_BTGK, v_BTGK, bias_B1TT).flatten(2))
 
 
-def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, bias_B1TT: Tensor | None) -> Tensor:
     """Return softmax(q k^T / sqrt(K)) v, a tensor like q_BTHK.
 
     Args:
         q_BTHK: queries.
         k_BTGK: keys; G divides H, and each key head serves H / G query heads that stand together.
         v_BTGK: values.
-        mask_B1TT: True where a query (first T) may look; None is plain causal attention.
+        bias_B1TT: added to the scores of each query (first T), see `document_bias`; None is plain
+            causal attention.
     """
     repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
     by_blocks = q_BTHK.dtype == torch.bfloat16 and cpu.is_preferred(q_BTHK)
-    if repeats > 1 and (by_blocks or mask_B1TT is not None):
+    if repeats > 1 and (by_blocks or bias_B1TT is not None):
         # With a mask, PyTorch's fused kernels want as many key heads as query heads.
         k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
     if by_blocks:
-        return cpu.causal_attention(q_BTHK, k_BTGK, v_BTGK, mask_B1TT)
+        return cpu.causal_attention(q_BTHK, k_BTGK, v_BTGK, bias_B1TT)
     mixed_BHTK = F.scaled_dot_product_attention(
         q_BTHK.transpose(1, 2),
         k_BTGK.transpose(1, 2),
         v_BTGK.transpose(1, 2),
-        attn_mask=mask_B1TT,
-        is_causal=mask_B1TT is None,
+        attn_mask=bias_B1TT,
+        is_causal=bias_B1TT is None,
         enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
     )
     return mixed_BHTK.transpose(1, 2)
 
 
-def document_mask(documents_BT: Tensor | None) -> Tensor | None:
-    """Return mask_B1TT, True where a query (first T) may look at a key (second T).
+def document_bias(documents_BT: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return bias_B1TT: 0 where a query (first T) may look at a key (second T), else -inf.
 
     A query looks at its own document, up to itself. None stands for plain causal attention, which
     is also what rows of one document each need.
+
+    Made once for all blocks: a mask of booleans would be turned into this, and kept, by each.
+
+    Args:
+        documents_BT: number of the document that each token belongs to; None if one a row.
+        dtype: that of the queries.
     """
     if documents_BT is None or bool((documents_BT == documents_BT[:, :1]).all()):
         return None
-    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return same_BTT.tril_()[:, None]
+    sees_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril_()
+    bias_BTT = torch.zeros_like(sees_BTT, dtype=dtype).masked_fill_(~sees_BTT, -math.inf)
+    return bias_BTT[:, None]
 
 
 def rotation(

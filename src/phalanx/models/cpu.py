@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.flop_counter import register_flop_formula
 
 _BLOCK_ELEMENTS = 1 << 18
 """Elements of an fp32 buffer: small enough for caches, large enough to hide the calls."""
@@ -58,15 +59,35 @@ def turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
     return out_BTHK
 
 
+@torch.library.custom_op("phalanx::causal_attention", mutates_args=())
 def causal_attention(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask_B1TT: Tensor | None
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, bias_B1TT: Tensor | None
 ) -> Tensor:
     """Attend causally, as many key heads as query heads; a tensor like q_BTHK.
 
     The scores of a block of queries against the keys up to its last one are made whole, so nothing
     is computed for most of the upper triangle; backward makes them again.
+
+    It is one operator to PyTorch, not the many it is made of, so that recomputation can keep the
+    result alone.
+
+    Args:
+        q_BTHK: queries.
+        k_BTHK: keys.
+        v_BTHK: values.
+        bias_B1TT: added to the scores, -inf wherever a later key stands; None is causal.
     """
-    return cast(Tensor, _Attention.apply(q_BTHK, k_BTHK, v_BTHK, mask_B1TT))
+    bias_BTT = _bias(bias_B1TT, q_BTHK)
+    o_BTHK = q_BTHK.new_empty(q_BTHK.shape)
+    for row in range(len(q_BTHK)):
+        q_HTK, k_HTK, v_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK))
+        bias_TT = bias_BTT[row % len(bias_BTT)]
+        for start, stop in _query_blocks(q_BTHK.shape[1]):
+            p_HtT = _probabilities(
+                q_HTK[:, start:stop], k_HTK[:, :stop], bias_TT[start:stop, :stop]
+            )
+            o_BTHK[row, start:stop] = (p_HtT @ v_HTK[:, :stop]).transpose(0, 1)
+    return o_BTHK
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -115,38 +136,32 @@ class _RMSNorm(Function):
         return dx_ND.view(dy.shape), dw_D.to(weight_D.dtype), None
 
 
-class _Attention(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask_B1TT: Tensor | None
-    ) -> Tensor:
-        bias_BTT = _bias(mask_B1TT, q_BTHK)
-        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, bias_BTT)
-        o_BTHK = q_BTHK.new_empty(q_BTHK.shape)
-        num_rows, length = q_BTHK.shape[:2]
-        for row in range(num_rows):
-            q_HTK, k_HTK, v_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK))
-            bias_TT = bias_BTT[row % len(bias_BTT)]
-            for start in range(0, length, _QUERY_BLOCK):
-                stop = min(start + _QUERY_BLOCK, length)
-                bias_tT = bias_TT[start:stop, :stop]
-                p_HtT = _probabilities(q_HTK[:, start:stop], k_HTK[:, :stop], bias_tT)
-                o_BTHK[row, start:stop] = (p_HtT @ v_HTK[:, :stop]).transpose(0, 1)
-        return o_BTHK
+def _keep_operands(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (do_BTHK,) = grad_outputs
-        q_BTHK, k_BTHK, v_BTHK, bias_BTT = ctx.saved_tensors
-        grads_BTHK = tuple(torch.empty_like(x) for x in (q_BTHK, k_BTHK, v_BTHK))
-        for row in range(len(q_BTHK)):
-            q_HTK, k_HTK, v_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK))
-            grads_HTK = _attention_backward(
-                q_HTK, k_HTK, v_HTK, _by_head(do_BTHK[row]), bias_BTT[row % len(bias_BTT)]
-            )
-            for d_BTHK, d_HTK in zip(grads_BTHK, grads_HTK, strict=True):
-                d_BTHK[row] = d_HTK.transpose(0, 1)
-        return *grads_BTHK, None
+
+def _operand_gradients(ctx: Any, do_BTHK: Tensor) -> tuple[Tensor | None, ...]:
+    q_BTHK, k_BTHK, v_BTHK, bias_B1TT = ctx.saved_tensors
+    bias_BTT = _bias(bias_B1TT, q_BTHK)
+    grads_BTHK = tuple(torch.empty_like(x) for x in (q_BTHK, k_BTHK, v_BTHK))
+    for row in range(len(q_BTHK)):
+        q_HTK, k_HTK, v_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK))
+        grads_HTK = _attention_backward(
+            q_HTK, k_HTK, v_HTK, _by_head(do_BTHK[row]), bias_BTT[row % len(bias_BTT)]
+        )
+        for d_BTHK, d_HTK in zip(grads_BTHK, grads_HTK, strict=True):
+            d_BTHK[row] = d_HTK.transpose(0, 1)
+    return *grads_BTHK, None
+
+
+causal_attention.register_autograd(_operand_gradients, setup_context=_keep_operands)
+
+
+@register_flop_formula(torch.ops.phalanx.causal_attention)
+def _attention_flops(q_shape: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+    num_rows, length, num_heads, width = q_shape
+    pairs = sum((stop - start) * stop for start, stop in _query_blocks(length))
+    return 4 * num_rows * num_heads * width * pairs
 
 
 def _attention_backward(
@@ -160,8 +175,7 @@ def _attention_backward(
     length, scale = q_HTK.shape[1], q_HTK.shape[2] ** -0.5
     sum_dtype = _wide(q_HTK.dtype) if length > _QUERY_BLOCK else q_HTK.dtype
     dq_HTK, dk_HTK, dv_HTK = torch.empty_like(q_HTK), None, None
-    for start in reversed(range(0, length, _QUERY_BLOCK)):
-        stop = min(start + _QUERY_BLOCK, length)
+    for start, stop in reversed(_query_blocks(length)):
         q_HtK, do_HtK = q_HTK[:, start:stop], do_HTK[:, start:stop]
         p_HtT = _probabilities(q_HtK, k_HTK[:, :stop], bias_TT[start:stop, :stop])
         dv_part_HTK = p_HtT.transpose(1, 2) @ do_HtK
@@ -183,13 +197,16 @@ def _probabilities(q_HtK: Tensor, k_HTK: Tensor, bias_tT: Tensor) -> Tensor:
     return torch.softmax(scores_HtT, dim=-1, out=scores_HtT)
 
 
-def _bias(mask_B1TT: Tensor | None, like_BTHK: Tensor) -> Tensor:
-    """Return what is added to the scores, [B or 1, T, T]: 0 where a query may look, else -inf."""
+def _bias(bias_B1TT: Tensor | None, like_BTHK: Tensor) -> Tensor:
+    """Return what is added to the scores, [B or 1, T, T]; a causal one is made anew."""
+    if bias_B1TT is not None:
+        return bias_B1TT[:, 0]
     length = like_BTHK.shape[1]
-    if mask_B1TT is None:
-        return like_BTHK.new_full((1, length, length), -math.inf).triu_(1)
-    bias_BTT = like_BTHK.new_zeros(mask_B1TT.shape[0], length, length)
-    return bias_BTT.masked_fill_(~mask_B1TT[:, 0], -math.inf)
+    return like_BTHK.new_full((1, length, length), -math.inf).triu_(1)
+
+
+def _query_blocks(length: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _QUERY_BLOCK, length)) for start in range(0, length, _QUERY_BLOCK)]
 
 
 def _by_head(x_THK: Tensor) -> Tensor:

@@ -11,14 +11,15 @@ Dimensions, as they stand in the suffixes of tensor names:
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.models.attention import Attention, document_mask, rotation
+from phalanx.models.attention import Attention, document_bias, rotation
 from phalanx.models.initial import fill_initial
 from phalanx.models.layers import Linear, Norm
 from phalanx.models.loss import token_loss_sum
@@ -62,7 +63,7 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor] | None = None,
-        mask_B1TT: Tensor | None = None,
+        bias_B1TT: Tensor | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
         """Map x_BTD to a tensor like it.
@@ -70,11 +71,11 @@ class Block(nn.Module):
         Args:
             x_BTD: the residual stream.
             rotation: cosines and sines of the rotary embedding, or None without one.
-            mask_B1TT: True where a query (first T) may look; None is plain causal attention.
+            bias_B1TT: added to the scores, see `document_bias`; None is plain causal attention.
             dropout_keys_B: the rows' dropout keys for this block, `layer_keys(keys_B, index)`;
                 None drops nothing. The index stays outside, or each block would compile anew.
         """
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rotation, mask_B1TT)
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rotation, bias_B1TT)
         x_BTD = x_BTD + self._drop(attended_BTD, 1, dropout_keys_B)
         mixed_BTD = self.mlp(self.mlp_norm(x_BTD))
         return x_BTD + self._drop(mixed_BTD, 2, dropout_keys_B)
@@ -133,12 +134,17 @@ class Decoder(nn.Module):
         shape: the ModelShape.
         blocks: ModuleList of the transformer blocks.
         compute_dtype: dtype of the arithmetic; None is that of the parameters.
+        segment_size: number of consecutive blocks that run as one function; all of them at first.
+        run_segment: called as `run_segment(function, *args)` for each segment, to return
+            `function(*args)`; whoever sets another decides what is kept for backward.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.compute_dtype: torch.dtype | None = None
+        self.segment_size = shape.num_layers
+        self.run_segment: Callable[..., Tensor] = _call
         self.embedding = Embedding(shape.vocab_size, shape.hidden)
         self.position_embedding = (
             Embedding(shape.max_seq_len, shape.hidden) if shape.position == "learned" else None
@@ -190,10 +196,11 @@ class Decoder(nn.Module):
         if keys_B is not None:
             x_BTD = dropout(x_BTD, self.shape.dropout, keys_B, 0)
         angles = rotation(self.shape, positions_BT, x_BTD.dtype)
-        mask_B1TT = document_mask(documents_BT)
-        for block in self.blocks:
-            block_keys_B = None if keys_B is None else layer_keys(keys_B, cast(Block, block).index)
-            x_BTD = block(x_BTD, angles, mask_B1TT, block_keys_B)
+        bias_B1TT = document_bias(documents_BT, x_BTD.dtype)
+        blocks = list(self.blocks)
+        for start in range(0, len(blocks), self.segment_size):
+            segment = blocks[start : start + self.segment_size]
+            x_BTD = self.run_segment(_run_blocks, segment, x_BTD, angles, bias_B1TT, keys_B)
         tied_VD = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x_BTD), labels_BT, tied_VD)
 
@@ -206,3 +213,20 @@ class Decoder(nn.Module):
                 "models.random.row_keys); call eval() to run without dropout"
             )
         return keys_B
+
+
+def _call(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    return function(*args)
+
+
+def _run_blocks(
+    blocks: list[nn.Module],
+    x_BTD: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    bias_B1TT: Tensor | None,
+    keys_B: Tensor | None,
+) -> Tensor:
+    for block in blocks:
+        block_keys_B = None if keys_B is None else layer_keys(keys_B, cast(Block, block).index)
+        x_BTD = block(x_BTD, angles, bias_B1TT, block_keys_B)
+    return x_BTD
