@@ -83,6 +83,27 @@ class Recompute:
     kind: str = "none"
     option: int | None = None
 
+    def segment_size(self, num_blocks: int) -> int | None:
+        """Return how many consecutive blocks are run again as one, of which only the input is kept.
+
+        `full` is 1, `every/K` is K, and `sqrt` the root of the number of blocks, rounded up (Chen
+        et al. 2016, section 4.1); None where no block is run again whole.
+
+        Raises:
+            StrategyError: K is above the number of blocks.
+        """
+        if self.kind == "every":
+            assert self.option is not None
+            if self.option > num_blocks:
+                raise StrategyError(
+                    f"recompute:every/{self.option}: the model has {num_blocks} blocks; the "
+                    f"nearest is recompute:every/{num_blocks}"
+                )
+            return self.option
+        if self.kind == "sqrt":
+            return math.isqrt(max(0, num_blocks - 1)) + 1
+        return 1 if self.kind == "full" else None
+
 
 @dataclass(frozen=True)
 class Strategy:
