@@ -1,0 +1,135 @@
+"""Read a collective from the dispatcher: which it is, on which group, with which tensors.
+
+Every collective of torch.distributed passes the dispatcher as an op of the namespaces `c10d` or
+`_c10d_functional`, and those of comm.exchange as one of `phalanx`. A dispatch mode that hands each
+op to `read_call` so sees our own calls and those of FSDP2, DistributedDataParallel, DTensor and the
+pipeline runtime alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_NAMESPACES = ("c10d", "_c10d_functional", "phalanx")
+
+_KIND = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv_any_source",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+}
+"""Op of the dispatcher -> its name here."""
+
+_NO_COLLECTIVE = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
+"""Ops of the namespaces above that do not speak to other ranks."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective.
+
+    Attributes:
+        op: name of the collective.
+        group: whom it is among.
+        arguments: what the op of the dispatcher was given, by the names of its schema.
+    """
+
+    op: str
+    group: dist.ProcessGroup
+    arguments: Mapping[str, Any]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The tensors that go in, in lists of lists where the op has them so."""
+        return self._tensors("input") or self._tensors("tensor")
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The tensors that come out where they are not the inputs; empty if the op makes them."""
+        return self._tensors("out")
+
+    def _tensors(self, prefix: str) -> list[Any]:
+        for name, value in self.arguments.items():
+            if name.startswith(prefix) and not name.endswith("_split_sizes"):
+                return [value] if isinstance(value, torch.Tensor) else list(value)
+        return []
+
+
+def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
+    """Return the collective that an op of the dispatcher is; None for any other op.
+
+    Raises:
+        NotImplementedError: the op is of torch.distributed, but not known here.
+    """
+    if getattr(func, "namespace", "") not in _NAMESPACES:
+        return None
+    name = func._schema.name.split("::")[1]
+    if name in _NO_COLLECTIVE:
+        return None
+    if name not in _KIND:
+        raise NotImplementedError(f"the collective {func} is not known to phalanx.comm.calls")
+    names = (argument.name for argument in func._schema.arguments)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return Call(_KIND[name], _group(func, arguments), arguments)
+
+
+def axes_by_ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
+    """Map the ranks of this rank's groups to the names of their axes, several joined by "_"."""
+    names = mesh.mesh_dim_names or ()
+    groups = {tuple(dist.get_process_group_ranks(mesh.get_group(name))): name for name in names}
+    if len(names) > 1:
+        groups[tuple(sorted(mesh.mesh.flatten().tolist()))] = "_".join(names)
+    return groups
+
+
+def _group(func: Any, arguments: Mapping[str, Any]) -> dist.ProcessGroup:
+    """Return the group an op was called on."""
+    if "group_name" in arguments:
+        # Private, and the only way from the name in a functional collective to its group;
+        # tests/comm/test_ledger.py pins it.
+        return dist.distributed_c10d._resolve_process_group(arguments["group_name"])  # pyright: ignore[reportPrivateUsage]
+    if "process_group" in arguments:
+        return dist.ProcessGroup.unbox(arguments["process_group"])
+    raise NotImplementedError(f"phalanx.comm.calls finds no group among the arguments of {func}")
