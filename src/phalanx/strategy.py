@@ -61,7 +61,16 @@ KINDS: Final[dict[str, dict[str, OptionRule | None]]] = {
 AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
 """The axes, outer to inner."""
 
-BUILT: Final = frozenset({("dp", "bucketed"), ("dp", "naive")})
+BUILT: Final = frozenset(
+    {
+        ("dp", "bucketed"),
+        ("dp", "naive"),
+        ("recompute", "full"),
+        ("recompute", "every"),
+        ("recompute", "sqrt"),
+        ("recompute", "selective"),
+    }
+)
 """The (axis, kind) pairs that run today. Whoever builds another adds it here, and only here."""
 
 _PART: Final = re.compile(r"([a-z_]+)([0-9]{1,9})?(?::([^/:]+)(?:/([0-9]{1,9}))?)?")
@@ -101,7 +110,7 @@ class Recompute:
                 )
             return self.option
         if self.kind == "sqrt":
-            return math.isqrt(max(0, num_blocks - 1)) + 1
+            return math.isqrt(num_blocks - 1) + 1
         return 1 if self.kind == "full" else None
 
 

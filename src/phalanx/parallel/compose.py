@@ -7,7 +7,7 @@ from typing import cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.parallel import data
+from phalanx.parallel import data, recompute
 from phalanx.strategy import Strategy, require_built
 
 
@@ -28,6 +28,7 @@ def parallelize(
         StrategyError: a part of the strategy is not built yet.
     """
     require_built(strategy)
+    recompute.apply(model, strategy.recompute)
     if strategy.dp.degree == 1:
         return None
     return data.apply(model, mesh, cast(data.Kind, strategy.dp.kind))

@@ -1,0 +1,114 @@
+"""Activation recomputation: forward keeps little, and backward runs part of forward again.
+
+Idea      The blocks are cut into segments of K. Only what goes into a segment is kept; backward,
+          when it reaches the segment, runs it again, and holds what it needs of this one segment.
+          `full` is K = 1, `every/K` is K, and `sqrt` is K = sqrt(L), rounded up, which holds the
+          least: L / K inputs and K blocks (Chen et al. 2016, arXiv 1604.06174, section 4.1).
+          `selective` keeps also the results of matrix products and of attention, which are dear
+          to make and small, and runs the rest again (Korthikanti et al. 2022, arXiv 2205.05198,
+          section 5, keeps all but attention; with fused attention its result is small too).
+Layout    Parameters stay where they are, under their names: no module is wrapped. With K = 1 and
+          with `selective` it is the `forward` of each block that is replaced, so that hooks on the
+          block (FSDP2 gathers its weights in one before backward) stay outside and need not run
+          again. With K > 1 the model's own loop runs segments, see `Segmented`.
+Backward  torch.utils.checkpoint without reentrance: it stops as soon as all is there that backward
+          needs, so that the last product of a segment is not run again where nothing reads it.
+Cost      FLOPs: `planner.model_shape.step_flops`; bytes: `planner.activations`. No communication,
+          but that FSDP2 with K > 1 gathers weights once more: docs/recompute.md.
+Limits    A forward must compute the same when it runs again: a block that changes state of its own
+          (running statistics, a cache of keys) changes it twice. Torch's default random generators
+          are set back, so nn.Dropout is right; so is randomness that belongs to positions. Shapes
+          and dtypes of what is computed again are compared, and torch raises if they differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import flop_registry
+
+from phalanx.errors import StrategyError
+from phalanx.parallel.blocks import blocks_of
+from phalanx.strategy import Recompute, Strategy
+
+
+@runtime_checkable
+class Segmented(Protocol):
+    """A model that runs its blocks by segments, each as one function; `models.Decoder` is one.
+
+    Attributes:
+        segment_size: number of consecutive blocks in a segment; the last may be shorter.
+        run_segment: called as `run_segment(function, *args)` to return `function(*args)`.
+    """
+
+    segment_size: int
+    run_segment: Callable[..., Any]
+
+
+def apply(model: nn.Module, recompute: Recompute) -> None:
+    """Make `model`, in place, keep for backward only what `recompute` says.
+
+    Without gradients, as in evaluation, it runs as before.
+
+    Args:
+        model: a module whose blocks are elements of ModuleLists; see `blocks_of`.
+        recompute: the policy.
+
+    Raises:
+        StrategyError: the model has no blocks, fewer than a segment, or cannot run segments.
+    """
+    if recompute.kind == "none":
+        return
+    text = str(Strategy(recompute=recompute))
+    blocks = [block for _, block in blocks_of(model)]
+    if not blocks:
+        raise StrategyError(
+            f"{text}: {type(model).__name__} has no blocks to run again, that is no element "
+            "of a ModuleList; the nearest is recompute:none"
+        )
+    segment_size = recompute.segment_size(len(blocks))
+    run_again = functools.partial(checkpoint, use_reentrant=False)
+    if recompute.kind == "selective":
+        keep = functools.partial(create_selective_checkpoint_contexts, _policy)
+        run_again = functools.partial(run_again, context_fn=keep)
+    if segment_size is None or segment_size == 1:
+        for block in blocks:
+            block.forward = functools.partial(run_again, block.forward)
+    elif isinstance(model, Segmented):
+        model.segment_size = segment_size
+        model.run_segment = run_again
+    else:
+        raise StrategyError(
+            f"{text}: {type(model).__name__} cannot run {segment_size} blocks as one, for it "
+            "has no segment_size and run_segment; the nearest is recompute:full"
+        )
+
+
+def _policy(
+    context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Keep the result of what torch counts FLOPs for: matrix products, convolutions, attention.
+
+    Whoever has an operator of this kind of his own registers its FLOPs
+    (`torch.utils.flop_counter.register_flop_formula`), and it is kept too.
+    """
+    packet = getattr(operator, "overloadpacket", operator)
+    is_kept = packet in flop_registry or packet in _NOT_COUNTED
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_NOT_COUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+}
+"""Attention that torch counts no FLOPs for: that of CPUs, and of devices beside CUDA."""
