@@ -65,6 +65,9 @@ BUILT: Final = frozenset(
     {
         ("dp", "bucketed"),
         ("dp", "naive"),
+        ("fsdp", "zero3"),
+        ("fsdp", "zero2"),
+        ("fsdp", "zero1"),
         ("recompute", "full"),
         ("recompute", "every"),
         ("recompute", "sqrt"),
@@ -203,6 +206,13 @@ def require_built(strategy: Strategy) -> None:
     if missing:
         raise StrategyError(
             f"strategy '{strategy}': {', '.join(missing)} is not built yet; built: {_built_text()}"
+        )
+    dp = strategy.dp
+    if strategy.fsdp.degree > 1 and dp.degree > 1 and dp.kind != "bucketed":
+        plain = dataclasses.replace(strategy, dp=Axis(dp.degree, "bucketed"))
+        raise StrategyError(
+            f"strategy '{strategy}': beside fsdp, dp adds up the shares as they come, and dp:"
+            f"{dp.kind} would be ignored; write '{plain}'"
         )
 
 

@@ -12,6 +12,7 @@ one collective that it is. NCCL needs neither: FSDP2's defaults stand there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ for _name, _function in (("all_gather", _all_gather), ("reduce_scatter", _reduce
 def _exchange(
     outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> None:
-    """Send outgoing[s] to rank s and receive incoming[s] from it, for every other rank s at once."""
+    """Send outgoing[s] to rank s and receive incoming[s] from it, for all others s at once."""
     num_ranks, coord = group.size(), group.rank()
     works: list[dist.Work | None] = []
     for distance in range(1, num_ranks):
@@ -84,7 +85,7 @@ def _exchange(
         work.wait()
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def _group(name: Any) -> dist.ProcessGroup:
     # Private, and the only way from a name to its group; tests/comm/test_ledger.py pins it.
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateUsage]
 
@@ -93,7 +94,7 @@ class _Allocates:
     """Buffers of FSDP2 from PyTorch's own allocator."""
 
     def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return an empty tensor."""
         return torch.empty(*size, dtype=dtype, device=device)

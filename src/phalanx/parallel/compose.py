@@ -2,33 +2,128 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from phalanx.parallel import data, recompute
+# Private module of a function that PyTorch documents; tests/parallel/test_sharded.py pins it.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from phalanx.comm.ledger import Entry
+from phalanx.mesh import device_of
+from phalanx.parallel import data, recompute, sharded
+from phalanx.parallel.holding import Holding
 from phalanx.strategy import Strategy, require_built
+
+FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
+"""Fills a part of a parameter: (part, name, shape of the whole, where the part begins in it)."""
 
 
 def parallelize(
-    model: nn.Module, strategy: Strategy, mesh: DeviceMesh
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    *,
+    compute: torch.dtype | None = None,
+    first_weights: FirstWeights | None = None,
 ) -> data.GradientReducer | None:
     """Split `model`, in place, as `strategy` says.
 
     Args:
-        model: a module with its first weights, on this rank's device.
+        model: a module with its first weights, on this rank's device; or on the meta device, with
+            `first_weights`: then each rank makes its own parts alone, and never holds the whole.
         strategy: how to split.
         mesh: the mesh that `build_mesh(strategy)` made.
+        compute: data type of the arithmetic; that of the parameters if None.
+        first_weights: what fills the parameters of a model on the meta device.
 
     Returns:
-        What reduces the gradients after backward, or None where there is nothing to reduce.
+        What reduces the gradients, or None where there is nothing to reduce.
 
     Raises:
-        StrategyError: a part of the strategy is not built yet.
+        StrategyError: a part of the strategy is not built yet, or the model does not allow it.
     """
     require_built(strategy)
     recompute.apply(model, strategy.recompute)
-    if strategy.dp.degree == 1:
-        return None
-    return data.apply(model, mesh, cast(data.Kind, strategy.dp.kind))
+    reducer = None
+    if strategy.fsdp.degree > 1:
+        kind = cast(sharded.Kind, strategy.fsdp.kind)
+        reducer = sharded.apply(model, mesh, kind, compute=compute)
+    if first_weights is not None:
+        model.to_empty(device=device_of(mesh))
+        _fill(model, first_weights)
+    if strategy.fsdp.degree == 1 and strategy.dp.degree > 1:
+        reducer = data.apply(model, mesh, cast(data.Kind, strategy.dp.kind))
+    return reducer
+
+
+def layout(
+    model: nn.Module,
+    strategy: Strategy,
+    *,
+    compute: torch.dtype | None = None,
+    accumulation: int = 1,
+) -> Holding:
+    """Return what one rank holds of the trained state of a model that is not split yet.
+
+    Args:
+        model: any module, on any device, meta too.
+        strategy: how it is to be split.
+        compute: data type of the arithmetic; that of the parameters if None.
+        accumulation: microbatches a step.
+    """
+    if strategy.fsdp.degree > 1:
+        kind = cast(sharded.Kind, strategy.fsdp.kind)
+        groups = sharded.groups_of(model, compute)
+        return sharded.layout(groups, strategy.fsdp.degree, kind, accumulation)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    return data.layout(_trained_sizes(model), frozen)
+
+
+def traffic(
+    model: nn.Module,
+    strategy: Strategy,
+    *,
+    compute: torch.dtype | None = None,
+    accumulation: int = 1,
+) -> list[Entry]:
+    """Return what one rank sends in one step; the arguments are those of `layout`."""
+    if strategy.fsdp.degree > 1:
+        return sharded.traffic(
+            sharded.groups_of(model, compute),
+            strategy.fsdp.degree,
+            cast(sharded.Kind, strategy.fsdp.kind),
+            num_copies=strategy.dp.degree,
+            accumulation=accumulation,
+        )
+    kind = cast(data.Kind, strategy.dp.kind)
+    return data.traffic(_trained_sizes(model), strategy.dp.degree, kind)
+
+
+def _trained_sizes(model: nn.Module) -> list[int]:
+    return [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
+
+
+def part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's part of a parameter, without gradient, and where it begins in the whole.
+
+    A part may be empty: rows that are fewer than ranks leave some ranks without.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), tuple(offset)
+
+
+def _fill(model: nn.Module, first_weights: FirstWeights) -> None:
+    for name, parameter in model.named_parameters():
+        part, offset = part_of(parameter)
+        if part.numel():
+            first_weights(part, name, tuple(parameter.shape), offset)

@@ -30,27 +30,28 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.comm.primitives import Pending, all_reduce, all_reduce_start, broadcast
+from phalanx.mesh import device_of
+from phalanx.parallel.holding import Holding
 
 Kind = Literal["naive", "bucketed"]
 
 BUCKET_BYTES = 25 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Holding:
-    """Bytes of the trained state that one rank holds for P bytes of parameters."""
-
-    parameter_bytes: int
-    gradient_bytes: int
-
-
-def layout(parameter_sizes: Sequence[int]) -> Holding:
-    """Return what each rank holds: the whole of parameters and gradients, whatever N is.
+def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> Holding:
+    """Return what each rank holds: the whole of everything, whatever N is.
 
     Args:
-        parameter_sizes: bytes of each trained parameter's share on this rank.
+        parameter_sizes: bytes of each trained parameter.
+        frozen_bytes: of all parameters that are not trained.
     """
-    return Holding(parameter_bytes=sum(parameter_sizes), gradient_bytes=sum(parameter_sizes))
+    trained = sum(parameter_sizes)
+    return Holding(
+        parameter_bytes=trained + frozen_bytes,
+        gathered_bytes=0,
+        gradient_bytes=trained,
+        optimizer_bytes=2 * trained,
+    )
 
 
 def traffic(parameter_sizes: Sequence[int], num_ranks: int, kind: Kind) -> list[Entry]:
@@ -111,9 +112,12 @@ class GradientReducer:
     Call `before_backward` before each backward and `finish` after the last.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], mesh: DeviceMesh, axes: Sequence[str] = ("dp",)
+    ) -> None:
         self.parameters = parameters
         self.mesh = mesh
+        self.axes = axes
 
     def before_backward(self, *, is_last: bool) -> None:
         """Say that a backward follows, and whether it is the last of this global batch."""
@@ -122,13 +126,17 @@ class GradientReducer:
         """Return when every gradient is the sum over dp; None where no rank used the parameter."""
         raise NotImplementedError
 
-    def agree(self) -> list[bool]:
-        """Return for each parameter whether any rank of dp has a gradient for it."""
-        used = [parameter.grad is not None for parameter in self.parameters]
+    def agree(self, used: list[bool]) -> list[bool]:
+        """Return for each parameter whether any rank used it, from whether this one did."""
         if not used:
             return used
-        flags = torch.tensor(used, dtype=torch.uint8, device=_local(self.parameters[0]).device)
-        return all_reduce(flags, self.mesh, "dp", "max").bool().tolist()
+        flags = torch.tensor(used, dtype=torch.uint8, device=device_of(self.mesh))
+        for axis in self.axes:
+            all_reduce(flags, self.mesh, axis, "max")
+        return flags.bool().tolist()
+
+    def _has_gradient(self) -> list[bool]:
+        return [parameter.grad is not None for parameter in self.parameters]
 
 
 class NaiveReducer(GradientReducer):
@@ -137,7 +145,7 @@ class NaiveReducer(GradientReducer):
     def finish(self, phase: Phase = no_phase) -> None:
         """Reduce every gradient."""
         with phase("agree"):
-            is_used = self.agree()
+            is_used = self.agree(self._has_gradient())
         with phase("reduce"):
             for parameter in itertools.compress(self.parameters, is_used):
                 if parameter.grad is None:
@@ -228,16 +236,16 @@ class BucketedReducer(GradientReducer):
                 bucket.num_missing = 0
             self._start_full_buckets()
         with phase("agree"):
-            is_used = dict(zip(self.parameters, self.agree(), strict=True))
+            is_used = self.agree(self._has_gradient())
         with phase("reduce"):
             for bucket in self._buckets:
                 if bucket.pending is not None:
                     bucket.pending.wait()
                     bucket.pending = None
         self._num_started = 0
-        for member, (_, view) in self._place.items():
-            if is_used[member] and member.grad is None:
-                member.grad = _like(member, view)
+        for member in itertools.compress(self.parameters, is_used):
+            if member.grad is None:
+                member.grad = _like(member, self._place[member][1])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,13 @@ class Holding:
     """Bytes that one rank holds while it computes the gradients of a step.
 
     Attributes:
-        parameter_bytes: parameters: this rank's part, and the whole copies that it gathers.
+        parameter_bytes: this rank's part of the parameters.
+        gathered_bytes: parameters gathered from other ranks, at most at one time.
         gradient_bytes: gradients, from the first backward to the update of the weights.
         optimizer_bytes: the two moments of AdamW.
     """
 
     parameter_bytes: int
+    gathered_bytes: int
     gradient_bytes: int
     optimizer_bytes: int

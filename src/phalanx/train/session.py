@@ -14,6 +14,7 @@ from phalanx.data.order import Order
 from phalanx.data.samples import Samples
 from phalanx.mesh import build_mesh, data_coordinate, device_of
 from phalanx.models.decoder import Decoder
+from phalanx.models.initial import fill_initial
 from phalanx.parallel.compose import parallelize
 from phalanx.train.job import Job, manifest_of
 from phalanx.train.objective import NextToken
@@ -77,12 +78,19 @@ def open_session(job: Job) -> Session:
     mesh = build_mesh(job.strategy, job.device)
     device = device_of(mesh)
     precision = resolve(config.precision, job.device)
-    model = Decoder(job.shape).to(dtype=precision.master)
-    model.initialize(config.seed)
-    model.to(device)
+    with torch.device("meta"):
+        model = Decoder(job.shape).to(dtype=precision.master)
     model.compute_dtype = precision.compute
     model.train()
-    reducer = parallelize(model, job.strategy, mesh)
+    reducer = parallelize(
+        model,
+        job.strategy,
+        mesh,
+        compute=precision.compute,
+        first_weights=lambda part, name, whole, offset: fill_initial(
+            part, job.shape, name, config.seed, whole=whole, offset=offset
+        ),
+    )
     trainer = Trainer(
         model,
         build_optimizer(model, config.optimizer),

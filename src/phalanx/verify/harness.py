@@ -102,5 +102,8 @@ def _compare_with(folder: str, step: int, record: StepRecord) -> list[Difference
 
 def _unequal(reports: list[RankReport]) -> list[str]:
     """Name the weights whose bits differ between ranks that hold the same part."""
-    first = reports[0].weights
-    return [name for name in first if any(r.weights[name] != first[name] for r in reports)]
+    bits: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+    for report in reports:
+        for part, digest in report.weights.items():
+            bits.setdefault(part, set()).add(digest)
+    return [name for (name, _), digests in bits.items() if len(digests) > 1]

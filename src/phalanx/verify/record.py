@@ -18,7 +18,7 @@ from phalanx.comm.ledger import Entry, Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.mesh import build_mesh, data_coordinate, device_of
-from phalanx.parallel.compose import parallelize
+from phalanx.parallel.compose import parallelize, part_of
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
@@ -63,12 +63,13 @@ class RankReport:
 
     Attributes:
         visited: what the visitor returned for each step; empty but on rank 0.
-        weights: a hash of each weight that the rank holds.
+        weights: a hash of each part of a weight that the rank holds, by its name and by where it
+            begins in the whole.
         entries: what it sent in the last step.
     """
 
     visited: list[Any]
-    weights: dict[str, str]
+    weights: dict[tuple[str, tuple[int, ...]], str]
     entries: list[Entry]
 
 
@@ -85,6 +86,7 @@ def run_case(case: Case, strategy_text: str, visit: Callable[[int, StepRecord], 
     dtype: torch.dtype = getattr(torch, case.dtype)
     model = case.build().to(device_of(mesh), dtype)
     model.train()
+    reducer = parallelize(model, strategy, mesh)  # before the optimizer takes the parameters
     trainer = Trainer(
         model,
         build_optimizer(model, case.optimizer),
@@ -92,7 +94,7 @@ def run_case(case: Case, strategy_text: str, visit: Callable[[int, StepRecord], 
         case.optimizer,
         mesh=mesh,
         num_steps=len(case.batches),
-        reducer=parallelize(model, strategy, mesh),
+        reducer=reducer,
     )
     place, size = data_coordinate(mesh)
     report = RankReport([], {}, [])
@@ -112,7 +114,10 @@ def run_case(case: Case, strategy_text: str, visit: Callable[[int, StepRecord], 
         if dist.get_rank() == 0:
             record = StepRecord(result.loss, result.grad_norm, gradients, weights)
             report.visited.append(visit(step, record))
-    hashes = {name: _hash(parameter) for name, parameter in model.named_parameters()}
+    hashes: dict[tuple[str, tuple[int, ...]], str] = {}
+    for name, parameter in model.named_parameters():
+        part, offset = part_of(parameter)
+        hashes[name, offset] = _hash(part)
     return dataclasses.replace(report, weights=hashes)
 
 
@@ -204,8 +209,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole.cpu().clone()
 
 
-def _hash(tensor: torch.Tensor) -> str:
-    """Hash the bits of this rank's part."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    data = local.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _hash(part: torch.Tensor) -> str:
+    data = part.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
