@@ -4,15 +4,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.decoder import Decoder
+from phalanx.models.random import row_keys
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
-from phalanx.planner.model_shape import attention_pairs, num_parameters, step_flops
+from phalanx.parallel import recompute
+from phalanx.planner.model_shape import KEEP_ALL, attention_pairs, num_parameters, step_flops
+from phalanx.strategy import Recompute, Strategy
 
 BASE = ModelShape(
     vocab_size=96,
@@ -36,14 +38,24 @@ SHAPES = {
 }
 
 
-def counted_by_torch(shape: ModelShape, num_sequences: int, seq_len: int) -> int:
+POLICIES = {
+    text: Strategy.parse(f"recompute:{text}").recompute
+    for text in ("none", "full", "every/2", "every/3", "sqrt", "selective")
+}
+
+
+def counted_by_torch(
+    shape: ModelShape, num_sequences: int, seq_len: int, policy: Recompute = KEEP_ALL
+) -> int:
     decoder = Decoder(shape)
     decoder.initialize(0)
+    recompute.apply(decoder, policy)
+    keys_B = row_keys(0, 0, torch.arange(num_sequences))
     tokens_BT = torch.arange(num_sequences * seq_len).view(num_sequences, seq_len) % 90
     labels_BT = tokens_BT.roll(-1, dims=1)
     # The fused kernel of the CPU is unknown to the counter; plain products are counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        decoder(tokens_BT, labels_BT).backward()
+        decoder(tokens_BT, labels_BT, dropout_keys_B=keys_B).backward()
     return counter.get_total_flops()
 
 
@@ -65,18 +77,16 @@ def test_forward_alone_equals_what_torch_counts() -> None:
     assert step_flops(BASE, 16, 2, "full").forward == counter.get_total_flops()
 
 
-def test_recomputed_block_costs_its_forward_once_more() -> None:
-    block = Decoder(BASE).blocks[0]
-    for parameter in block.parameters():
-        nn.init.normal_(parameter)
-    with (
-        torch.no_grad(),
-        sdpa_kernel(SDPBackend.MATH),
-        FlopCounterMode(display=False) as counter,
-    ):
-        block(torch.zeros(2, 16, BASE.hidden))
-    one_block = counter.get_total_flops()
-    assert step_flops(BASE, 16, 2, "full", num_recomputed_blocks=2).recompute == 2 * one_block
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["grouped queries", "gpt2"])
+def test_recomputed_flops_equal_those_that_torch_counts(
+    name: str, dropout: float, policy: str
+) -> None:
+    shape = replace(SHAPES[name], num_layers=5, dropout=dropout)
+    flops = step_flops(shape, 24, 3, "full", POLICIES[policy])
+    assert flops.hardware == counted_by_torch(shape, 3, 24, POLICIES[policy])
+    assert (flops.recompute > 0) == (policy not in ("none", "selective"))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -119,38 +129,22 @@ def test_causal_pairs_are_the_triangle_with_its_diagonal(seq_len: int) -> None:
 @given(
     seq_len=st.integers(1, 4096),
     num_sequences=st.integers(1, 64),
-    blocks=st.integers(0, 2),
+    policy=st.sampled_from(["none", "full", "every/2", "sqrt", "selective"]),
 )
-def test_flops_are_linear_in_sequences_and_recompute(
-    seq_len: int, num_sequences: int, blocks: int
-) -> None:
-    one = step_flops(BASE, seq_len, 1, num_recomputed_blocks=blocks)
-    many = step_flops(BASE, seq_len, num_sequences, num_recomputed_blocks=blocks)
+def test_flops_are_linear_in_sequences(seq_len: int, num_sequences: int, policy: str) -> None:
+    one = step_flops(BASE, seq_len, 1, recompute=POLICIES[policy])
+    many = step_flops(BASE, seq_len, num_sequences, recompute=POLICIES[policy])
     assert many.hardware == num_sequences * one.hardware
     assert many.model == 3 * many.forward
     assert many.hardware == many.model + many.recompute
 
 
-def test_selective_recompute_runs_only_attention_again() -> None:
-    flops = step_flops(BASE, 64, 2, num_recomputed_attentions=BASE.num_layers)
-    assert flops.recompute == flops.attention_forward > 0
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"seq_len": 0, "num_sequences": 1},
-        {"seq_len": 8, "num_sequences": -1},
-        {"seq_len": 8, "num_sequences": 1, "num_recomputed_blocks": 3},
-        {"seq_len": 8, "num_sequences": 1, "num_recomputed_attentions": -1},
-        {
-            "seq_len": 8,
-            "num_sequences": 1,
-            "num_recomputed_blocks": 1,
-            "num_recomputed_attentions": 2,
-        },
-    ],
-)
-def test_impossible_counts_are_refused(settings: dict[str, int]) -> None:
+@pytest.mark.parametrize(("seq_len", "num_sequences"), [(0, 1), (8, -1)])
+def test_impossible_sizes_are_refused(seq_len: int, num_sequences: int) -> None:
     with pytest.raises(ConfigError):
-        step_flops(BASE, **settings)
+        step_flops(BASE, seq_len, num_sequences)
+
+
+def test_a_segment_longer_than_the_model_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"the model has 2 blocks; the nearest is .*every/2$"):
+        step_flops(BASE, 8, 1, recompute=POLICIES["every/3"])

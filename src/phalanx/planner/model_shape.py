@@ -16,17 +16,25 @@
 - Model FLOPs = forward + backward: what the mathematics asks for. Hardware FLOPs add what is
   recomputed in backward instead of kept (Megatron, arXiv 2104.04473, section 5.1 and appendix).
   The scores that a fused attention kernel recomputes inside its own backward are in neither.
+- A segment of blocks that is recomputed is run again up to the last tensor that its backward
+  needs. That is the input of its last product, the one that leaves the MLP: this product is not
+  run again, and not counted. With dropout it is, since the mask drawn after it is needed.
+  Selective recomputation keeps the results of all products and adds nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
+from phalanx.strategy import Recompute
 
 Attention = Literal["causal", "full"]
+
+KEEP_ALL: Final = Recompute()
+"""Nothing is recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +125,7 @@ def step_flops(
     seq_len: int,
     num_sequences: int,
     attention: Attention = "causal",
-    *,
-    num_recomputed_blocks: int = 0,
-    num_recomputed_attentions: int = 0,
+    recompute: Recompute = KEEP_ALL,
 ) -> Flops:
     """Count the FLOPs of one training step over the whole batch.
 
@@ -128,26 +134,16 @@ def step_flops(
         seq_len: tokens in one sequence, T.
         num_sequences: sequences in one step over all devices; seq_len x num_sequences = tokens.
         attention: which pairs of positions count, see [Note: How FLOPs are counted].
-        num_recomputed_blocks: blocks whose whole forward is run again in backward.
-        num_recomputed_attentions: further blocks that run only the products of attention again
-            (selective recompute, arXiv 2205.05198, section 5).
+        recompute: which blocks are run again in backward.
 
     Raises:
-        ConfigError: a size below 1, or more blocks recomputed than there are.
+        ConfigError: a size below 1.
+        StrategyError: segments of more blocks than there are.
     """
     if seq_len < 1 or num_sequences < 0:
         raise ConfigError(
             f"FLOPs of a step: seq_len is {seq_len} and num_sequences {num_sequences}; they must "
             "be at least 1 and 0"
-        )
-    num_recomputed = num_recomputed_blocks + num_recomputed_attentions
-    if min(num_recomputed_blocks, num_recomputed_attentions) < 0 or (
-        num_recomputed > shape.num_layers
-    ):
-        raise ConfigError(
-            f"FLOPs of a step: {num_recomputed_blocks} recomputed blocks and "
-            f"{num_recomputed_attentions} recomputed attentions; the model has {shape.num_layers} "
-            "blocks and each is recomputed at most once"
         )
     num_tokens = seq_len * num_sequences
     num_pairs = num_sequences * attention_pairs(seq_len, attention)
@@ -156,11 +152,17 @@ def step_flops(
 
     block_linear = 2 * block_weights * num_tokens
     block_attention = 4 * num_pairs * shape.num_heads * shape.head_dim
+    segment_size = recompute.segment_size(shape.num_layers)
+    recomputed = 0
+    if segment_size is not None:
+        recomputed = shape.num_layers * (block_linear + block_attention)
+        if shape.dropout == 0.0:
+            num_segments = -(-shape.num_layers // segment_size)
+            recomputed -= num_segments * 2 * shape.ffn * shape.hidden * num_tokens
     return Flops(
         linear_forward=shape.num_layers * block_linear + 2 * output_weights * num_tokens,
         attention_forward=shape.num_layers * block_attention,
-        recompute=num_recomputed_blocks * (block_linear + block_attention)
-        + num_recomputed_attentions * block_attention,
+        recompute=recomputed,
     )
 
 

@@ -117,8 +117,8 @@ class Observer:
         if time_s is None:
             time_s = statistics.median(times.wall_s for times in self.measured())
         return Utilization(
-            causal=step_flops(*sizes, "causal"),
-            full=step_flops(*sizes, "full"),
+            causal=step_flops(*sizes, "causal", job.strategy.recompute),
+            full=step_flops(*sizes, "full", job.strategy.recompute),
             time_s=time_s,
             num_devices=job.strategy.num_ranks,
             peak=peak_of(device_name(self.session.device), self._arithmetic)
