@@ -1,7 +1,7 @@
 """Read a collective from the dispatcher: which it is, on which group, with which tensors.
 
 Every collective of torch.distributed passes the dispatcher as an op of the namespaces `c10d` or
-`_c10d_functional`, and those of comm.exchange as one of `phalanx`. A dispatch mode that hands each
+`_c10d_functional`, and those of comm.exchange as one of `phalanx_comm`. A dispatch mode that hands each
 op to `read_call` so sees our own calls and those of FSDP2, DistributedDataParallel, DTensor and the
 pipeline runtime alike.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_NAMESPACES = ("c10d", "_c10d_functional", "phalanx")
+_NAMESPACES = ("c10d", "_c10d_functional", "phalanx_comm")
 
 _KIND = {
     "allreduce_": "all_reduce",

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-_LIBRARY = torch.library.Library("phalanx", "FRAGMENT")
+_LIBRARY = torch.library.Library("phalanx_comm", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) output, Tensor input, str group_name) -> ()")
 _LIBRARY.define("reduce_scatter(Tensor(a!) output, Tensor input, str group_name) -> ()")
 
@@ -31,7 +31,7 @@ def all_gather(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGrou
         part: one-dimensional and contiguous, as long on every rank.
         group: a gloo group.
     """
-    torch.ops.phalanx.all_gather(output, part, group.group_name)
+    torch.ops.phalanx_comm.all_gather(output, part, group.group_name)
 
 
 def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -42,7 +42,7 @@ def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.Proces
         whole: one-dimensional and contiguous, as long on every rank.
         group: a gloo group.
     """
-    torch.ops.phalanx.reduce_scatter(output, whole, group.group_name)
+    torch.ops.phalanx_comm.reduce_scatter(output, whole, group.group_name)
 
 
 def _all_gather(output: torch.Tensor, part: torch.Tensor, group_name: str) -> None:

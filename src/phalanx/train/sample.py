@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from tokenizers import Tokenizer
 
+from phalanx.comm.primitives import share
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import key, uniform
 
@@ -23,10 +24,11 @@ def write_text(
     """Return `prompt` as the model goes on with it.
 
     Each token is computed from the whole text before it: fine for a sample of a small model, and
-    what any faster way must agree with.
+    what any faster way must agree with. Every rank of the job calls this together, since the
+    weights may be spread over them; rank 0 draws, so that all go on alike.
 
     Args:
-        model: a decoder with all its weights on this rank.
+        model: a decoder.
         tokenizer: of the tokens it was trained on.
         prompt: how the text begins.
         first_id: token that opens a document.
@@ -42,7 +44,7 @@ def write_text(
         logits_V = model(window)[0, -1].double()[: tokenizer.get_vocab_size()]
         weights_V = torch.softmax(logits_V / temperature, dim=-1).cumsum(0)
         draw = uniform(key(seed, "sample"), torch.tensor([place], device=device))
-        chosen = int(torch.searchsorted(weights_V, draw * weights_V[-1]))
+        chosen = share(int(torch.searchsorted(weights_V, draw * weights_V[-1])))
         if chosen == first_id:
             break
         ids.append(chosen)

@@ -37,7 +37,7 @@ class Summary:
         utilization: of the median step.
         tokens_per_s: of the median step, over all ranks.
         speed_up: over one process with all cores (or one GPU) for the same global batch; None with
-            one rank.
+            one rank, and where no rank holds the whole model.
         loss: training loss of the last step, in nats a token.
         bits_per_byte: validation, first and last measurement; None without validation text.
         sent: what one rank sends in one step, as the ledger counted it.
@@ -108,7 +108,7 @@ def summarize_run(observer: Observer) -> Summary:
     session, job = observer.session, observer.session.job
     times = observer.measured()
     speed_up = None
-    if times and job.strategy.num_ranks > 1:
+    if times and job.strategy.num_ranks > 1 and job.strategy.fsdp.degree == 1:
         step_s = statistics.median(t.wall_s for t in times)
         speed_up = _time_alone_s(observer) / step_s
     scores = [evaluation.bits_per_byte for _, evaluation in observer.evaluations]
@@ -126,7 +126,7 @@ def summarize_run(observer: Observer) -> Summary:
         loss=observer.last.loss if observer.last is not None else None,
         bits_per_byte=(scores[0], scores[-1]) if scores else None,
         sent=observer.entries,
-        sample=_sample(observer) if session.is_first else "",
+        sample=_sample(observer),
         paths=_paths(observer),
     )
     observer.note("summary", summary.as_dict())
