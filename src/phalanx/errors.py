@@ -8,6 +8,7 @@ PhalanxError                 any of the below; the command line prints it in one
 ├── DataError                a corpus, tokenizer or token file is missing, empty or unreadable
 ├── CheckpointError          a checkpoint is missing, incomplete or of another model
 └── TrainingError            training went wrong: a loss that is not finite
+    ├── CollectiveMismatch   ranks of a group call different collectives, or one does not come
     └── RankFailed           a process of the job ended; carries that rank's own traceback
 
 Each message says what is wrong, the actual value, what was expected, and the nearest legal value.
@@ -62,6 +63,21 @@ class TrainingError(PhalanxError):
     """Training went wrong in a way that going on would hide."""
 
     exit_code = 1
+
+
+class CollectiveMismatch(TrainingError):
+    """The ranks of a group call different collectives, or one of them does not come to a call.
+
+    Attributes:
+        speaker: global rank that found it first; the others, which raise the same error, may leave
+            the telling to it.
+    """
+
+    speaker: int = 0  # for one that was sent from another process as its message alone
+
+    def __init__(self, message: str, speaker: int) -> None:
+        super().__init__(message)
+        self.speaker = speaker
 
 
 class RankFailed(TrainingError):

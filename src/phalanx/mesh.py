@@ -7,6 +7,7 @@ innermost axis lies on the fastest link. A strategy of one rank has the axis `dp
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from phalanx.strategy import Strategy, check_ranks
 
 DATA_AXES = ("dp", "fsdp")
 """The axes whose coordinates hold different samples."""
+
+WRITER_TIMEOUT_S = 3600.0
+"""Longest wait for the disk of another rank, in seconds; a rank that is gone is noticed at once."""
 
 
 def join(
@@ -45,6 +49,18 @@ def join(
     )
 
 
+def job_store() -> dist.Store:
+    """Return the store the ranks of the job met at, over a connection of the caller's own.
+
+    Each client of a store serves one call at a time, so that a wait on the job's own would hold up
+    whoever else needs it.
+    """
+    # Private, and the only way to the store; `clone` has no type. tests/comm/test_fingerprint.py
+    # pins both.
+    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    return store.clone()
+
+
 def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
     """Lay the ranks of the job out as `strategy` names them.
 
@@ -58,6 +74,20 @@ def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
     check_ranks(strategy, dist.get_world_size())
     axes = {name: axis.degree for name, axis in strategy.axes() if axis.degree > 1} or {"dp": 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def writer_group() -> dist.ProcessGroup:
+    """Make a group of all ranks for the thread that writes checkpoints; every rank calls this.
+
+    Its collectives run beside those of the training, which must not meet them.
+    """
+    group = dist.new_group(
+        backend="gloo",
+        timeout=timedelta(seconds=WRITER_TIMEOUT_S),
+        group_desc="checkpoint writer",
+    )
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    return group
 
 
 def data_coordinate(mesh: DeviceMesh) -> tuple[int, int]:
