@@ -15,6 +15,7 @@ from torch import nn
 
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.saver import Saver
 from phalanx.config import OptimizerConfig
 from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
@@ -54,7 +55,8 @@ def save_after(run: Path, num_steps: int, limit_bytes: int | None = None) -> Non
     if limit_bytes is not None and dist.get_rank() == 0:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    state.save(run, model, optimizer, about(num_steps))
+    with Saver(run) as saver:
+        saver.begin(model, optimizer, about(num_steps))
 
 
 def words_of_save(run: Path, num_steps: int, limit_bytes: int | None = None) -> str:
@@ -126,7 +128,8 @@ def skipped_steps_alone(run: Path) -> tuple[bool, bool]:
     """Save after a step that left gradients but was skipped; go on from there and without."""
     ours, optimizer = build()
     ours(torch.ones(1, 64)).sum().backward()
-    state.save(run, ours, optimizer, about(1))
+    with Saver(run) as saver:
+        saver.begin(ours, optimizer, about(1))
     loaded, loaded_optimizer = build()
     state.load(manifest.find(run), loaded, loaded_optimizer)
     expected, expected_optimizer = build()
@@ -173,7 +176,7 @@ def test_a_disk_that_is_full_at_the_manifest_fails_on_every_rank(tmp_path: Path)
 def test_a_folder_that_cannot_be_made_fails_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
     for words in run_ranks(words_of_save, 2, tmp_path, 1, threads=1, timeout_s=30):
-        assert words.startswith("cannot save") and "Error" in words
+        assert words.startswith("cannot save") and "File exists" in words
 
 
 @pytest.fixture
@@ -212,7 +215,7 @@ def edited(folder: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"format": 2}, "is of format 2; this version reads format 1"),
+        ({"format": 1}, "is of format 1; this version reads format 2"),
         ({"format": None}, "it has no 'format'"),
         ({"steps_done": "2"}, "steps_done is '2', expected a whole number"),
         ({"consumed": -1}, "consumed is -1"),

@@ -1,16 +1,19 @@
 """The manifest of a checkpoint: written last, so that a folder with a manifest is whole.
 
 <run>/checkpoints/step-00000200/         a checkpoint after 200 steps
-    manifest.json                        what it is a checkpoint of
+    manifest.json                        what it is a checkpoint of, and the checksum of each file
     *.distcp, .metadata                  the tensors (torch.distributed.checkpoint)
+<run>/checkpoints/step-00000300.partial/ one that is being written, or was when the run was killed
+<run>/checkpoints/step-00000100.removed/ one that is being removed, likewise
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,20 @@ from phalanx.models.shape import ModelShape
 
 NAME = "manifest.json"
 
-FORMAT = 1
+FORMAT = 2
 """What a reader must know; another number is refused."""
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
-"""Name of a checkpoint's folder; one that is still being written has another."""
+"""Name of a checkpoint's folder; one that is still being written, or being removed, has another."""
+
+PARTIAL = ".partial"
+"""What the name of a checkpoint ends with while it is written."""
+
+REMOVED = ".removed"
+"""What the name of a checkpoint ends with while it is removed."""
+
+Checksum = tuple[int, str]
+"""Size of a file in bytes, and its sha256 in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +51,9 @@ class Manifest:
         shape: the model's shape.
         stream: what fixes the order of the samples, by name.
         scaler: state of the scaler of the loss, or None if the precision needs none.
+        has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one
+            with weights alone can only begin a run.
+        files: checksum of each file but the manifest, by name.
         format: of the checkpoint.
     """
 
@@ -50,14 +65,17 @@ class Manifest:
     shape: dict[str, Any]
     stream: dict[str, Any]
     scaler: dict[str, Any] | None = None
+    has_optimizer: bool = True
+    files: dict[str, Checksum] = field(default_factory=dict[str, Checksum])
     format: int = FORMAT
 
     def check(self, shape: ModelShape, stream: dict[str, Any]) -> None:
-        """Refuse to go on with another model, or in another order of samples.
+        """Refuse to go on without an optimizer, with another model, or in another order of samples.
 
         Raises:
             CheckpointError: names the first thing that differs.
         """
+        self.check_optimizer()
         ours = {"shape": dataclasses.asdict(shape), "stream": stream}
         ours = json.loads(json.dumps(ours))  # as it was written: tuples become lists
         for what, words in (("shape", "model"), ("stream", "stream of samples")):
@@ -70,10 +88,33 @@ class Manifest:
                         "was made with"
                     )
 
+    def check_optimizer(self) -> None:
+        """Refuse to go on from weights alone.
+
+        Raises:
+            CheckpointError: there is no state of an optimizer.
+        """
+        if not self.has_optimizer:
+            raise CheckpointError(
+                "the checkpoint holds weights alone, without an optimizer's state, so no run can "
+                "be resumed from it; begin a run with its weights by --init"
+            )
+
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes the checkpoint in `folder` whole."""
-    (folder / NAME).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+    """Write the manifest, which makes the checkpoint in `folder` whole.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    values = dataclasses.asdict(manifest)
+    values["sha256"] = _sha256(values)
+    (folder / NAME).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _sha256(values: dict[str, Any]) -> str:
+    """Return the checksum of the manifest's own values, however they are laid out in the file."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def read(folder: Path) -> Manifest:
@@ -89,24 +130,38 @@ def read(folder: Path) -> Manifest:
                 f"{folder / NAME} is of format {values['format']!r}; this version reads format "
                 f"{FORMAT}"
             )
+        sha256 = values.pop("sha256")
         about = Manifest(**values)
+        problem = _problem(about)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no whole checkpoint: no {NAME}") from error
     except KeyError as error:
         raise CheckpointError(f"cannot read {folder / NAME}: it has no {error}") from error
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"cannot read {folder / NAME}: {error}") from error
+    if problem is None and _sha256(values) != sha256:
+        problem = "it is damaged: its sha256 is not that of what was written"
+    if problem is not None:
+        raise CheckpointError(f"cannot read {folder / NAME}: {problem}")
+    files = {name: (num_bytes, digest) for name, (num_bytes, digest) in about.files.items()}
+    return dataclasses.replace(about, files=files)  # tuples came back as lists
+
+
+def _problem(about: Manifest) -> str | None:
+    """Say which value is of another kind than it must be."""
     for name in ("steps_done", "num_steps", "consumed", "num_ranks"):
         value = getattr(about, name)
         if type(value) is not int or value < 0:
-            raise CheckpointError(
-                f"cannot read {folder / NAME}: {name} is {value!r}, expected a whole number of at "
-                "least 0"
-            )
-    for name in ("shape", "stream"):
+            return f"{name} is {value!r}, expected a whole number of at least 0"
+    for name in ("shape", "stream", "files"):
         if not isinstance(getattr(about, name), dict):
-            raise CheckpointError(f"cannot read {folder / NAME}: {name} is not an object")
-    return about
+            return f"{name} is not an object"
+    if type(about.has_optimizer) is not bool:
+        return f"has_optimizer is {about.has_optimizer!r}, expected true or false"
+    for name, entry in about.files.items():
+        if [type(value) for value in entry] != [int, str]:
+            return f"the entry of file {name} is {entry!r}, expected [bytes, sha256]"
+    return None
 
 
 def folder_of(run: Path, steps_done: int) -> Path:

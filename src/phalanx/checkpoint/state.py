@@ -1,54 +1,54 @@
-"""Write and read the tensors of a run: weights, optimizer state and torch's generators.
+"""What a checkpoint holds of a run, by name, and how it comes back: into any split, on any ranks.
 
-torch.distributed.checkpoint stores each tensor under its name with its global shape; names of
-optimizer state are those of the parameters, so nothing depends on the order in which the optimizer
-was built.
+    model.<name>                parameters and kept buffers, by the model's own names
+    optimizer.<name>.<key>      the optimizer's state of the parameter <name>, such as exp_avg
+    generators.<device>.<rank>  torch's generators of one rank
+
+Nothing is said of who held what: a tensor that was split (DTensor), or held whole by every rank, is
+one tensor under one name. A tie has the first of its names.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.agree import agree, agree_on_first
+from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.comm.primitives import share
 from phalanx.errors import CheckpointError
 
-T = TypeVar("T")
+Shapes = dict[str, tuple[int, ...]]
+"""Whole shape of each tensor of a checkpoint, by name."""
 
 
-def save(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Manifest) -> None:
-    """Save a checkpoint into the run folder; every rank calls this together.
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint holds, as this rank has it: the tensors themselves, not copies.
 
-    It is written beside its place and renamed when it is whole, the manifest last.
+    A parameter that no step has used yet has no state in the optimizer, and none here.
 
     Raises:
-        CheckpointError: on every rank, if one could not write, for want of space, say; older
-            checkpoints are untouched.
+        CheckpointError: the optimizer keeps what is no tensor, or for a parameter of another model.
     """
-    final = manifest.folder_of(run, about.steps_done)
-    partial = final.with_name(final.name + ".partial")
-    doing = f"cannot save {final} (older checkpoints stand)"
-    _on_first(lambda: _make_empty(partial), doing)
-    try:
-        # What any rank meets reaches all; it is no Exception, as torch wraps it.
-        dcp.save(_state(model, optimizer), checkpoint_id=partial)
-    except (Exception, CheckpointException) as error:
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"{doing}: {_root(error)}") from error
-    _on_first(lambda: _complete(partial, final, about), doing)
+    weights = weights_of(model)
+    state = {f"model.{name}": tensor for name, tensor in weights.items()}
+    for name, parameter in _trained(weights, optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"the optimizer's {key} of {name} is {value!r}; only tensors can be saved"
+                )
+            state[f"optimizer.{name}.{key}"] = value
+    state |= {f"generators.{name}": value for name, value in _generators(model).items()}
+    return state
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -59,33 +59,27 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     run's own draws do not use them.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a tensor has another shape.
+        CheckpointError: a file is missing or damaged, or it is of another model; then the weights
+            may be those of neither.
     """
     doing = f"cannot load {folder}"
-    settings = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-    num_ranks, names = _on_first(lambda: _contents(folder), doing)
-    state = _state(model, optimizer)
-    generators = state["generators"]
-    if num_ranks != dist.get_world_size() or any(
-        f"generators.{n}" not in names for n in generators
+    about, shapes = _open(folder, doing)
+    weights = weights_of(model)
+    agree(lambda: _check_fit(about, shapes, weights, _trained(weights, optimizer)), doing)
+    state = {f"model.{name}": tensor.detach() for name, tensor in weights.items()}
+    moments = _empty_moments(shapes, _trained(weights, optimizer), optimizer)
+    for name, values in moments.items():
+        state |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+    generators = _generators(model)
+    if about.num_ranks != dist.get_world_size() or any(
+        f"generators.{name}" not in shapes for name in generators
     ):
-        del state["generators"]
-    try:
-        dcp.load(state, checkpoint_id=folder)
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{doing}: {_root(error)}") from error
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)
-    for name, value in state.get("generators", {}).items():
+        generators = {}
+    state |= {f"generators.{name}": value for name, value in generators.items()}
+    _read(folder, state, doing)
+    for name, parameter in _trained(weights, optimizer).items():
+        optimizer.state[parameter] = moments.get(name, {})
+    for name, value in generators.items():
         (torch.cuda if name.startswith("cuda") else torch).set_rng_state(value)
 
 
@@ -93,28 +87,37 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     """Load the weights alone, into any split of the model; every rank calls this together.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a tensor has another shape.
+        CheckpointError: a file is missing or damaged, or it is of another model; then the weights
+            may be those of neither.
     """
     doing = f"cannot load the weights in {folder}"
-    _on_first(lambda: _contents(folder), doing)
-    try:
-        dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{doing}: {_root(error)}") from error
+    _, shapes = _open(folder, doing)
+    weights = weights_of(model)
+    agree(lambda: _check_weights(shapes, weights), doing)
+    _read(folder, {f"model.{name}": tensor.detach() for name, tensor in weights.items()}, doing)
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    is_fresh = not optimizer.state
-    if is_fresh:
-        # get_state_dict builds missing optimizer state by a step with zero gradients, unless there
-        # are gradients: those of a step that was skipped, which nobody needs.
-        optimizer.zero_grad(set_to_none=True)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    if is_fresh:
-        for values in optimizer.state.values():  # that step was none: its count goes back to 0
-            for value in values.values():
-                value.zero_()
-    return {"model": model_state, "optimizer": optimizer_state, "generators": _generators(model)}
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and kept buffers by name, a tie once.
+
+    It asks for the state_dict, before which FSDP2 puts back the parts of what it has gathered;
+    `named_parameters` alone may give the gathered copies.
+    """
+    names: dict[torch.Tensor, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, name)
+    return {name: tensor for tensor, name in names.items()}
+
+
+def _trained(
+    weights: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Return the parameters that the optimizer updates, of all its groups, by name."""
+    names = {tensor: name for name, tensor in weights.items()}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter not in names for parameter in trained):
+        raise CheckpointError("the optimizer updates a parameter that the model does not hold")
+    return {names[parameter]: parameter for parameter in trained}
 
 
 def _generators(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -126,64 +129,101 @@ def _generators(model: nn.Module) -> dict[str, torch.Tensor]:
     return states
 
 
-def _on_first(work: Callable[[], T], doing: str) -> T:
-    """Do file work on rank 0 alone; every rank returns its result, or raises its failure."""
-    outcome: tuple[T | None, str | None] = (None, None)
-    cause: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            outcome = (work(), None)
-        except Exception as error:  # the others wait to hear of it, whatever it is
-            outcome, cause = (None, _root(error)), error
-    result, failure = share(outcome)
-    if failure is not None:
-        raise CheckpointError(f"{doing}: {failure}") from cause
-    return result
+def _open(folder: Path, doing: str) -> tuple[Manifest, Shapes]:
+    """Verify the files, dealt out over the ranks; return what the checkpoint says that it holds."""
+    about = agree_on_first(lambda: manifest.read(folder), doing)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    agree(lambda: verify(folder, about, rank, num_ranks), doing)
+    return about, agree_on_first(lambda: _shapes(folder), doing)
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _shapes(folder: Path) -> Shapes:
+    tensors: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: tuple(tensor.size) for name, tensor in tensors.items()}
 
 
-def _complete(partial: Path, final: Path, about: Manifest) -> None:
-    """Write the manifest and give the folder its name."""
-    try:
-        manifest.write(partial, about)
-        _sync(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _sync_entry(final.parent)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+def _check_weights(shapes: Shapes, weights: dict[str, torch.Tensor]) -> None:
+    """Refuse the weights of another model.
+
+    Raises:
+        CheckpointError: names the first tensor that does not fit.
+    """
+    for name, tensor in weights.items():
+        stored = shapes.get(f"model.{name}")
+        if stored is None:
+            raise CheckpointError(f"it is of another model: it has no tensor {name}")
+        if stored != tuple(tensor.shape):
+            raise CheckpointError(
+                f"it is of another model: its {name} has the shape {list(stored)}, this model's "
+                f"{list(tensor.shape)}"
+            )
+    for stored_name in shapes:
+        room, _, name = stored_name.partition(".")
+        if room == "model" and name not in weights:
+            raise CheckpointError(f"it is of another model: this one has no tensor {name}")
 
 
-def _contents(folder: Path) -> tuple[int, set[str]]:
-    """Return how many ranks wrote the checkpoint, and the names of all that is in it."""
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    return manifest.read(folder).num_ranks, set(metadata.state_dict_metadata)
+def _check_fit(
+    about: Manifest,
+    shapes: Shapes,
+    weights: dict[str, torch.Tensor],
+    trained: dict[str, torch.Tensor],
+) -> None:
+    """Refuse weights alone, another model, and the state of parameters that are not trained here.
+
+    Raises:
+        CheckpointError: names the first tensor that does not fit.
+    """
+    about.check_optimizer()
+    _check_weights(shapes, weights)
+    for name, keys in _moment_keys(shapes).items():
+        if name not in trained:
+            raise CheckpointError(
+                f"it has optimizer state ({', '.join(keys)}) of {name}, which this run does not "
+                "train"
+            )
 
 
-def _root(error: BaseException) -> str:
-    """Return the first line that says what went wrong, below torch's wrapping."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    if isinstance(error, CheckpointError):
-        return str(error)
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _moment_keys(shapes: Shapes) -> dict[str, list[str]]:
+    """Return the names of the optimizer's state, by parameter."""
+    keys: dict[str, list[str]] = defaultdict(list)
+    for stored_name in shapes:
+        room, _, rest = stored_name.partition(".")
+        if room == "optimizer":
+            name, _, key = rest.rpartition(".")
+            keys[name].append(key)
+    return keys
 
 
-def _sync(folder: Path) -> None:
-    """Have the disk hold every file of the folder before it gets its name."""
-    for path in (*folder.iterdir(), folder):
-        _sync_entry(path)
+def _empty_moments(
+    shapes: Shapes, trained: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return room for the optimizer's state that the checkpoint has, split as the parameters are.
+
+    The count of steps, `step`, lies where torch.optim keeps it: beside the parameter for fused and
+    capturable optimizers, else on the CPU.
+    """
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    on_device = {
+        parameter: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, keys in _moment_keys(shapes).items():
+        parameter = trained[name]
+        moments[name] = {}
+        for key in keys:
+            if key == "step":
+                device = parameter.device if on_device[parameter] else "cpu"
+                value = torch.zeros((), dtype=torch.float32, device=device)
+            else:
+                value = torch.zeros_like(parameter, requires_grad=False)
+            moments[name][key] = value
+    return moments
 
 
-def _sync_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _read(folder: Path, state: dict[str, torch.Tensor], doing: str) -> None:
+    """Fill the tensors of `state` in place."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = dcp.FileSystemReader(folder)
+    agree(lambda: dcp.load(state, storage_reader=reader, planner=planner), doing)

@@ -151,6 +151,8 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     num_checkpoints = count_checkpoints(
         num_steps, config.save_every, steps_done=0 if start is None else start[1].steps_done
     )
+    if config.keep_checkpoints is not None:  # one more is there while the oldest still is
+        num_checkpoints = min(num_checkpoints, config.keep_checkpoints + 1)
     _check_space(out, num_checkpoints, checkpoint_bytes(shape, precision))
     return Job(
         config=config,
@@ -275,7 +277,8 @@ def _check_space(out: Path, num_checkpoints: int, one_bytes: int) -> None:
         raise ConfigError(
             f"the run's checkpoints ({num_checkpoints}, of {one_bytes / 2**30:.2f} GiB each) need "
             f"{num_checkpoints * one_bytes / 2**30:.2f} GiB, but {out} has "
-            f"{free_bytes / 2**30:.2f} GiB left; give another --out, make room, or save less often"
+            f"{free_bytes / 2**30:.2f} GiB left; give another --out, make room, save less often "
+            "(--save-every) or keep fewer (--keep-checkpoints)"
         )
 
 

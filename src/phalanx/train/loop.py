@@ -68,15 +68,17 @@ def train_rank(job: Job) -> Summary:
     """Train on this rank, with the others of the job."""
     config = job.config
     session = open_session(job)
-    with session.loader, Observer(session, Console()) as observer:
+    with session.loader, session.saver, Observer(session, Console()) as observer:
         observer.evaluation(evaluate(session))
         while (done := session.trainer.steps_done) < job.num_steps:
             is_last = done + 1 == job.num_steps
             observer.step()
+            session.saver.poll()
             if is_last or _is_due(done + 1, config.eval_every):
                 observer.evaluation(evaluate(session))
             if is_last or _is_due(done + 1, config.save_every):
-                session.save()
+                session.begin_save()
+        session.saver.finish()
         summary = summarize_run(observer)
     barrier()  # rank 0 writes for longer than the others; all return together
     return summary

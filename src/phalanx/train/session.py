@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.checkpoint import state
+from phalanx.checkpoint.saver import Saver
 from phalanx.data.loader import Loader, stream_length
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
@@ -36,6 +37,7 @@ class Session:
         trainer: takes the steps.
         loader: gives the microbatches.
         validation: samples kept aside.
+        saver: writes checkpoints while the run goes on.
     """
 
     job: Job
@@ -46,6 +48,7 @@ class Session:
     trainer: Trainer
     loader: Loader
     validation: Samples
+    saver: Saver
 
     @property
     def is_first(self) -> bool:
@@ -53,10 +56,19 @@ class Session:
         return dist.get_rank() == 0
 
     def save(self) -> None:
-        """Save a checkpoint; every rank calls this together.
+        """Save a checkpoint, and wait until it is published; every rank calls this together.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it, or the one before, could not be written.
+        """
+        self.begin_save()
+        self.saver.finish()
+
+    def begin_save(self) -> None:
+        """Begin to save a checkpoint while the run goes on; every rank calls this together.
+
+        Raises:
+            CheckpointError: the one before could not be written.
         """
         scaler = self.trainer.scaler
         about = manifest_of(
@@ -65,7 +77,7 @@ class Session:
             self.loader.consumed,
             scaler=None if scaler is None else scaler.state_dict(),
         )
-        state.save(self.job.out, self.model, self.trainer.optimizer, about)
+        self.saver.begin(self.model, self.trainer.optimizer, about)
 
 
 def open_session(job: Job) -> Session:
@@ -113,7 +125,15 @@ def open_session(job: Job) -> Session:
         for block in model.blocks:
             block.compile()
     return Session(
-        job, mesh, device, precision, model, trainer, _loader(job, mesh, consumed), _validation(job)
+        job=job,
+        mesh=mesh,
+        device=device,
+        precision=precision,
+        model=model,
+        trainer=trainer,
+        loader=_loader(job, mesh, consumed),
+        validation=_validation(job),
+        saver=Saver(job.out, keep=config.keep_checkpoints),
     )
 
 

@@ -1,0 +1,163 @@
+"""The files of a checkpoint: hashed as they are written, verified before they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from phalanx.checkpoint import manifest
+from phalanx.checkpoint.manifest import Checksum, Manifest
+from phalanx.errors import CheckpointError
+
+
+class HashingFiles(FileSystem):
+    """The disk, for a `FileSystemWriter`; keeps the checksum of every file that is written.
+
+    What is hashed is what the program meant to write, so a fault on the way to the disk shows.
+
+    Attributes:
+        checksums: of the files written so far, by name.
+        failure: the first error of the disk; torch's own words for it do not say what it was.
+    """
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, Checksum] = {}
+        self.failure: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
+        """Open a file to be written from its beginning to its end."""
+        assert mode == "wb"
+        try:
+            with _HashingWriter(io.FileIO(path, mode)) as stream:
+                yield stream
+        except OSError as error:
+            if self.failure is None:
+                self.failure = OSError(error.errno, error.strerror, str(path))
+            raise
+        self.checksums[Path(path).name] = (stream.num_bytes, stream.sha256.hexdigest())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Give a file another name."""
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
+class _HashingWriter(io.BufferedWriter):
+    """A file that is hashed while it is written; hashing lets other threads run."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        super().__init__(raw)
+        self.sha256 = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, buffer: bytes | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.sha256.update(buffer)
+        self.num_bytes += len(buffer)
+        return super().write(buffer)
+
+    def seek(self, target: int, whence: int = 0, /) -> int:
+        raise io.UnsupportedOperation("what is hashed must be written in order")
+
+
+def checksum(path: Path) -> Checksum:
+    """Return the size of a file in bytes and its sha256, read from the disk."""
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
+    """Compare files of a checkpoint with their checksums.
+
+    Args:
+        folder: of the checkpoint.
+        about: its manifest.
+        turn: which share of the files to read, from 0.
+        num_turns: shares into which the files are dealt, of about the same bytes.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or changed; names it.
+    """
+    loads = [0] * num_turns
+    for name, (num_bytes, sha256) in sorted(about.files.items(), key=lambda item: -item[1][0]):
+        lightest = loads.index(min(loads))
+        loads[lightest] += num_bytes
+        if lightest != turn:
+            continue
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"its file {name} is missing")
+        if (actual := path.stat().st_size) != num_bytes:
+            raise CheckpointError(
+                f"its file {name} has {actual} bytes, but {num_bytes} were written"
+            )
+        if checksum(path)[1] != sha256:
+            raise CheckpointError(
+                f"its file {name} is damaged: its sha256 is not that of what was written"
+            )
+
+
+def make_partial(final: Path) -> Path:
+    """Make the empty folder in which the checkpoint `final` is written, and return it.
+
+    What killed runs left of other checkpoints is removed.
+
+    Raises:
+        CheckpointError: there is a whole checkpoint of that name.
+        OSError: the folder cannot be made.
+    """
+    if (final / manifest.NAME).exists():
+        raise CheckpointError("there is one of that name already")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for path in final.parent.iterdir():
+        if path.suffix in (manifest.PARTIAL, manifest.REMOVED):
+            shutil.rmtree(path)
+    partial = final.with_name(final.name + manifest.PARTIAL)
+    partial.mkdir()
+    return partial
+
+
+def publish(partial: Path, final: Path, about: Manifest) -> None:
+    """Write the manifest into `partial`, have the disk hold everything, and name it `final`.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be renamed.
+    """
+    manifest.write(partial, about)
+    _sync(partial / manifest.NAME)
+    _sync(partial)
+    if final.exists():  # without a manifest, or make_partial would have refused
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def remove_older(run: Path, keep: int) -> None:
+    """Remove the whole checkpoints of a run but the last `keep`.
+
+    Each loses its name before it loses a file, so that no folder ever looks whole that is not.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for folder in list(manifest.whole(run).values())[:-keep]:
+        removed = folder.with_name(folder.name + manifest.REMOVED)
+        folder.rename(removed)
+        (removed / manifest.NAME).unlink()
+        shutil.rmtree(removed)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold a file, or the entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
