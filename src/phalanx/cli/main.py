@@ -24,6 +24,7 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
         "verify": "prove that a strategy computes what one process computes",
         "bench": "measure this machine: matmul ceiling, MFU",
         "doctor": "show versions, devices and backends, and let two processes meet",
+        "convert": "turn Hugging Face weights into a checkpoint, or back",
     }
 )
 """The verbs that are built, each in phalanx.cli.<verb> with `run(argv) -> exit code`."""

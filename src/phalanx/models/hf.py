@@ -21,7 +21,17 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.hf_config import config_to_hf, family_of, shape_from_hf
 from phalanx.models.shape import ModelShape
 
-__all__ = ["Link", "config_to_hf", "from_hf", "locate", "shape_from_hf", "table", "to_hf"]
+__all__ = [
+    "Link",
+    "config_to_hf",
+    "from_hf",
+    "locate",
+    "shape_from_hf",
+    "sizes_of",
+    "table",
+    "tied_copies",
+    "to_hf",
+]
 
 _LLAMA_FIRST = {"embedding.weight": "model.embed_tokens.weight"}
 _LLAMA_LAST = {"norm.weight": "model.norm.weight"}
@@ -75,6 +85,10 @@ class Link:
         """Return their tensor, made of ours in the order of `ours`; a view where that is enough."""
         stacked = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
         return stacked.T if self.is_transposed else stacked
+
+    def join_sizes(self, sizes: Mapping[str, torch.Size]) -> torch.Size:
+        """Return the size of their tensor, from the sizes of ours by name."""
+        return self.join([torch.empty(sizes[name], device="meta") for name in self.ours]).shape
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return our tensors, views of theirs: the inverse of `join`."""
@@ -157,8 +171,7 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> dict[str, s
         )
     expected = sizes_of(shape)
     for link in links:
-        parts = [torch.empty(expected[name], device="meta") for name in link.ours]
-        wanted, actual = tuple(link.join(parts).shape), tuple(sizes[found[link.theirs]])
+        wanted, actual = tuple(link.join_sizes(expected)), tuple(sizes[found[link.theirs]])
         if actual != wanted:
             raise CheckpointError(
                 f"Hugging Face weights: '{found[link.theirs]}' is {actual}; the shape asks for "

@@ -1,0 +1,126 @@
+"""Whether a converted model computes what transformers computes from the other side's files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.convert import Weights
+from phalanx.errors import ConfigError
+from phalanx.models.decoder import Decoder
+
+TOLERANCE: Final = 1e-4
+"""Largest difference of two logits that passes, as a share of the largest logit: float32 leaves
+about 1e-6 a few layers deep; a weight in the wrong place, or a wrong constant, far more."""
+
+NUM_ROWS: Final = 2
+MAX_LENGTH: Final = 256
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How the logits of two models compare.
+
+    Attributes:
+        theirs: class of the model in transformers.
+        num_rows: rows of random tokens.
+        length: tokens in a row.
+        largest_difference: of two logits of the same place.
+        largest_logit: of transformers' model.
+    """
+
+    theirs: str
+    num_rows: int
+    length: int
+    largest_difference: float
+    largest_logit: float
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the difference passes; that of a logit that is no number does not."""
+        return self.largest_difference <= TOLERANCE * self.largest_logit
+
+    def __str__(self) -> str:
+        verdict = "agree" if self.is_within else "do NOT agree"
+        return (
+            f"the logits of {self.theirs} of transformers and of Phalanx's decoder {verdict} on "
+            f"{self.num_rows} x {self.length} random tokens in float32: they differ by at most "
+            f"{self.largest_difference:.1e}, the largest is {self.largest_logit:.2f}, and "
+            f"{TOLERANCE * self.largest_logit:.1e} passes"
+        )
+
+
+def require_transformers() -> None:
+    """Refuse to compare where transformers is not installed.
+
+    Raises:
+        ConfigError: says how to install it.
+    """
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            "--check needs the package transformers, which is not installed: "
+            "pip install 'phalanx-train[hf]', or leave --check out"
+        )
+
+
+def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> Agreement:
+    """Compare the logits of our decoder and of transformers' model on the same random tokens.
+
+    Both hold their weights in float32, rounded to `dtype` first, as the side that was written is;
+    so a difference is one of the conversion. Both models are in memory at the same time.
+
+    Args:
+        weights: of our side.
+        hugging_face: the folder of the other side.
+        dtype: of the tensors that were written.
+    """
+    shape = weights.shape
+    generator = torch.Generator().manual_seed(0)
+    length = min(MAX_LENGTH, shape.max_seq_len)
+    tokens_BT = torch.randint(shape.vocab_size, (NUM_ROWS, length), generator=generator)
+    with torch.no_grad():
+        theirs = _theirs(hugging_face, dtype)
+        expected_BTV: Tensor = theirs(tokens_BT).logits
+        actual_BTV = _ours(weights, dtype)(tokens_BT)
+        difference = (actual_BTV - expected_BTV).abs().max()
+    return Agreement(
+        theirs=type(theirs).__name__,
+        num_rows=NUM_ROWS,
+        length=length,
+        largest_difference=float(difference),
+        largest_logit=float(expected_BTV.abs().max()),
+    )
+
+
+def _ours(weights: Weights, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(weights.shape)
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights.read(name).to(dtype))
+    return model.eval()
+
+
+def _theirs(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+        if was_shown:
+            logging.enable_progress_bar()
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    return model.eval()

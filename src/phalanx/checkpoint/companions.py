@@ -1,0 +1,47 @@
+"""The files that go with the weights of a model, of which the tokenizer is the first."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+from phalanx.checkpoint import manifest
+
+TOKENIZER: Final = "tokenizer.json"
+
+COMPANIONS: Final = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What is copied from folder to folder; nothing of it is read."""
+
+
+def tokenizer_of(folder: Path) -> Path | None:
+    """Return the tokenizer.json of a checkpoint: in its own folder, or in that of its run."""
+    run = manifest.run_of(folder)
+    for place in (folder, *([] if run is None else [run])):
+        if (place / TOKENIZER).is_file():
+            return place / TOKENIZER
+    return None
+
+
+def copy_companions(source: Path, destination: Path) -> list[str]:
+    """Copy what goes with the weights in `source`; a run's checkpoint shares its run's tokenizer.
+
+    Returns:
+        The names of what was copied.
+    """
+    files = {name: source / name for name in COMPANIONS if (source / name).is_file()}
+    if (tokenizer := tokenizer_of(source)) is not None:
+        files[TOKENIZER] = tokenizer
+    for name, file in files.items():
+        shutil.copyfile(file, destination / name)
+    return sorted(files)

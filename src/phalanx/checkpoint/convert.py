@@ -1,0 +1,289 @@
+"""Convert weights: a Hugging Face folder to a checkpoint, and a checkpoint to such a folder.
+
+Both sides are read and written one tensor at a time, in the order of the table in models.hf, so
+that what is in memory is the tensor under way and those it is made of (GPT-2's c_attn holds three).
+The result is written beside its place and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint import files, hugging_face, manifest
+from phalanx.checkpoint.companions import copy_companions
+from phalanx.checkpoint.hugging_face import TensorFiles
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.place import check_free, published
+from phalanx.checkpoint.tensors import WeightReader, write_weights
+from phalanx.errors import CheckpointError, ConfigError, nearest
+from phalanx.models.hf import config_to_hf, locate, shape_from_hf, sizes_of, table, tied_copies
+from phalanx.models.hf_config import family_of
+from phalanx.models.shape import ModelShape
+
+Kind = Literal["hugging face", "phalanx"]
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, bytes done and bytes in all."""
+
+MAX_SHARD_BYTES: Final = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a decoder on disk.
+
+    Attributes:
+        folder: where they lie.
+        shape: of the decoder.
+        read: gives a weight, whole, by the name of its parameter.
+    """
+
+    folder: Path
+    shape: ModelShape
+    read: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion wrote.
+
+    Attributes:
+        source: the folder that was read: of a run, the checkpoint that was taken.
+        destination: the folder that was written.
+        kind: what the destination is.
+        family: the Hugging Face model type.
+        dtype: of the tensors on disk.
+        num_tensors: tensors in it.
+        num_bytes: their bytes.
+        companions: names of the files that were copied along.
+    """
+
+    source: Path
+    destination: Path
+    kind: Kind
+    family: str
+    dtype: torch.dtype
+    num_tensors: int
+    num_bytes: int
+    companions: list[str]
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Converted:
+    """Convert a Hugging Face folder to a checkpoint of weights alone, or the other way round.
+
+    Args:
+        source: a Hugging Face folder, a checkpoint, or a run, whose latest checkpoint is taken.
+        destination: a folder that is not there yet, or empty.
+        dtype: of the tensors to write.
+        max_shard_bytes: largest file of a Hugging Face folder, unless one tensor is larger.
+        progress: called before each tensor, and at the end.
+
+    Raises:
+        CheckpointError: the source is missing, damaged, incomplete or of an unknown kind; or the
+            destination cannot be written. Nothing of it is left then.
+        ConfigError: the source is of a model that the other side does not compute, or the
+            destination is not free.
+    """
+    kind = kind_of(source)
+    check_free(source, destination)
+    weights = open_hugging_face(source) if kind == "hugging face" else open_checkpoint(source)
+    family = family_of(weights.shape)
+    sizes = sizes_of(weights.shape)
+    num_bytes = dtype.itemsize * sum(size.numel() for size in sizes.values())
+    report = progress or _ignore_progress
+    done_bytes = 0
+
+    def read(name: str) -> Tensor:
+        nonlocal done_bytes
+        report("convert", done_bytes, num_bytes)
+        tensor = _cast(name, weights.read(name), dtype)
+        done_bytes += tensor.nbytes
+        return tensor
+
+    with published(destination, num_bytes) as partial:
+        companions = copy_companions(weights.folder, partial)
+        if kind == "hugging face":
+            checksums = write_weights(partial, sizes, dtype, read)
+            checksums |= {name: files.checksum(partial / name) for name in companions}
+            manifest.write(partial, _manifest(weights.shape, checksums))
+            num_tensors = len(sizes)
+        else:
+            num_tensors = _write_hugging_face(partial, weights.shape, dtype, read, max_shard_bytes)
+    report("convert", num_bytes, num_bytes)
+    return Converted(
+        source=weights.folder,
+        destination=destination,
+        kind="phalanx" if kind == "hugging face" else "hugging face",
+        family=family,
+        dtype=dtype,
+        num_tensors=num_tensors,
+        num_bytes=num_bytes,
+        companions=companions,
+    )
+
+
+def kind_of(source: Path) -> Kind:
+    """Return what a folder holds.
+
+    Raises:
+        CheckpointError: it is not there, is no folder, or is neither.
+    """
+    if not source.exists():
+        near = nearest(source.name, [path.name for path in _beside(source)])
+        raise CheckpointError(f"{source} does not exist{near}")
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is a file; expected the folder it is in: {source.parent}")
+    if (source / manifest.NAME).exists():
+        return "phalanx"
+    if hugging_face.is_hugging_face(source):
+        return "hugging face"
+    if (source / "checkpoints").is_dir():
+        return "phalanx"
+    raise CheckpointError(
+        f"{source} is neither a Hugging Face folder ({hugging_face.CONFIG} and *.safetensors) nor "
+        f"a checkpoint ({manifest.NAME}) nor a run (checkpoints/step-*)"
+    )
+
+
+def open_hugging_face(folder: Path) -> Weights:
+    """Open a Hugging Face folder, and check that each tensor is there and of the right size.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, damaged, left over or of another size.
+        ConfigError: its config.json describes a model that Decoder does not compute.
+    """
+    try:
+        shape = shape_from_hf(hugging_face.read_config(folder))
+    except ConfigError as error:
+        raise ConfigError(f"{folder / hugging_face.CONFIG}: {error}") from error
+    tensors = TensorFiles(folder)
+    try:
+        found = locate(tensors.sizes, shape)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    links = {name: link for link in table(shape) for name in link.ours}
+    embedding = found[links["embedding.weight"].theirs]
+    for name in tied_copies(tensors.sizes, shape):
+        if not torch.equal(tensors.read(name), tensors.read(embedding)):
+            raise CheckpointError(
+                f"{folder}: its config.json ties the output to the embedding, but '{name}' is not "
+                f"'{embedding}'; set tie_word_embeddings to false there to keep both"
+            )
+
+    def read(name: str) -> Tensor:
+        link = links[name]
+        return link.split(tensors.read(found[link.theirs]))[link.ours.index(name)]
+
+    return Weights(folder, shape, read)
+
+
+def open_checkpoint(path: Path) -> Weights:
+    """Open a checkpoint, or the latest whole one of a run, and verify its files.
+
+    Raises:
+        CheckpointError: there is none, a file is missing or damaged, or a weight is missing or of
+            another size.
+    """
+    folder = manifest.find(path)
+    about = manifest.read(folder)
+    try:
+        files.verify(folder, about)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot read {folder}: {error}") from error
+    shape = shape_of(about, folder)
+    weights = WeightReader(folder)
+    for name, size in sizes_of(shape).items():
+        if weights.sizes.get(name) != tuple(size):
+            raise CheckpointError(
+                f"{folder}: the weight '{name}' is {weights.sizes.get(name, 'missing')}; the shape "
+                f"in {manifest.NAME} asks for {tuple(size)}"
+            )
+    return Weights(folder, shape, weights.read)
+
+
+def shape_of(about: Manifest, folder: Path) -> ModelShape:
+    """Return the shape of the model that a checkpoint holds.
+
+    Raises:
+        CheckpointError: the manifest does not describe one.
+    """
+    values = dict(about.shape)
+    if isinstance(values.get("rope_scaling"), list):  # JSON knows no tuples
+        values["rope_scaling"] = tuple(values["rope_scaling"])
+    try:
+        return ModelShape(**values)
+    except (TypeError, ConfigError) as error:
+        raise CheckpointError(f"cannot read {folder / manifest.NAME}: {error}") from error
+
+
+def _write_hugging_face(
+    folder: Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+    max_shard_bytes: int,
+) -> int:
+    """Write a Hugging Face folder from weights by our names; return its tensors."""
+    links = {link.theirs: link for link in table(shape)}
+    sizes = sizes_of(shape)
+    hugging_face.write_folder(
+        folder,
+        config_to_hf(shape, str(dtype).removeprefix("torch.")),
+        {name: link.join_sizes(sizes) for name, link in links.items()},
+        dtype,
+        lambda name: links[name].join([read(part) for part in links[name].ours]),
+        max_shard_bytes,
+    )
+    return len(links)
+
+
+def _manifest(shape: ModelShape, checksums: dict[str, manifest.Checksum]) -> Manifest:
+    return Manifest(
+        steps_done=0,
+        num_steps=0,
+        consumed=0,
+        num_ranks=1,
+        strategy="dp1",
+        shape=dataclasses.asdict(shape),
+        stream={},
+        has_optimizer=False,
+        files=checksums,
+    )
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in another dtype.
+
+    Raises:
+        CheckpointError: float16 cannot hold a value.
+    """
+    out = tensor.to(dtype)
+    if dtype == torch.float16 and bool((out.isinf() & tensor.isfinite()).any()):
+        raise CheckpointError(
+            f"'{name}' has values up to {float(tensor.abs().max()):g}, but float16 ends at "
+            f"{torch.finfo(dtype).max:g}; use --dtype bfloat16 or float32"
+        )
+    return out
+
+
+def _beside(path: Path) -> list[Path]:
+    parent = path.resolve().parent
+    return list(parent.iterdir()) if parent.is_dir() else []
+
+
+def _ignore_progress(what: str, done_bytes: int, all_bytes: int) -> None:
+    """Stand in for a progress callback."""

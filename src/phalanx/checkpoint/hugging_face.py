@@ -1,0 +1,241 @@
+"""Hugging Face folders on disk: config.json and safetensors files, one tensor at a time.
+
+config.json
+model.safetensors                             or, in shards,
+model-00001-of-00003.safetensors ...
+model.safetensors.index.json                  which file each tensor is in
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phalanx.errors import CheckpointError
+
+CONFIG: Final = "config.json"
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""The types of weights that are read, as safetensors names them."""
+
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class TensorFiles:
+    """The tensors in the safetensors files of a folder.
+
+    A file is mapped into memory anew for each tensor, so that the pages of those before are freed.
+
+    Attributes:
+        sizes: size of each tensor by name.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or of another format, or a tensor is in two.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.sizes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        for file in _weight_files(folder):
+            with _open(file) as tensors:
+                for name in tensors.keys():
+                    self._add(name, file, tensors.get_slice(name))
+        for name, file in _index(folder).items():
+            if self._files.get(name) != folder / file:
+                raise CheckpointError(
+                    f"{folder / INDEX} says that '{name}' is in {file}, which does not hold it; "
+                    "is the folder whole?"
+                )
+
+    def _add(self, name: str, file: Path, entry: Any) -> None:
+        if entry.get_dtype() not in _DTYPES:
+            raise CheckpointError(
+                f"{file}: '{name}' is of type {entry.get_dtype()}; only {', '.join(_DTYPES)} are "
+                "read, not quantized weights"
+            )
+        if name in self._files:
+            raise CheckpointError(
+                f"'{name}' is both in {self._files[name].name} and in {file.name} of {file.parent}"
+            )
+        self.sizes[name] = tuple(entry.get_shape())
+        self._files[name] = file
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, in the dtype of the file."""
+        with _open(self._files[name]) as tensors:
+            return tensors.get_tensor(name)
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Return whether the folder looks like one that `save_pretrained` wrote."""
+    return (folder / CONFIG).is_file()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of the folder's config.json.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return _read_json(folder / CONFIG)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold weights, in the order of their names."""
+    if (folder / INDEX).exists():
+        files = [folder / name for name in sorted(set(_index(folder).values()))]
+        for file in files:
+            if not file.is_file():
+                raise CheckpointError(f"{folder / INDEX} names {file.name}, which is missing")
+        return files
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    old = sorted(file.name for file in folder.glob("*.bin"))
+    if old:
+        raise CheckpointError(
+            f"{folder} holds its weights as {old[0]}, a pickle, which can run any code when it is "
+            "read; expected safetensors, which "
+            "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)` of transformers "
+            "writes"
+        )
+    raise CheckpointError(
+        f"{folder} has a {CONFIG} but no weights; expected {WEIGHTS}, or {INDEX} and its shards"
+    )
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor as the index says; nothing without one."""
+    if not (folder / INDEX).exists():
+        return {}
+    files = _read_json(folder / INDEX).get("weight_map")
+    is_map = isinstance(files, dict) and all(
+        isinstance(file, str) and Path(file).name == file for file in files.values()
+    )
+    if not is_map:
+        raise CheckpointError(
+            f"{folder / INDEX} has no weight_map from the names of tensors to those of files beside"
+        )
+    return cast("dict[str, str]", files)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"cannot read {path}: it is no JSON object")
+    return cast("dict[str, Any]", content)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot read {file}: {error}; it is damaged or not whole, fetch it again"
+        ) from error
+
+
+def write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+    max_shard_bytes: int,
+) -> None:
+    """Write a folder that `from_pretrained` loads; each tensor is made just before it is written.
+
+    Args:
+        folder: an empty folder.
+        config: content of config.json.
+        sizes: size of each tensor by name, in the order to write them.
+        dtype: of all tensors on disk.
+        read: gives a tensor by name.
+        max_shard_bytes: largest file, unless one tensor is larger.
+
+    Raises:
+        OSError: a file cannot be written; what was written stays.
+    """
+    num_bytes = {name: dtype.itemsize * torch.Size(size).numel() for name, size in sizes.items()}
+    shards = _cut(num_bytes, max_shard_bytes)
+    files = [WEIGHTS]
+    if len(shards) > 1:
+        files = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(folder / file, {name: sizes[name] for name in names}, dtype, read)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(num_bytes.values())},
+            "weight_map": {
+                name: file for file, names in zip(files, shards, strict=True) for name in names
+            },
+        }
+        _write_json(folder / INDEX, index)
+    _write_json(folder / CONFIG, config)
+
+
+def _cut(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Cut the names, in their order, into shards of at most `max_bytes`, each of one at least."""
+    shards: list[list[str]] = [[]]
+    filled_bytes = 0
+    for name, size_bytes in num_bytes.items():
+        if shards[-1] and filled_bytes + size_bytes > max_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(name)
+        filled_bytes += size_bytes
+    return shards
+
+
+def _write_file(
+    path: Path,
+    sizes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+) -> None:
+    """Write one safetensors file as its tensors come; the library's writer wants all at once.
+
+    Eight bytes with the length of the header, the header (JSON, padded by blanks to a multiple of
+    eight), and the bytes of the tensors: https://github.com/huggingface/safetensors#format
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, size in sizes.items():
+        begin, end = end, end + dtype.itemsize * torch.Size(size).numel()
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(size),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in sizes:
+            tensor = read(name).to(dtype).contiguous()
+            file.write(memoryview(cast(Any, tensor.view(torch.uint8).numpy())))
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

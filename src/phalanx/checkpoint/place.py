@@ -1,0 +1,81 @@
+"""A new folder of files, written beside its place and renamed when it is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from phalanx.checkpoint.manifest import PARTIAL
+from phalanx.errors import CheckpointError, ConfigError
+
+
+def check_free(source: Path, destination: Path) -> None:
+    """Refuse a destination that holds something, or that lies in the source.
+
+    Raises:
+        ConfigError: says which, and what to give instead.
+    """
+    if destination.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(
+            f"{destination} lies in {source}, which is read; give a folder outside of it"
+        )
+    if destination.exists() and not destination.is_dir():
+        raise ConfigError(f"{destination} is a file; give the name of a new folder")
+    if destination.exists() and any(destination.iterdir()):
+        raise ConfigError(f"{destination} is not empty; give another folder, or remove it first")
+
+
+@contextmanager
+def published(destination: Path, num_bytes: int) -> Generator[Path]:
+    """Give a folder to write to, which becomes `destination` at the end, or goes if that fails.
+
+    Raises:
+        CheckpointError: the disk cannot take what is written.
+        ConfigError: there is something in the way.
+    """
+    final = destination.resolve()
+    partial = final.with_name(final.name + PARTIAL)
+    if partial.exists():
+        raise ConfigError(
+            f"{partial} is there: a conversion writes to it, or one was killed; remove it if none "
+            "is running"
+        )
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(destination, final.parent, num_bytes)
+        partial.mkdir()
+        try:
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
+            partial.rename(final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _sync(final.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {destination}, and nothing of it is left: "
+            f"{error.filename or partial}: {error.strerror}"
+        ) from error
+
+
+def _check_space(destination: Path, parent: Path, num_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < num_bytes:
+        raise CheckpointError(
+            f"{destination} needs {num_bytes / 2**30:.2f} GiB, but {parent} has "
+            f"{free_bytes / 2**30:.2f} GiB left; make room, or choose a folder on another disk"
+        )
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold a file, or the entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
