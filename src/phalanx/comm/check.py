@@ -1,0 +1,389 @@
+"""Compare each collective with those of the other ranks before it runs (`--debug-comm`).
+
+    rank 0  ──> store: group, number, fingerprint ──┐  all there:     alike    run the collective
+    rank 1  ──> store: group, number, fingerprint ──┤                 unlike   the same error on all
+    rank 2  ──> not there ──────────────────────────┘  say where it is, and what the others wait in
+
+A `CollectiveCheck` is a dispatch mode that reads each collective with comm.calls, so it belongs to
+the thread that entered it, and to the threads of autograd that work for it: the collectives of any
+other thread pass unseen. The ranks meet at each call, even of an asynchronous collective; all must
+make their calls in one order, across groups too.
+
+A send and its receive are compared when the second of them is called, without a meeting.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.comm.calls import Call, axes_by_ranks, read_call
+from phalanx.comm.fingerprint import Fingerprint, difference, find_places, pair_difference, take
+from phalanx.errors import CollectiveMismatch
+from phalanx.mesh import job_store
+
+LIMIT_S = 30.0
+"""How long a rank waits for the others to come to a call."""
+
+LOOK_S = 0.25
+"""How long a rank waits before it looks, again and again, where the others are."""
+
+GRACE_S = 5.0
+"""How long a rank waits for one that an error of its own has ended, and which is to say so."""
+
+LEFT = "left"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One call on one group, which each rank of the group comes to.
+
+    Attributes:
+        group: name of the group in torch.distributed.
+        axis: name of its mesh axis, or "world".
+        ranks: global ranks of the group.
+        number: of the call on this group, from 1.
+    """
+
+    group: str
+    axis: str
+    ranks: tuple[int, ...]
+    number: int
+
+    def key(self, rank: int) -> str:
+        """Return where a rank leaves its fingerprint."""
+        return f"{self.group}/{self.number}/{rank}"
+
+    def keys(self) -> list[str]:
+        """Return where the ranks leave their fingerprints."""
+        return [self.key(rank) for rank in self.ranks]
+
+    def __str__(self) -> str:
+        who = f"ranks {_joined(self.ranks)}; group {self.group}"
+        return f"call {self.number} on {self.axis} ({who})"
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank stands: the last call that it came to.
+
+    Attributes:
+        call: its fingerprint.
+        meeting: which call it is; None for a send or receive.
+    """
+
+    call: Fingerprint
+    meeting: Meeting | None
+
+
+class CollectiveCheck(TorchDispatchMode):
+    """Compares the collectives that run inside `with CollectiveCheck(mesh):`.
+
+    Every rank of the job enters it at the same place of the program, and leaves it so.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        named: Mapping[str, torch.Tensor] | None = None,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        """Prepare to compare.
+
+        Args:
+            mesh: names the groups.
+            named: tensors that calls may be about, such as the parameters of a model; their
+                gradients are known too.
+            limit_s: how long the ranks wait for one that does not come, in seconds.
+        """
+        super().__init__()
+        self.limit_s = limit_s
+        self._axis_of = axes_by_ranks(mesh)
+        self._named = dict(named or {})
+        self._rank = dist.get_rank()
+        self._phase = ""
+        self._numbers: Counter[str] = Counter()
+        self._circle: set[Meeting] = set()
+        store = job_store()
+        # Each rank counts its own, and all make the same: what an earlier check left, is not read.
+        self._store = dist.PrefixStore(f"check/{store.add(f'checks/{self._rank}', 1)}", store)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._store.set(f"gone/{self._rank}", LEFT if error is None else repr(error))
+        except dist.DistNetworkError:
+            if error is None:
+                raise  # else the error goes on, and matters more
+        finally:
+            super().__exit__(kind, error, trace)
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Say in messages that what runs inside does so under `name`."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs its own collectives, which come back here
+        call = read_call(func, args, kwargs or {})
+        if call is not None and len(call.ranks) > 1:
+            try:
+                self._check(call)
+            except dist.DistNetworkError as error:
+                raise CollectiveMismatch(
+                    "the calls of the ranks cannot be compared any more: the process that holds "
+                    "the job's store (rank 0, or torchrun's own) has ended; its last words say why",
+                    self._rank,
+                ) from error
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, call: Call) -> None:
+        places, module = find_places(inspect.currentframe())
+        if call.op == "recv_any_source":
+            # What it receives is not known; sends to this rank are no longer told to be wrong.
+            self._store.set(self._any_source_key(call, self._rank), "")
+            return
+        tensor = module or self._name_of(call)
+        fingerprint = take(call, tensor=tensor, places=places, phase=self._phase)
+        if call.op in ("send", "recv"):
+            self._pair(call, fingerprint)
+        else:
+            self._meet(call, fingerprint)
+
+    # Collectives: all ranks of the group meet.
+
+    def _meet(self, call: Call, fingerprint: Fingerprint) -> None:
+        """Wait for the other ranks of the group and compare.
+
+        Raises:
+            CollectiveMismatch: a call does not match this one, or a rank does not come.
+        """
+        group = call.group.group_name
+        self._numbers[group] += 1
+        axis = self._axis_of.get(call.ranks, "world")
+        meeting = Meeting(group, axis, call.ranks, self._numbers[group])
+        text = fingerprint.text()
+        self._store.set(f"last/{self._rank}", json.dumps([text, *vars(meeting).values()]))
+        self._store.set(meeting.key(self._rank), text)
+        self._wait(meeting)
+        texts = self._store.multi_get(meeting.keys())
+        if meeting.number > 1:
+            # All have come to this call, so all have read what was said at the one before.
+            before = Meeting(group, axis, call.ranks, meeting.number - 1)
+            self._store.delete_key(before.key(self._rank))
+        if len(set(texts)) == 1 and fingerprint.is_even:
+            return
+        calls = {r: Fingerprint.read(t) for r, t in zip(call.ranks, texts, strict=True)}
+        found = difference(calls, self._has_name)
+        if found is not None:
+            one, other, what = found
+            raise self._verdict(
+                f"ranks {one} and {other} differ at {meeting}, in the {what}\n"
+                f"{_told(one, calls[one])}\n{_told(other, calls[other])}\n"
+                "Each rank of a group must make the same calls in the same order."
+            )
+
+    def _wait(self, meeting: Meeting) -> None:
+        """Return when all ranks have come to a call."""
+        began_s = time.monotonic()
+        look_s, pause_s = began_s + LOOK_S, 20e-6
+        while not self._store.check(meeting.keys()):
+            now_s = time.monotonic()
+            if now_s > look_s:
+                self._look(meeting, now_s - began_s)
+                look_s = now_s + LOOK_S
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 2e-3)
+
+    def _look(self, meeting: Meeting, waited_s: float) -> None:
+        """Find out why ranks have not come, and raise if they never will."""
+        if self._store.check(["verdict"]):
+            raise self._verdict("")
+        missing = self._missing(meeting)
+        waiting = self._waiting(missing)
+        for rank in missing:
+            end = self._read(f"gone/{rank}")
+            if end == LEFT:
+                raise self._verdict(
+                    f"rank {rank} has left, without an error, and will not come to {meeting}\n"
+                    f"{self._scene(meeting, missing)}\n"
+                    "Each rank must make the same number of calls."
+                )
+            if end is not None and waited_s > min(GRACE_S, self.limit_s):
+                raise self._verdict(
+                    f"rank {rank} has ended by {end} and will not come to {meeting}\n"
+                    f"{self._scene(meeting, missing)}"
+                )
+        # A circle: this rank waits, through others, for itself. They are not seen all at once, so
+        # it counts when it is seen unchanged a second time.
+        circle = {stand.meeting for stand in waiting.values() if stand.meeting is not None}
+        if self._rank in waiting and circle == self._circle:
+            told = "\n".join(
+                f"{_told(rank, stand.call)}\n{'':10}which is {stand.meeting}"
+                for rank, stand in sorted(waiting.items())
+            )
+            raise self._verdict(
+                f"ranks {_joined(sorted(waiting))} wait for each other, each in a call that "
+                f"another of them has not come to\n{told}\n"
+                "All ranks must make their calls in one order, those on different groups too."
+            )
+        self._circle = circle if self._rank in waiting else set()
+        if missing and waited_s > self.limit_s:
+            raise self._verdict(
+                f"{_ranks(missing)} did not come to {meeting} within {self.limit_s:g} s\n"
+                f"{self._scene(meeting, missing)}"
+            )
+
+    def _missing(self, meeting: Meeting) -> list[int]:
+        """Return the ranks that have not come to a call."""
+        return [rank for rank in meeting.ranks if not self._store.check([meeting.key(rank)])]
+
+    def _waiting(self, missing: list[int]) -> dict[int, Stand]:
+        """Return which of the ranks wait themselves, those whom they wait for, and so on."""
+        waiting: dict[int, Stand] = {}
+        to_see = list(missing)
+        while to_see:
+            rank = to_see.pop()
+            stand = self._stand(rank)
+            if rank in waiting or stand is None or stand.meeting is None:
+                continue
+            lacking = self._missing(stand.meeting)
+            if lacking:
+                waiting[rank] = stand
+                to_see += lacking
+        return waiting
+
+    def _scene(self, meeting: Meeting, missing: list[int]) -> str:
+        """Tell what a rank waits in, and the last call of each that it waits for."""
+        here = next(rank for rank in meeting.ranks if rank not in missing)
+        others = [rank for rank in meeting.ranks if rank not in (here, *missing)]
+        too = f", as {'does' if len(others) == 1 else 'do'} {_ranks(others)}" if others else ""
+        stand = self._stand(here)
+        lines = [] if stand is None else [f"{_told(here, stand.call)}\n{'':10}waits there{too}"]
+        for rank in missing:
+            last = self._stand(rank)
+            if last is None:
+                lines.append(f"  rank {rank}: has made no call yet")
+            else:
+                which = "" if last.meeting is None else f", {last.meeting}"
+                lines.append(f"{_told(rank, last.call)}\n{'':10}was its last call{which}")
+        return "\n".join(lines)
+
+    def _stand(self, rank: int) -> Stand | None:
+        """Return where a rank stands; None before its first call."""
+        text = self._read(f"last/{rank}")
+        if text is None:
+            return None
+        call, *place = json.loads(text)
+        group, axis, ranks, number = place or ("", "", (), 0)
+        meeting = Meeting(group, axis, tuple(ranks), number) if place else None
+        return Stand(Fingerprint.read(call), meeting)
+
+    def _verdict(self, message: str) -> CollectiveMismatch:
+        """Return the error that all ranks raise: the first that any of them found."""
+        mine = json.dumps([message, self._rank])
+        first, speaker = json.loads(self._store.compare_set("verdict", "", mine))
+        return CollectiveMismatch(first, speaker)
+
+    def _read(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    # Sends and receives: the second of a pair compares.
+
+    def _pair(self, call: Call, fingerprint: Fingerprint) -> None:
+        """Compare a send with its receive if the other rank has called before.
+
+        Raises:
+            CollectiveMismatch: they do not match.
+        """
+        is_send = call.op == "send"
+        peer = call.ranks[call.arguments["dst" if is_send else "src"]]
+        sender, receiver = (self._rank, peer) if is_send else (peer, self._rank)
+        line = f"{call.group.group_name}/{sender}-{receiver}/{call.arguments['tag']}"
+        self._numbers[line] += 1
+        text = fingerprint.text()
+        self._store.set(f"last/{self._rank}", json.dumps([text]))
+        key = f"{line}/{self._numbers[line]}"
+        theirs = self._store.compare_set(key, "", text).decode()
+        if theirs == text:
+            return  # this rank is the first of the two
+        self._store.delete_key(key)
+        other = Fingerprint.read(theirs)
+        what = pair_difference(fingerprint, other)
+        if what and not self._store.check([self._any_source_key(call, receiver)]):
+            raise self._verdict(
+                f"ranks {self._rank} and {peer} differ in message {self._numbers[line]} from rank "
+                f"{sender} to rank {receiver}, in the {what}\n"
+                f"{_told(self._rank, fingerprint)}\n{_told(peer, other)}"
+            )
+
+    def _any_source_key(self, call: Call, receiver: int) -> str:
+        return f"any/{call.group.group_name}/{receiver}"
+
+    # Names of tensors.
+
+    def _name_of(self, call: Call) -> str:
+        """Return the name of the tensor that a call is about, or of the first in its buffer."""
+        first = next((one for one in call.inputs if isinstance(one, torch.Tensor)), None)
+        if first is None or not first.numel():
+            return ""
+        address = first.data_ptr()
+        for name, tensor in self._named.items():
+            if _address(tensor) == address:
+                return name
+            if tensor.is_leaf and tensor.grad is not None and _address(tensor.grad) == address:
+                return f"{name}.grad"
+        return ""
+
+    def _has_name(self, name: str) -> bool:
+        return name.startswith("FSDP module ") or name.removesuffix(".grad") in self._named
+
+
+def _address(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor.to_local().data_ptr()
+    return tensor.data_ptr()
+
+
+def _told(rank: int, call: Fingerprint) -> str:
+    """Return a rank's call and its places in lines of a message."""
+    places = ", called from ".join(call.places) or "a thread without a place in Python"
+    return f"  rank {rank}: {call}\n{'':10}at {places}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_joined(ranks)}"
+
+
+def _joined(ranks: tuple[int, ...] | list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,301 @@
+"""The fingerprint of a call of a collective: what must be alike on the ranks, and where it stands.
+
+What is compared, in this order, the first difference being the one that is told:
+
+    op, reduction, data type, root    the same on all ranks
+    shapes                            the same on all ranks, where each has the whole tensor
+    what rank i gives rank j          what rank j takes from rank i: a gather, a scatter, a
+                                      reduce-scatter or an all-to-all may be uneven, but both ends
+                                      of each part must have one shape
+    the tensor's name                 where it has one on both ranks, see [Note: Names]
+
+[Note: Names] Two calls in swapped order that are alike in all else are told apart by the names of
+their tensors alone: a parameter or its gradient, or the module that FSDP2 gathers or reduces. A
+name counts only if this rank has a tensor of the other's name too. Ranks that hold different parts
+of a model (stages of a pipeline) may then combine tensors of different names, as tied weights do;
+ranks that could have called with each other's tensor, and did not, have swapped them.
+
+[Note: Places] The places in the code are told, never compared. A program may call one collective
+from two lines, `if rank == 0: ... else: ...`, and take the branches by turns, as loops do in which
+some rank has no data; from outside that cannot be told from a swap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.calls import Call
+
+NUM_PLACES = 2
+"""Frames of a call that are told: the one that makes it, and its caller."""
+
+_ROOMS = Path(__file__).parents[1]
+
+_HIDDEN = (str(Path(torch.__file__).parent), str(_ROOMS / "comm"), contextlib.__file__)
+"""How the files begin whose frames are no place of a call."""
+
+_OUTERMOST = (str(_ROOMS / "launch"), "<frozen")
+"""How the files begin that call the function of a rank, or a script: nothing above is told."""
+
+_FSDP_FILE = os.path.join("_fully_shard", "_fsdp_param_group.py")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """One rank's call of a collective.
+
+    Attributes:
+        op: name of the collective.
+        reduction: such as "sum"; empty if it reduces nothing.
+        dtype: data type of its tensors.
+        shapes: of the tensors that go in, such as "[8x4]".
+        root: global rank that it starts from or ends at.
+        gives: shape of what goes to each rank of the group; empty where all have the whole.
+        takes: shape of what comes from each rank of the group.
+        tensor: name of the tensor, if known, see [Note: Names].
+        places: file, line and function of the call, and of its caller.
+        phase: what the step was doing.
+    """
+
+    op: str
+    reduction: str = ""
+    dtype: str = ""
+    shapes: str = ""
+    root: int | None = None
+    gives: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    tensor: str = ""
+    places: tuple[str, ...] = ()
+    phase: str = ""
+
+    def text(self) -> str:
+        """Return this as one line, which `read` reads; alike for equal fingerprints."""
+        return json.dumps(vars(self))
+
+    @staticmethod
+    def read(text: str | bytes) -> Fingerprint:
+        """Return the fingerprint whose `text` this is."""
+        values: dict[str, Any] = json.loads(text)
+        for name in ("gives", "takes", "places"):
+            values[name] = tuple(values[name])
+        return Fingerprint(**values)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every rank gives and takes parts of one shape, if all do as this one does."""
+        return len({*self.gives, *self.takes}) <= 1
+
+    def __str__(self) -> str:
+        words = [self.op]
+        if self.reduction:
+            words.append(self.reduction)
+        if self.dtype:
+            words.append(f"of {self.dtype}{self.shapes}")
+        if self.tensor:
+            words.append(f"({self.tensor})")
+        if self.root is not None:
+            words.append(f"with root {self.root}")
+        if self.phase:
+            words.append(f"in phase {self.phase}")
+        return " ".join(words)
+
+
+def take(call: Call, *, tensor: str, places: tuple[str, ...], phase: str) -> Fingerprint:
+    """Return the fingerprint of a call; see `Fingerprint` for what is not read from it."""
+    gives, takes = _parts(call)
+    arguments = call.arguments
+    root = arguments.get("root_rank", arguments.get("src"))
+    has_root = call.op in ("broadcast", "reduce", "gather", "scatter")
+    has_payload = call.op != "barrier"
+    tensors = [*_flat(call.inputs), *_flat(call.outputs)] if has_payload else []
+    return Fingerprint(
+        op=call.op,
+        reduction=_reduction(call),
+        dtype=", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in tensors})),
+        shapes=_shapes(call.inputs) if has_payload else "",
+        root=call.ranks[root] if has_root else None,
+        gives=gives,
+        takes=takes,
+        tensor=tensor,
+        places=places,
+        phase=phase,
+    )
+
+
+def difference(
+    calls: Mapping[int, Fingerprint], has_name: Callable[[str], bool]
+) -> tuple[int, int, str] | None:
+    """Find what does not match among the calls that the ranks of a group meet with.
+
+    Args:
+        calls: fingerprint of each global rank, in the order of the group.
+        has_name: whether this rank has a tensor of that name.
+
+    Returns:
+        Two ranks whose calls do not match, the first being one of the most that are alike, and what
+        differs; None if all match.
+    """
+    compared: dict[str, Callable[[Fingerprint], Any]] = {
+        "op": lambda call: call.op,
+        "reduction": lambda call: call.reduction,
+        "data type": lambda call: call.dtype,
+        "root": lambda call: call.root,
+        "shape": lambda call: None if call.gives else call.shapes,
+    }
+    for what, value_of in compared.items():
+        pair = _odd_one({rank: value_of(call) for rank, call in calls.items()})
+        if pair is not None:
+            one, other = pair
+            return one, other, f"{what}: {value_of(calls[one])} and {value_of(calls[other])}"
+    for place, (giver, giving) in enumerate(calls.items()):
+        for gift, (taker, taking) in zip(giving.gives, calls.items(), strict=False):
+            if gift != taking.takes[place]:
+                return giver, taker, (
+                    f"shape: rank {giver} gives rank {taker} {gift or 'nothing'}, which takes "
+                    f"{taking.takes[place] or 'nothing'} from it"
+                )  # fmt: skip
+    pair = _odd_one({r: call.tensor for r, call in calls.items() if has_name(call.tensor)})
+    if pair is not None:
+        one, other = pair
+        return one, other, f"tensor: {calls[one].tensor} and {calls[other].tensor}"
+    return None
+
+
+def pair_difference(one: Fingerprint, other: Fingerprint) -> str:
+    """Return what differs between a send and its receive; empty if they match."""
+    for what, mine, theirs in (
+        ("data type", one.dtype, other.dtype),
+        ("shape", one.shapes, other.shapes),
+    ):
+        if mine != theirs:
+            return f"{what}: {mine} and {theirs}"
+    return ""
+
+
+def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
+    """Return where a call stands, outside torch and this room, and the FSDP2 module it is for.
+
+    Args:
+        frame: the innermost frame.
+
+    Returns:
+        The innermost places, as "file:line in function", and "FSDP module NAME" or nothing.
+    """
+    places: list[str] = []
+    module = ""
+    while frame is not None and len(places) < NUM_PLACES:
+        code = frame.f_code
+        if code.co_filename.startswith(_OUTERMOST):
+            break
+        if code.co_filename.endswith(_FSDP_FILE) and not module:
+            # Private; without it the module is not named. tests/comm/test_fingerprint.py pins it.
+            name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+            module = "" if name is None else f"FSDP module {name or '(root)'}"
+        if not _is_hidden(code.co_filename):
+            places.append(f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return tuple(places), module
+
+
+@cache
+def _is_hidden(file: str) -> bool:
+    return file.startswith(_HIDDEN)
+
+
+@cache
+def _short(file: str) -> str:
+    """Return a path relative to the working directory if it is below it."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file
+
+
+def _odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
+    """Return a rank of the most common value and one of another; None if there is only one."""
+    counts = Counter(values.values())
+    if len(counts) < 2:
+        return None
+    common = counts.most_common(1)[0][0]
+    one = next(rank for rank, value in values.items() if value == common)
+    return one, next(rank for rank, value in values.items() if value != common)
+
+
+def _reduction(call: Call) -> str:
+    given = call.arguments.get("reduce_op")
+    if given is None:  # comm.exchange only sums
+        return "sum" if call.op == "reduce_scatter" else ""
+    return given if isinstance(given, str) else dist.ReduceOp.RedOpType(given.op()).name.lower()
+
+
+def _parts(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the shapes of what this rank gives to, and takes from, each rank of the group."""
+    inputs, outputs, num_ranks = call.inputs, call.outputs, len(call.ranks)
+    nothing = [""] * num_ranks
+    if call.op == "all_gather":
+        given = [_shapes(inputs)] * num_ranks
+        return _both(given, _listed(outputs, num_ranks) or given)
+    if call.op == "reduce_scatter":
+        part = _shapes(outputs) or _cut(inputs, num_ranks)
+        return _both(_listed(inputs, num_ranks) or [part] * num_ranks, [part] * num_ranks)
+    if call.op == "all_to_all":
+        if len(inputs) == num_ranks > 1:
+            return _both([_shapes([t]) for t in inputs], [_shapes([t]) for t in outputs])
+        arguments, one, other = call.arguments, inputs[0], (outputs or inputs)[0]
+        return _both(
+            _split(one, arguments["input_split_sizes"], num_ranks),
+            _split(other, arguments["output_split_sizes"], num_ranks),
+        )
+    if call.op in ("gather", "scatter"):
+        root: int = call.arguments["root_rank"]
+        is_root = call.group.rank() == root
+        whole, part = (outputs, inputs) if call.op == "gather" else (inputs, outputs)
+        of_root = _listed(whole, num_ranks) if is_root else nothing
+        mine = [_shapes(part) if place == root else "" for place in range(num_ranks)]
+        return _both(mine, of_root) if call.op == "gather" else _both(of_root, mine)
+    return (), ()
+
+
+def _both(gives: Sequence[str], takes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(gives), tuple(takes)
+
+
+def _listed(tensors: list[Any], num_ranks: int) -> list[str]:
+    """Return the shapes in a list that holds one list of a tensor for each rank, else nothing."""
+    is_listed = len(tensors) == 1 and isinstance(tensors[0], Sequence)
+    return [_shapes([t]) for t in tensors[0]] if is_listed and len(tensors[0]) == num_ranks else []
+
+
+def _cut(tensors: list[Any], num_ranks: int) -> str:
+    """Return the shapes of a rank's part of tensors that are cut along their first dimension."""
+    return ", ".join(_shape([len(t) // num_ranks, *t.shape[1:]]) for t in _flat(tensors))
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> list[str]:
+    even = [len(tensor) // num_ranks] * num_ranks
+    return [_shape([size, *tensor.shape[1:]]) for size in (sizes or even)]
+
+
+def _flat(tensors: list[Any]) -> list[torch.Tensor]:
+    flat: list[torch.Tensor] = []
+    for one in tensors:
+        flat.extend([one] if isinstance(one, torch.Tensor) else one)
+    return flat
+
+
+def _shapes(tensors: list[Any]) -> str:
+    return ", ".join(_shape(tensor.shape) for tensor in _flat(tensors))
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return f"[{'x'.join(map(str, sizes))}]"
