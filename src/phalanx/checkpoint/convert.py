@@ -204,7 +204,7 @@ def open_checkpoint(path: Path) -> Weights:
         files.verify(folder, about)
     except CheckpointError as error:
         raise CheckpointError(f"cannot read {folder}: {error}") from error
-    shape = shape_of(about, folder)
+    shape = shape_in(about, folder)
     weights = WeightReader(folder)
     for name, size in sizes_of(shape).items():
         if weights.sizes.get(name) != tuple(size):
@@ -215,7 +215,7 @@ def open_checkpoint(path: Path) -> Weights:
     return Weights(folder, shape, weights.read)
 
 
-def shape_of(about: Manifest, folder: Path) -> ModelShape:
+def shape_in(about: Manifest, folder: Path) -> ModelShape:
     """Return the shape of the model that a checkpoint holds.
 
     Raises:

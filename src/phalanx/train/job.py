@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.companions import tokenizer_of
+from phalanx.checkpoint.convert import shape_in
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.config import BatchPlan, TrainConfig, solve_batch
+from phalanx.config import BatchPlan, ShapeConfig, TrainConfig, solve_batch
 from phalanx.data.loader import total_steps
 from phalanx.data.samples import Samples
 from phalanx.data.tokens import Progress, TokenFiles, prepare
@@ -47,6 +49,7 @@ class Job:
         tokens: the prepared data.
         out: folder that the run writes to.
         start: folder and manifest of the checkpoint to go on from, or None.
+        init: folder of the checkpoint that the first weights come from, or None.
     """
 
     config: TrainConfig
@@ -58,6 +61,7 @@ class Job:
     tokens: TokenFiles
     out: Path
     start: tuple[Path, Manifest] | None
+    init: Path | None = None
 
 
 def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
@@ -115,7 +119,8 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         PhalanxError: anything that would fail later, in one message.
     """
     strategy, device = choose_strategy(config)
-    shape = with_sizes(shape_of(config.model), config.shape)
+    start, init = _checkpoint(config.resume), _checkpoint(config.init)
+    shape = _shape_of(config, start, init)
     if config.corpus.seq_len > shape.max_seq_len:
         raise ConfigError(
             f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "
@@ -124,10 +129,6 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         )
     batch = solve_batch(config.batch, strategy.data_ranks)
     precision = _precision_of(config, device)
-    start = None
-    if config.resume is not None:
-        folder = manifest.find(Path(config.resume))
-        start = (folder, manifest.read(folder))
     out = _out_folder(config, strategy)
     _check_unused(out, start)
     _check_writable(out)
@@ -135,7 +136,7 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         config.data,
         config.corpus,
         model_vocab_size=shape.vocab_size,
-        tokenizer=config.tokenizer,
+        tokenizer=_tokenizer_of(config, start or init),
         progress=progress,
     )
     if start is not None:
@@ -164,7 +165,60 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         tokens=tokens,
         out=out,
         start=start,
+        init=None if init is None else init[0],
     )
+
+
+def _checkpoint(path: str | None) -> tuple[Path, Manifest] | None:
+    """Return folder and manifest of the checkpoint that a setting names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if path is None:
+        return None
+    folder = manifest.find(Path(path))
+    return folder, manifest.read(folder)
+
+
+def _shape_of(
+    config: TrainConfig, start: tuple[Path, Manifest] | None, init: tuple[Path, Manifest] | None
+) -> ModelShape:
+    """Return the model's shape: as the settings say, or that of the weights it begins with.
+
+    Dropout is no property of weights, so it may differ from that of the checkpoint.
+
+    Raises:
+        ConfigError: the settings contradict each other, or the weights of `init`.
+    """
+    is_named = config.model != TrainConfig().model
+    if init is None:
+        if start is not None and not is_named and config.shape == ShapeConfig():
+            return shape_in(start[1], start[0])
+        return with_sizes(shape_of(config.model), config.shape)
+    held = shape_in(init[1], init[0])
+    wanted = with_sizes(shape_of(config.model) if is_named else held, config.shape)
+    for name, value in dataclasses.asdict(held).items():
+        asked = getattr(wanted, name)
+        if asked != value and name != "dropout":
+            words = f"model {config.model} with the given shape" if is_named else "the given shape"
+            raise ConfigError(
+                f"init is {config.init}, weights of a model whose {name} is {value}, but {words} "
+                f"has {asked}; the run takes the checkpoint's shape, so leave model and shape out"
+            )
+    dropout = config.shape.dropout
+    return held if dropout is None else dataclasses.replace(held, dropout=dropout)
+
+
+def _tokenizer_of(config: TrainConfig, origin: tuple[Path, Manifest] | None) -> str | None:
+    """Return the tokenizer.json to use: the one that is given, else the checkpoint's, if any.
+
+    Settings for a tokenizer that is to be trained go before the checkpoint's.
+    """
+    if config.tokenizer is not None or origin is None or config.corpus.vocab_size is not None:
+        return config.tokenizer
+    found = tokenizer_of(origin[0])
+    return None if found is None else str(found)
 
 
 def count_steps(
@@ -237,7 +291,8 @@ def _out_folder(config: TrainConfig, strategy: Strategy) -> Path:
                 "where to go on"
             )
         return run
-    name = f"{config.model}-{strategy}-{datetime.now():%Y%m%d-%H%M%S}"
+    model = config.model if config.init is None else Path(config.init).resolve().name
+    name = f"{model}-{strategy}-{datetime.now():%Y%m%d-%H%M%S}"
     return Path("runs") / name.replace(":", "_").replace("/", "_").replace(",", "-")
 
 

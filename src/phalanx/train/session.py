@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.checkpoint import state
+from phalanx.checkpoint.agree import agree_on_first
+from phalanx.checkpoint.companions import TOKENIZER
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.loader import Loader, stream_length
 from phalanx.data.order import Order
@@ -103,6 +106,8 @@ def open_session(job: Job) -> Session:
             part, job.shape, name, config.seed, whole=whole, offset=offset
         ),
     )
+    if job.init is not None:
+        state.load_weights(job.init, model)
     trainer = Trainer(
         model,
         build_optimizer(model, config.optimizer),
@@ -121,6 +126,7 @@ def open_session(job: Job) -> Session:
         if trainer.scaler is not None and about.scaler is not None:
             trainer.scaler.load_state_dict(about.scaler)
         trainer.steps_done, consumed = about.steps_done, about.consumed
+    agree_on_first(lambda: _keep_tokenizer(job), f"cannot write to {job.out}")
     if config.compile:
         for block in model.blocks:
             block.compile()
@@ -135,6 +141,12 @@ def open_session(job: Job) -> Session:
         validation=_validation(job),
         saver=Saver(job.out, keep=config.keep_checkpoints),
     )
+
+
+def _keep_tokenizer(job: Job) -> None:
+    """Put the tokenizer into the run's folder, where whoever uses its checkpoints looks for it."""
+    job.out.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(job.tokens.tokenizer, job.out / TOKENIZER)
 
 
 def _loader(job: Job, mesh: DeviceMesh, consumed: int) -> Loader:
