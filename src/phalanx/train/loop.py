@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from rich.console import Console
 
+from phalanx.comm.check import LIMIT_S, CollectiveCheck
 from phalanx.comm.primitives import barrier, share
 from phalanx.config import TrainConfig
 from phalanx.config_check import check
+from phalanx.errors import CollectiveMismatch
 from phalanx.launch.local import run_ranks
-from phalanx.launch.torchrun import is_under_torchrun, run_here
+from phalanx.launch.torchrun import PeerFailed, is_under_torchrun, run_here
 from phalanx.train.evaluate import evaluate
 from phalanx.train.job import Job, manifest_of, resolve
 from phalanx.train.observer import Observer
-from phalanx.train.session import open_session
+from phalanx.train.session import Session, open_session
 from phalanx.train.summary import Summary, summarize_run
 
 
@@ -66,22 +70,39 @@ def start(job: Job) -> Summary:
 
 def train_rank(job: Job) -> Summary:
     """Train on this rank, with the others of the job."""
-    config = job.config
     session = open_session(job)
     with session.loader, session.saver, Observer(session, Console()) as observer:
-        observer.evaluation(evaluate(session))
-        while (done := session.trainer.steps_done) < job.num_steps:
-            is_last = done + 1 == job.num_steps
-            observer.step()
-            session.saver.poll()
-            if is_last or _is_due(done + 1, config.eval_every):
-                observer.evaluation(evaluate(session))
-            if is_last or _is_due(done + 1, config.save_every):
-                session.begin_save()
+        with _check_of_collectives(session):
+            _take_steps(session, observer)
         session.saver.finish()
         summary = summarize_run(observer)
     barrier()  # rank 0 writes for longer than the others; all return together
     return summary
+
+
+def _take_steps(session: Session, observer: Observer) -> None:
+    config, num_steps = session.job.config, session.job.num_steps
+    observer.evaluation(evaluate(session))
+    while (done := session.trainer.steps_done) < num_steps:
+        is_last = done + 1 == num_steps
+        observer.step()
+        session.saver.poll()
+        if is_last or _is_due(done + 1, config.eval_every):
+            observer.evaluation(evaluate(session))
+        if is_last or _is_due(done + 1, config.save_every):
+            session.begin_save()
+
+
+def _check_of_collectives(session: Session) -> AbstractContextManager[Any]:
+    """Compare the collectives of the ranks if the user asked for it."""
+    config = session.job.config
+    if not config.debug_comm:
+        return nullcontext()
+    return CollectiveCheck(
+        session.mesh,
+        named=dict(session.model.named_parameters()),
+        limit_s=min(LIMIT_S, config.timeout_s),
+    )
 
 
 def _is_due(steps_done: int, every: int) -> bool:
@@ -107,4 +128,10 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 def _train_here(job: Job) -> Summary:
     # A folder named after the time must have one name.
-    return train_rank(dataclasses.replace(job, out=share(job.out)))
+    job = dataclasses.replace(job, out=share(job.out))
+    try:
+        return train_rank(job)
+    except CollectiveMismatch as error:
+        if error.speaker == dist.get_rank():
+            raise
+        raise PeerFailed(str(error)) from error  # all have the same words; one says them
