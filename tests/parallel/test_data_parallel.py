@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import data
+from phalanx.parallel.holding import Holding
 
 SIZES = [4 * n for n in (3_000_000, 5_000_000, 10, 7_000_000, 70_000)]
 
@@ -30,7 +31,8 @@ def test_traffic_is_twice_the_parameters_less_one_share(kind: data.Kind, calls: 
 
 
 def test_each_rank_holds_the_whole() -> None:
-    assert data.layout(SIZES) == data.Holding(sum(SIZES), sum(SIZES))
+    total = sum(SIZES)
+    assert data.layout(SIZES, 8) == Holding(total + 8, 0, total, 2 * total)
 
 
 class Branches(nn.Module):

@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import data
+from phalanx.parallel import compose
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.verify.batches import decoder_batches, initial_decoder
@@ -59,7 +59,15 @@ def decoder_case(shape: ModelShape, accumulation: int, num_rows: int, num_places
 
 # 13 rows over 2 or 4 ranks are uneven shares; every second step the first rank has no valid token.
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("strategy", ["dp2", "dp4", "dp2:naive"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("dp2", "dp4", "dp2:naive"),
+        *("fsdp2:zero1", "fsdp2:zero2", "fsdp2"),
+        *("fsdp4:zero1", "fsdp4:zero2", "fsdp4"),
+        *("dp2,fsdp2:zero1", "dp2,fsdp2:zero2", "dp2,fsdp2"),
+    ],
+)
 def test_llama_ties_dropout_odd_vocabulary(strategy: str, accumulation: int) -> None:
     parsed = Strategy.parse(strategy)
     case = decoder_case(LLAMA, accumulation, 13, parsed.data_ranks)
@@ -76,21 +84,23 @@ def split_over_ranks(case: Case, strategy: Strategy) -> list[Batch]:
 
 def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     """The bytes that the ledger counted are those that traffic() predicted."""
-    sizes = [p.nbytes for p in case.build().parameters()]
-    kind: data.Kind = "naive" if strategy.dp.kind == "naive" else "bucketed"
-    predicted = data.traffic(sizes, strategy.dp.degree, kind)
+    predicted = compose.traffic(case.build(), strategy, accumulation=case.accumulation)
     of_the_loss = {"count", "metrics"}
     assert {e for e in entries if e.phase not in of_the_loss} == set(predicted)
-    # Two numbers of the loss law, 8 bytes each, wherever there is more than one data rank.
-    assert {e.phase: e.payload_bytes for e in entries if e.phase in of_the_loss} == {
-        "count": 8,
-        "metrics": 8,
+    # Two numbers of the loss law, 8 bytes each, over every axis of different samples.
+    axes = [name for name in ("dp", "fsdp") if getattr(strategy, name).degree > 1]
+    assert {(e.phase, e.axis, e.payload_bytes) for e in entries if e.phase in of_the_loss} == {
+        (phase, axis, 8) for phase in of_the_loss for axis in axes
     }
 
 
-def test_gpt2_family_untied() -> None:
-    verdict, _ = compare_case(decoder_case(GPT2, 1, 9, 2), Strategy.parse("dp2"))
+@pytest.mark.parametrize("text", ["dp2", "fsdp3", "fsdp2:zero1"])
+def test_gpt2_family_untied(text: str) -> None:
+    strategy = Strategy.parse(text)
+    case = decoder_case(GPT2, 2, 9, strategy.data_ranks)
+    verdict, entries = compare_case(case, strategy)
     assert verdict.is_equal, str(verdict)
+    check_twin(case, strategy, entries)
 
 
 def initial_weights() -> dict[str, bytes]:
@@ -137,8 +147,10 @@ def regression_batches() -> list[dict[str, torch.Tensor]]:
     return [{"x": x[step], "y": x[step].sum(-1, keepdim=True).sin()} for step in range(2)]
 
 
-def test_a_users_own_module() -> None:
-    assert verify(Regression, regression_batches(), "dp3", SquaredError()).is_equal
+@pytest.mark.parametrize("text", ["dp3", "fsdp3", "fsdp2:zero2", "dp2,fsdp3"])
+def test_a_users_own_module(text: str) -> None:
+    """It has no blocks, and biases of fewer rows than there are ranks."""
+    assert verify(Regression, regression_batches(), text, SquaredError()).is_equal
 
 
 def test_a_wrong_loss_is_found_and_named() -> None:
@@ -157,8 +169,9 @@ class DrawsPerRank(Regression):
         return self.net(x) * (1 + 1e-6 * rank)
 
 
-def test_a_rank_that_computes_something_else_is_found() -> None:
-    verdict = verify(DrawsPerRank, regression_batches(), "dp2", SquaredError())
+@pytest.mark.parametrize("text", ["dp2", "fsdp2"])
+def test_a_rank_that_computes_something_else_is_found(text: str) -> None:
+    verdict = verify(DrawsPerRank, regression_batches(), text, SquaredError())
     assert verdict.first is not None
 
 

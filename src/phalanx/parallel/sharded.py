@@ -188,7 +188,7 @@ def groups_of(model: nn.Module, compute: torch.dtype | None = None) -> list[Grou
                 parameters=tuple(Parameter(tuple(p.shape), p.requires_grad) for p in own),
                 master=master,
                 gathered=compute if compute is not None and name else master,
-                is_kept=name in ("", names[-1]),
+                is_kept=name in ("", *names[-1:]),
             )
         )
     return groups

@@ -1,0 +1,60 @@
+"""Direct exchange: what gloo's own collectives give, at any number of ranks, inside any group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from phalanx.comm import exchange
+from phalanx.comm.ledger import Entry, Ledger
+from phalanx.launch.local import run_ranks
+
+
+def gather_and_scatter(num_outer: int, num_ranks: int, dtype: torch.dtype) -> list[Entry]:
+    """On the outer axis ranks repeat the job, so that global ranks differ from coordinates."""
+    mesh = init_device_mesh("cpu", (num_outer, num_ranks), mesh_dim_names=("outer", "axis"))
+    group = mesh.get_group("axis")
+    coord = mesh.get_local_rank("axis")
+    part = (torch.arange(7) + 10 * dist.get_rank()).to(dtype)
+    expected = torch.empty(7 * num_ranks, dtype=dtype)
+    dist.all_gather_into_tensor(expected, part, group=group)
+    with Ledger(mesh) as ledger:
+        for in_place in (False, True):
+            output = torch.full_like(expected, -1)
+            mine = output[7 * coord : 7 * coord + 7].copy_(part) if in_place else part
+            exchange.all_gather(output, mine, group)
+            assert torch.equal(output, expected)
+        whole = (expected.double().sin() * (1 + dist.get_rank())).to(dtype)
+        share = torch.empty(7, dtype=dtype)
+        exchange.reduce_scatter(share, whole, group)
+    parts = [torch.empty_like(whole) for _ in range(num_ranks)]
+    dist.all_gather(parts, whole, group=group)
+    total = torch.stack(parts).double().sum(0)[7 * coord : 7 * coord + 7]
+    assert torch.allclose(share.double(), total, rtol=torch.finfo(dtype).eps * num_ranks, atol=0)
+    return ledger.entries()
+
+
+@pytest.mark.parametrize("num_outer, num_ranks", [(2, 1), (1, 2), (2, 2), (1, 3), (1, 4)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_equal_to_glooes_own_and_counted_as_one_collective(
+    num_outer: int, num_ranks: int, dtype: torch.dtype
+) -> None:
+    size = 7 * num_ranks * dtype.itemsize
+    sent = size * (num_ranks - 1) / num_ranks
+    for entries in run_ranks(
+        gather_and_scatter, num_outer * num_ranks, num_outer, num_ranks, dtype
+    ):
+        assert [(e.op, e.calls, e.payload_bytes, e.sent_bytes) for e in entries] == [
+            ("all_gather", 2, 2 * size, 2 * sent),
+            ("reduce_scatter", 1, size, sent),
+        ]
+
+
+def refuse_another_reduction() -> None:
+    group = dist.group.WORLD
+    with pytest.raises(NotImplementedError, match="only sums"):
+        exchange.ExchangeReduceScatter()(torch.empty(1), torch.ones(2), group, dist.ReduceOp.AVG)
+
+
+def test_only_sums() -> None:
+    run_ranks(refuse_another_reduction, 1)

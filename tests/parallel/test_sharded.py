@@ -1,0 +1,312 @@
+"""ZeRO 1-3 and HSDP: closed forms, first weights, precision, frozen and unused parameters.
+
+That each computes what one process computes, and sends what traffic() says, is in tests/verify.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm.ledger import Entry, Ledger
+from phalanx.config import OptimizerConfig
+from phalanx.errors import StrategyError
+from phalanx.launch.local import run_ranks
+from phalanx.mesh import build_mesh
+from phalanx.models.decoder import Decoder
+from phalanx.models.initial import fill_initial
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import compose, sharded
+from phalanx.parallel.sharded import Group, Parameter
+from phalanx.strategy import Strategy
+from phalanx.train.objective import NextToken
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.step import Trainer
+from phalanx.verify.batches import decoder_batches
+from phalanx.verify.record import split
+
+SHAPE = ModelShape(
+    vocab_size=67,  # odd: no number of ranks divides it
+    num_layers=3,
+    hidden=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn=24,
+    max_seq_len=16,
+    tied=True,
+)
+
+
+def group(name: str, *shapes: tuple[int, ...], is_kept: bool = False) -> Group:
+    parameters = tuple(Parameter(shape) for shape in shapes)
+    return Group(name, parameters, torch.float32, torch.float32, is_kept)
+
+
+# 4 blocks of 800 elements, and 400 elsewhere: P = 3,600 elements, 14,400 bytes.
+GROUPS = [
+    *(group(f"b{n}", (40, 16), (160,), is_kept=n == 3) for n in range(4)),
+    group("", (100, 4), is_kept=True),
+]
+P, KEPT = 4 * 3600, 4 * (800 + 400)
+
+
+@pytest.mark.parametrize(
+    "kind, accumulation, sent",
+    [
+        ("zero1", 1, 2 * P),
+        ("zero2", 1, 2 * P),
+        ("zero3", 1, 3 * P - KEPT),
+        ("zero1", 5, 2 * P),
+        ("zero2", 5, P + 5 * P),
+        ("zero3", 5, 5 * (3 * P - KEPT)),
+    ],
+)
+def test_traffic_in_closed_form(kind: sharded.Kind, accumulation: int, sent: int) -> None:
+    entries = sharded.traffic(GROUPS, 4, kind, num_copies=2, accumulation=accumulation)
+    of_fsdp = [e for e in entries if e.axis == "fsdp" and e.phase != "agree"]
+    assert sum(e.sent_bytes for e in of_fsdp) == 3 / 4 * sent
+    (across,) = [e for e in entries if e.axis == "dp" and e.phase != "agree"]
+    assert across.op == "all_reduce"
+    assert across.sent_bytes == 2 * 1 / 2 * P / 4
+    assert {e.axis for e in sharded.traffic(GROUPS, 4, kind)} == {"fsdp"}
+    assert sharded.traffic(GROUPS, 1, kind) == []
+
+
+def test_layout_in_closed_form() -> None:
+    one, two, three = (sharded.layout(GROUPS, 4, kind, 2) for kind in ("zero1", "zero2", "zero3"))
+    for holding in (one, two, three):
+        assert holding.parameter_bytes == P // 4
+        assert holding.optimizer_bytes == 2 * P // 4
+    assert (one.gathered_bytes, two.gathered_bytes) == (P, P)
+    assert three.gathered_bytes == KEPT + 2 * 4 * 800
+    assert [h.gradient_bytes for h in (one, two, three)] == [P, P // 4, P // 4]
+    assert sharded.layout(GROUPS, 4, "zero1", 1).gradient_bytes == P // 4
+
+
+def test_rows_are_padded_on_their_way() -> None:
+    (gather, *_) = sharded.traffic([group("", (5, 3), is_kept=True)], 4, "zero3")
+    assert gather.payload_bytes == 8 * 3 * 4
+
+
+def test_groups_are_the_blocks_and_the_rest() -> None:
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+    groups = sharded.groups_of(model, torch.bfloat16)
+    assert [(g.name, g.is_kept, g.gathered) for g in groups] == [
+        ("blocks.0", False, torch.bfloat16),
+        ("blocks.1", False, torch.bfloat16),
+        ("blocks.2", True, torch.bfloat16),
+        ("", True, torch.float32),
+    ]
+    shapes = [p.shape for g in groups for p in g.parameters]
+    assert sorted(shapes) == sorted(tuple(p.shape) for p in model.parameters())
+
+
+class Odd(nn.Module):
+    """Blocks and a head, made wrong by each test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+
+def tie_blocks(model: Odd) -> None:
+    model.blocks[1].weight = model.blocks[0].weight
+
+
+def tie_block_and_head(model: Odd) -> None:
+    model.head.weight = model.blocks[0].weight
+
+
+def add_scalar(model: Odd) -> None:
+    model.head.scale = nn.Parameter(torch.ones(()))
+
+
+def mix_types(model: Odd) -> None:
+    model.blocks[0].weight.data = model.blocks[0].weight.data.double()
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (tie_blocks, "'blocks.0.weight' and 'blocks.1.weight' are one parameter"),
+        (tie_block_and_head, "'blocks.0.weight' and 'head.weight' are one parameter"),
+        (add_scalar, "'head.scale' has no dimension"),
+        (mix_types, "'blocks.0' are of several data types, torch.float32, torch.float64"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(spoil, words: str) -> None:
+    model = Odd()
+    spoil(model)
+    with pytest.raises(StrategyError, match=words):
+        sharded.groups_of(model)
+
+
+def fill(part: torch.Tensor, name: str, whole: tuple[int, ...], offset: tuple[int, ...]) -> None:
+    fill_initial(part, SHAPE, name, 5, whole=whole, offset=offset)
+
+
+def new_decoder(strategy: Strategy, dtype: torch.dtype = torch.float64):
+    """Create a decoder on the meta device and split it; return it, its mesh and its reducer."""
+    mesh = build_mesh(strategy)
+    with torch.device("meta"):
+        model = Decoder(SHAPE).to(dtype)
+    reducer = compose.parallelize(model, strategy, mesh, first_weights=fill)
+    return model, mesh, reducer
+
+
+def created_in_parts(text: str) -> tuple[int, dict[str, torch.Tensor]]:
+    model, _, _ = new_decoder(Strategy.parse(text))
+    held = sum(compose.part_of(p)[0].numel() for p in model.parameters())
+    whole = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for name, p in model.named_parameters()
+    }
+    return held, whole
+
+
+@pytest.mark.parametrize("text", ["dp2", "fsdp2", "fsdp4:zero1", "fsdp3", "dp2,fsdp2:zero2"])
+def test_first_weights_are_those_of_one_process_and_no_rank_makes_them_all(text: str) -> None:
+    alone = Decoder(SHAPE).double()
+    alone.initialize(5)
+    expected = dict(alone.named_parameters())
+    degree = Strategy.parse(text).fsdp.degree
+    total = sum(p.numel() for p in expected.values())
+    largest = 0
+    for held, whole in run_ranks(created_in_parts, Strategy.parse(text).num_ranks, text):
+        assert whole.keys() == expected.keys()
+        assert all(torch.equal(whole[name], expected[name]) for name in expected)
+        largest = max(largest, held)
+    assert largest <= total / degree * 1.1  # uneven rows
+
+
+def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+        predicted = compose.traffic(model, strategy, compute=torch.bfloat16, accumulation=2)
+    model.compute_dtype = torch.bfloat16
+    reducer = compose.parallelize(model, strategy, mesh, compute=torch.bfloat16, first_weights=fill)
+    config = OptimizerConfig(warmup_steps=0)
+    trainer = Trainer(
+        model, build_optimizer(model, config), NextToken(), config,
+        mesh=mesh, num_steps=20, reducer=reducer,
+    )  # fmt: skip
+    place, losses = dist.get_rank(), []
+    for batch in decoder_batches(SHAPE, 4, 8, 12, strategy.data_ranks, 1):
+        with Ledger(mesh) as trainer.ledger:
+            losses.append(trainer.step(split(batch, place, strategy.data_ranks, 2)).loss)
+            entries = trainer.ledger.entries()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    return losses, entries, predicted
+
+
+@pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2"])
+def test_bfloat16_computes_alike_and_gathers_half(text: str) -> None:
+    strategy = Strategy.parse(text)
+    plain = "dp4" if strategy.num_ranks == 4 else "dp2"
+    expected = run_ranks(bfloat16_losses, strategy.num_ranks, plain)[0][0]
+    for losses, entries, predicted in run_ranks(bfloat16_losses, strategy.num_ranks, text):
+        assert losses == pytest.approx(expected, rel=2e-3)
+        assert {e for e in entries if e.phase not in ("count", "metrics", "clip")} == set(predicted)
+
+
+class Mixed(nn.Module):
+    """One frozen weight, one that only the first rank uses, one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.blocks[0].weight.requires_grad_(False)
+        self.sometimes = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.rand(1))
+
+    def forward(self, x: torch.Tensor, is_first: bool) -> torch.Tensor:
+        x = self.blocks[1](self.blocks[0](x).tanh()).tanh() * self.scale
+        return self.sometimes(x) if is_first else x
+
+
+def gradients_of_mixed(text: str) -> tuple[dict[str, float | None], bool]:
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    torch.manual_seed(dist.get_rank())  # apply() must make weights and buffers equal
+    model = Mixed().double()
+    predicted = compose.traffic(model, strategy, accumulation=2)
+    reducer = compose.parallelize(model, strategy, mesh)
+    samples = torch.arange(48, dtype=torch.float64).view(4, 2, 6).sin()
+    with Ledger(mesh) as ledger:
+        for index in range(2):
+            with ledger.phase("forward"):
+                loss = model(samples[dist.get_rank(), index], dist.get_rank() == 0).sum()
+            reducer.before_backward(is_last=index == 1)
+            with ledger.phase("backward"):
+                loss.backward()
+        reducer.finish(ledger.phase)
+    alone = Mixed().double()
+    whole = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    alone.load_state_dict({**whole, "scale": model.scale})
+    sum(
+        alone(samples[r, i], r == 0).sum() for r in range(strategy.num_ranks) for i in range(2)
+    ).backward()
+    errors = {
+        name: None if p.grad is None else float((p.grad.full_tensor() - q.grad).abs().max())
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True)
+    }
+    return errors, set(ledger.entries()) == set(predicted)
+
+
+@pytest.mark.parametrize("text", ["fsdp2", "fsdp4:zero1", "fsdp2:zero2", "dp2,fsdp2"])
+def test_frozen_and_unused_parameters(text: str) -> None:
+    for errors, is_predicted in run_ranks(gradients_of_mixed, Strategy.parse(text).num_ranks, text):
+        assert is_predicted
+        without = {name for name, error in errors.items() if error is None}
+        assert without == {"blocks.0.weight", "never.weight", "never.bias"}
+        assert max(error for error in errors.values() if error is not None) < 1e-12
+
+
+def infer(text: str) -> list[bool]:
+    """Return whether each parameter is split again after a forward without gradients."""
+    model, _, _ = new_decoder(Strategy.parse(text))
+    with torch.no_grad():
+        model(torch.arange(8)[None])
+    return [isinstance(p, DTensor) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1"])
+def test_nothing_stays_gathered_after_inference(text: str) -> None:
+    assert all(all(is_split) for is_split in run_ranks(infer, 2, text))
+
+
+def overflow(text: str) -> tuple[float, float]:
+    """Return the scale of a loss before and after a step whose gradient overflows on one rank."""
+    model, mesh, reducer = new_decoder(Strategy.parse(text), torch.float32)
+    config = OptimizerConfig(warmup_steps=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer = Trainer(
+        model, build_optimizer(model, config), NextToken(), config,
+        mesh=mesh, num_steps=20, reducer=reducer, scaler=scaler,
+    )  # fmt: skip
+    batch = decoder_batches(SHAPE, 1, 4, 12, 2, 1)[0]
+    before = scaler.get_scale()
+    loss, num_valid = trainer.compute_gradients(split(batch, dist.get_rank(), 2, 1))
+    before = scaler.get_scale()
+    if dist.get_rank() == 0:
+        part, _ = compose.part_of(model.embedding.weight.grad)
+        part[0, 0] = torch.inf
+    assert trainer.apply_gradients(loss, num_valid).is_skipped
+    return before, scaler.get_scale()
+
+
+@pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1"])
+def test_an_overflow_on_one_rank_lowers_the_scale_on_all(text: str) -> None:
+    assert run_ranks(overflow, 2, text) == [(1024.0, 512.0)] * 2
+
+
+def test_another_kind_of_dp_beside_fsdp_is_refused() -> None:
+    with pytest.raises(StrategyError, match="would be ignored; write 'dp2,fsdp2'"):
+        compose.require_built(Strategy.parse("dp2:naive,fsdp2"))
