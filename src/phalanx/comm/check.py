@@ -219,7 +219,12 @@ class CollectiveCheck(TorchDispatchMode):
         while not self._store.check(meeting.keys()):
             now_s = time.monotonic()
             if now_s > look_s:
-                self._look(meeting, now_s - began_s)
+                try:
+                    self._look(meeting, now_s - began_s)
+                except CollectiveMismatch:
+                    # A rank that comes later must not find all there, and run the collective.
+                    self._store.delete_key(meeting.key(self._rank))
+                    raise
                 look_s = now_s + LOOK_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 2e-3)

@@ -166,7 +166,8 @@ def difference(
                     f"shape: rank {giver} gives rank {taker} {gift or 'nothing'}, which takes "
                     f"{taking.takes[place] or 'nothing'} from it"
                 )  # fmt: skip
-    pair = _odd_one({r: call.tensor for r, call in calls.items() if has_name(call.tensor)})
+    named = {rank: call.tensor for rank, call in calls.items() if call.tensor}
+    pair = _odd_one({rank: name for rank, name in named.items() if has_name(name)})
     if pair is not None:
         one, other = pair
         return one, other, f"tensor: {calls[one].tensor} and {calls[other].tensor}"
