@@ -1,0 +1,380 @@
+"""The memory account of one step: how many bytes a rank holds at its peak, and what they are.
+
+A `MemoryLedger` sees every storage that an operation of the dispatcher makes, and when it is freed;
+besides, the calls by which FSDP2 frees and refills its gathered parameters. It works on any device,
+counts bytes as asked for (an allocator rounds up), and needs no statistic of an allocator.
+
+A storage that an operation reads, and that none has made since the step began, was alive before: it
+is counted from the beginning, and so are the parameters and the state of the optimizer.
+
+What a storage is, is decided by what it is found to be, at any time of its life:
+
+    parameters     this rank's parts of the model's parameters
+    gathered       parameters gathered from other ranks, and parameters cast to the data type of the
+                   arithmetic; each once: a second copy, on its way, is a communication buffer
+    gradients      what is a parameter's `.grad` when a backward or the step ends, what is reduced
+                   over ranks, and what a reduction leaves; a gradient that autograd adds to one
+                   that is there already passes through, as the activations' gradients do
+    optimizer      the state of the optimizer
+    communication  whatever else a collective reads or writes, and its copies
+    activations    whatever else forward or backward makes: kept for backward, or passing through
+    other          the rest: samples, buffers of the model, temporaries of clipping and update
+
+Not seen: work space inside a kernel, memory of libraries (gloo, NCCL, oneDNN), memory that the
+allocator keeps free, and what compilation saves: compiled blocks run uncompiled in this step.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from phalanx.comm.calls import read_call
+
+Kind = Literal[
+    "parameters", "gathered", "gradients", "optimizer", "communication", "activations", "other"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_COMPUTING = ("forward", "backward")
+"""Phases of the step in which storages are activations unless they are found to be more."""
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """Bytes that one rank held during a step, by what they were.
+
+    Attributes:
+        at_peak: when all together were the most.
+        at_most: of each kind when it was the most; not all at one time.
+        at_end: when the step had ended.
+        peak_phase: phase of the step at the peak.
+        allocated_bytes: the peak by CUDA's caching allocator, which rounds up; None on a CPU.
+    """
+
+    at_peak: dict[Kind, int]
+    at_most: dict[Kind, int]
+    at_end: dict[Kind, int]
+    peak_phase: str
+    allocated_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of all kinds at the peak."""
+        return sum(self.at_peak.values())
+
+
+class _Span:
+    """A stretch of a storage's life in which its size and kind stay the same."""
+
+    __slots__ = ("is_live", "kind", "num_bytes", "phase")
+
+    def __init__(self, num_bytes: int, kind: Kind | None, phase: str) -> None:
+        self.num_bytes = num_bytes
+        self.kind: Kind | None = kind
+        self.phase = phase
+        self.is_live = True
+
+    def final_kind(self) -> Kind:
+        if self.kind is not None:
+            return self.kind
+        return "activations" if self.phase in _COMPUTING else "other"
+
+
+class MemoryLedger:
+    """Accounts for the memory of the step that runs inside `with MemoryLedger(...) as ledger:`.
+
+    It costs some 20 microseconds for each tensor operation: use it for one step.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str
+    ) -> None:
+        """Prepare an account.
+
+        Args:
+            model: split or not; its parameters are as they are between two steps.
+            optimizer: of the model.
+            device: where the model computes; storages elsewhere are not counted.
+        """
+        self._model = model
+        self._optimizer = optimizer
+        self._device = torch.device(device)
+        self._mode = _Watch(self)
+        self._open = ExitStack()
+        self._phase = "other"
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Span]] = {}
+        self._before: list[_Span] = []
+        self._events: list[tuple[_Span, int]] = []
+        self._reduced: list[_Span] = []
+        self._allocated_bytes: int | None = None
+
+    def __enter__(self) -> MemoryLedger:
+        for parameter in self._model.parameters():
+            self._find(parameter, "parameters")
+            self._find(parameter.grad, "gradients")
+        for tensor in self._optimizer_state():
+            self._find(tensor, "optimizer")
+        for buffer in self._model.buffers():
+            self._find(buffer, "other")
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._open.enter_context(_watch_resizes(self._on_resize))
+        self._open.enter_context(self._mode)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.close()
+        if self._device.type == "cuda":
+            self._allocated_bytes = torch.cuda.max_memory_allocated(self._device)
+        self._name_gradients()
+        for tensor in self._optimizer_state():
+            self._name(tensor, "optimizer")
+        self._live.clear()  # and with it the references that call back
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Say what the step does inside the block."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+            if name == "backward":
+                self._name_gradients()
+
+    def account(self) -> MemoryAccount:
+        """Return the account of the step, which must have ended."""
+        now: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        for span in self._before:
+            now[span.final_kind()] += span.num_bytes
+        total = peak = sum(now.values())
+        at_peak, at_most, peak_phase = dict(now), dict(now), "before"
+        for span, sign in self._events:
+            kind = span.final_kind()
+            now[kind] += sign * span.num_bytes
+            total += sign * span.num_bytes
+            at_most[kind] = max(at_most[kind], now[kind])
+            if total > peak:
+                peak, at_peak, peak_phase = total, dict(now), span.phase
+        return MemoryAccount(at_peak, at_most, now, peak_phase, self._allocated_bytes)
+
+    def see(
+        self, run: Callable[[], Any], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an operation of the dispatcher and note what it reads and makes."""
+        for tensor in _tensors(args):
+            self._find(tensor)
+        for tensor in _tensors(kwargs.values()):
+            self._find(tensor)
+        result = run()
+        for tensor in _tensors((result,)):
+            self._add(tensor)
+        self._name_by_operation(func, args, kwargs, result)
+        return result
+
+    def _name_by_operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Name what the operations of FSDP2, of collectives and of casts say that it is."""
+        match str(func):
+            case "fsdp.all_gather_copy_in.default":
+                for share in args[0]:
+                    self._name_unknown(share, "communication")
+                self._name_unknown(args[1], "gathered")
+            case "fsdp.split_with_sizes_copy.default":
+                # Now the parameters are in their places, and the flat buffer is a second copy.
+                self._change(args[0], "communication")
+                for parameter in kwargs["out"]:
+                    self._change(parameter, "gathered")
+            case "fsdp.chunk_cat.default":
+                for gradient in args[0]:
+                    self._name(gradient, "gradients")
+                self._name_unknown(kwargs["out"], "communication")
+            case "aten._to_copy.default":
+                span = self._span(args[0])
+                if span is not None and span.kind in ("parameters", "gathered"):
+                    self._name_unknown(result, "gathered")
+            case _:
+                self._name_by_collective(func, args, kwargs)
+
+    def _name_by_collective(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        call = read_call(func, args, kwargs)
+        if call is None:
+            return
+        for tensor in _tensors((call.inputs, call.outputs)):
+            self._name_unknown(tensor, "communication")
+        if call.op == "reduce_scatter":
+            spans = (self._span(tensor) for tensor in _tensors(call.outputs))
+            self._reduced += [span for span in spans if span is not None]
+
+    def _name_gradients(self) -> None:
+        """Name the gradients there are when a backward has ended.
+
+        Beside those of parameters they are what a reduction has left: under HSDP FSDP2 keeps a sum
+        over fsdp to itself until the last microbatch's is there.
+        """
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                self._name(parameter.grad, "gradients")
+        for span in self._reduced:
+            if span.is_live:
+                span.kind = "gradients"
+        self._reduced.clear()
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
+        for values in self._optimizer.state.values():
+            yield from _tensors(values.values())
+
+    def _span(self, tensor: torch.Tensor) -> _Span | None:
+        found = self._live.get(id(_local(tensor).untyped_storage()))
+        return None if found is None else found[1]
+
+    def _find(self, tensor: torch.Tensor | None, kind: Kind | None = None) -> None:
+        """Account for a storage that is there: if it is not known, it was before the step."""
+        if tensor is not None:
+            storage = _local(tensor).untyped_storage()
+            if id(storage) not in self._live and self._is_counted(storage):
+                self._before.append(self._begin(storage, kind, "before"))
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        """Account for a storage that an operation returns: if it is not known, it is new."""
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._live and self._is_counted(storage):
+            self._events.append((self._begin(storage, None, self._phase), 1))
+
+    def _is_counted(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == self._device.type and storage.nbytes() > 0
+
+    def _begin(self, storage: torch.UntypedStorage, kind: Kind | None, phase: str) -> _Span:
+        key = id(storage)
+        span = _Span(storage.nbytes(), kind, phase)
+        self._live[key] = (weakref.ref(storage, functools.partial(self._on_free, key)), span)
+        return span
+
+    def _on_free(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        del reference
+        _, span = self._live.pop(key)
+        self._end(span)
+
+    def _end(self, span: _Span) -> None:
+        span.is_live = False
+        self._events.append((span, -1))
+
+    def _on_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Account for a storage that is about to be resized: room for what FSDP2 gathers."""
+        found = self._live.pop(id(storage), None)
+        if found is None and self._is_counted(storage):
+            self._before.append(span := _Span(storage.nbytes(), None, "before"))
+            self._end(span)
+        elif found is not None:
+            self._end(found[1])
+        if num_bytes > 0 and storage.device.type == self._device.type:
+            span = self._begin(storage, "communication", self._phase)
+            span.num_bytes = num_bytes
+            self._events.append((span, 1))
+
+    def _change(self, tensor: torch.Tensor, kind: Kind) -> None:
+        """Give a storage another kind from now on."""
+        key = id(tensor.untyped_storage())
+        if key in self._live and self._live[key][1].kind != kind:
+            reference, span = self._live[key]
+            self._end(span)
+            changed = _Span(span.num_bytes, kind, self._phase)
+            self._live[key] = (reference, changed)
+            self._events.append((changed, 1))
+
+    def _name(self, tensor: torch.Tensor, kind: Kind) -> None:
+        """Say what a storage is and has been, whatever it was held for."""
+        span = self._span(tensor)
+        if span is not None and span.kind != "parameters":
+            span.kind = kind
+
+    def _name_unknown(self, tensor: torch.Tensor, kind: Kind) -> None:
+        """Say what a storage is and has been, if it is not known to be something else."""
+        span = self._span(tensor)
+        if span is not None and span.kind is None:
+            span.kind = kind
+
+
+class _Watch(TorchDispatchMode):
+    """Hands each operation to a ledger."""
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs operations on parts, which come back here
+        kwargs = kwargs or {}
+        run = functools.partial(func, *args, **kwargs)
+        if func.namespace == "phalanx":
+            run = functools.partial(self._run_seen, func, args, kwargs)
+        return self._ledger.see(run, func, args, kwargs)
+
+    def _run_seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one of our own operations, which are written in Python, and see what it makes."""
+        # Private, and the only way past this mode to the kernel with the mode on for what it calls;
+        # tests/measure/test_memory.py pins it.
+        c = torch._C  # pyright: ignore[reportPrivateUsage]
+        key = getattr(c.DispatchKey, next(_tensors(args)).device.type.upper())
+        with self:
+            return func.redispatch(c.DispatchKeySet(key), *args, **kwargs)
+
+
+@contextmanager
+def _watch_resizes(on_resize: Callable[[torch.UntypedStorage, int], None]) -> Generator[None]:
+    """Call `on_resize` before a storage is resized, which no dispatch mode sees."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(self: torch.UntypedStorage, size: int) -> Any:
+        on_resize(self, size)
+        return resize(self, size)
+
+    torch.UntypedStorage.resize_ = resize_and_tell
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor.to_local()
+    return tensor
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among values and in the lists among them, but no wrappers of tensors."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, DTensor) or not is_traceable_wrapper_subclass(value):
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(cast("Iterable[Any]", value))
