@@ -1,6 +1,6 @@
-"""Tokens a second of dp2 and dp2:naive beside a hand-written DDP loop, whole processes interleaved.
+"""Tokens a second beside a loop around transformers written by hand, whole processes interleaved.
 
-python benchmarks/data_parallel/main.py [--rounds 5] [--steps 12] [--out FILE.json]
+python benchmarks/data_parallel/main.py ddp|fsdp [--rounds 5] [--steps 12] [--out FILE.json]
 """
 
 import argparse
@@ -32,17 +32,21 @@ def phalanx_command(strategy: str, steps: int, out: str, *more: str) -> list[str
     ]  # fmt: skip
 
 
-def commands(steps: int, out: str) -> dict[str, list[str]]:
-    ddp = [
+STRATEGIES = {
+    "ddp": ("dp2", "dp2:naive"),
+    "fsdp": ("fsdp2", "fsdp2:zero2", "fsdp2:zero1"),
+}
+LOOP = "transformers, by hand"
+
+
+def commands(against: str, steps: int, out: str) -> dict[str, list[str]]:
+    loop = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-        "benchmarks/data_parallel/ddp_transformers.py", f"--steps={steps}",
+        "benchmarks/data_parallel/transformers_loop.py", f"--wrap={against}", f"--steps={steps}",
         f"--warmup={WARMUP_STEPS}",
     ]  # fmt: skip
-    return {
-        "phalanx dp2": phalanx_command("dp2", steps, out),
-        "phalanx dp2:naive": phalanx_command("dp2:naive", steps, out),
-        "DDP + transformers": ddp,
-    }
+    ours = {f"phalanx {s}": phalanx_command(s, steps, out) for s in STRATEGIES[against]}
+    return {**ours, LOOP: loop}
 
 
 def tokens_per_s(command: list[str]) -> float:
@@ -54,19 +58,20 @@ def tokens_per_s(command: list[str]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("against", choices=STRATEGIES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rates: dict[str, list[float]] = {}
     for number in range(args.rounds):
-        for name in commands(args.steps, ""):
+        for name in commands(args.against, args.steps, ""):
             with tempfile.TemporaryDirectory() as out:
-                rate = tokens_per_s(commands(args.steps, out)[name])
+                rate = tokens_per_s(commands(args.against, args.steps, out)[name])
             rates.setdefault(name, []).append(rate)
-            print(f"round {number + 1}: {name:<20} {rate:8,.0f} tokens/s", flush=True)
-    baseline = rates["DDP + transformers"]
-    print("\n| | tokens/s, median | min | max | against DDP, round by round: median |")
+            print(f"round {number + 1}: {name:<22} {rate:8,.0f} tokens/s", flush=True)
+    baseline = rates[LOOP]
+    print("\n| | tokens/s, median | min | max | against the loop by hand, round by round: median |")
     print("|---|---:|---:|---:|---:|")
     rows = {}
     for name, values in rates.items():
@@ -77,11 +82,13 @@ def main() -> None:
     if args.out is not None:
         document = {
             "date": date.today().isoformat(),
+            "against": args.against,
             "environment": environment(),
             "rounds": args.rounds,
             "steps": args.steps,
             "commands": {
-                name: " ".join(command[1:]) for name, command in commands(args.steps, "OUT").items()
+                name: " ".join(command[1:])
+                for name, command in commands(args.against, args.steps, "OUT").items()
             },
             "rows": rows,
         }
