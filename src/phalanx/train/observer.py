@@ -15,6 +15,7 @@ from phalanx.comm.primitives import all_reduce
 from phalanx.measure.ceiling import quick_ceiling
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import EvaluationRecord, RunLog, StepRecord
+from phalanx.measure.memory import MemoryAccount, MemoryLedger
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
@@ -25,6 +26,9 @@ from phalanx.train.step import StepResult
 
 LEDGER_STEP = 1
 """The step of this process whose collectives are counted: the second, when all buffers exist."""
+
+MEMORY_STEP = 2
+"""The step of this process whose memory is accounted for: the third, one that is not timed."""
 
 WARMUP_STEPS = 3
 """Steps of this process that are left out of every median."""
@@ -37,6 +41,7 @@ class Observer:
         session: what is watched.
         timer: the step ledger.
         entries: what one counted step sent.
+        memory: what one step held on this rank; None before that step.
         last: result of the last step.
         evaluations: those made so far, with the step each was made after.
         ceiling_flops_per_s: the rate one rank's matrix products reach while all ranks are busy.
@@ -47,6 +52,7 @@ class Observer:
         self.timer = StepTimer(session.device, history=max(1, session.job.num_steps))
         session.trainer.clock = self.timer
         self.entries: list[Entry] = []
+        self.memory: MemoryAccount | None = None
         self.last: StepResult | None = None
         self.evaluations: list[tuple[int, Evaluation]] = []
         self.ceiling_flops_per_s = self._measure_ceiling()
@@ -80,6 +86,12 @@ class Observer:
                 self.last = trainer.step(microbatches)
                 self.entries = trainer.ledger.entries()
             trainer.ledger = None
+        elif self._num_steps == MEMORY_STEP:
+            with MemoryLedger(trainer.model, trainer.optimizer, self.session.device) as ledger:
+                trainer.memory = ledger
+                self.last = trainer.step(microbatches)
+            trainer.memory = None
+            self.memory = ledger.account()
         else:
             self.last = trainer.step(microbatches)
         times = self.timer.end_step()

@@ -21,6 +21,7 @@ from phalanx.comm.ledger import Ledger
 from phalanx.comm.primitives import sum_over_data
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
+from phalanx.measure.memory import MemoryLedger
 from phalanx.measure.timer import Phase, StepTimer
 from phalanx.mesh import device_of
 from phalanx.parallel.data import GradientReducer
@@ -88,13 +89,16 @@ class Trainer:
         self.steps_done = 0
         self.clock: StepTimer | None = None
         self.ledger: Ledger | None = None
+        self.memory: MemoryLedger | None = None
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Book what runs inside under `name`, in the ledger of bytes and in the ledger of time."""
+        """Book what runs inside under `name`, in the ledgers of bytes, memory and time."""
         with ExitStack() as stack:
             if self.ledger is not None:
                 stack.enter_context(self.ledger.phase(name))
+            if self.memory is not None:
+                stack.enter_context(self.memory.phase(name))
             if self.clock is not None:
                 stack.enter_context(self.clock.phase(TERMS[name]))
             yield

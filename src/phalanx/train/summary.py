@@ -15,11 +15,14 @@ from rich.text import Text
 
 from phalanx.checkpoint import manifest
 from phalanx.comm.ledger import Entry
-from phalanx.comm.primitives import barrier
+from phalanx.comm.primitives import all_reduce, barrier
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.launch.local import num_cores
+from phalanx.measure.memory_report import MemoryReport, predicted_bytes, resident_peak_bytes
 from phalanx.measure.summary import StepSummary, advice, summarize, summary_table
 from phalanx.measure.utilization import Utilization
+from phalanx.models.decoder import Decoder
+from phalanx.parallel import compose
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.observer import Observer
 from phalanx.train.sample import write_text
@@ -41,6 +44,7 @@ class Summary:
         loss: training loss of the last step, in nats a token.
         bits_per_byte: validation, first and last measurement; None without validation text.
         sent: what one rank sends in one step, as the ledger counted it.
+        memory: what one rank holds in one step; None if fewer than three were taken.
         sample: the model's own text.
         paths: what was written, by name.
     """
@@ -53,6 +57,7 @@ class Summary:
     loss: float | None
     bits_per_byte: tuple[float, float] | None
     sent: list[Entry]
+    memory: MemoryReport | None
     sample: str
     paths: dict[str, str]
 
@@ -68,6 +73,7 @@ class Summary:
             "bits_per_byte_first": None if self.bits_per_byte is None else self.bits_per_byte[0],
             "bits_per_byte_last": None if self.bits_per_byte is None else self.bits_per_byte[1],
             "sent": [dataclasses.asdict(entry) for entry in self.sent],
+            "memory": None if self.memory is None else self.memory.as_dict(),
             "sample": self.sample,
             "paths": self.paths,
         }
@@ -79,6 +85,8 @@ class Summary:
             parts += [summary_table(self.steps), Text(advice(self.steps)), Text()]
             if self.sent:
                 parts += [_sent_table(self.sent), Text()]
+            if self.memory is not None:
+                parts += [self.memory.table(), Text(self.memory.text()), Text()]
             parts += [Text(self.utilization.text()), Text()]
         parts += [Text(line) for line in self._results()]
         parts += [Text(), Text("The model writes:"), Text(self.sample, style="italic"), Text()]
@@ -126,11 +134,31 @@ def summarize_run(observer: Observer) -> Summary:
         loss=observer.last.loss if observer.last is not None else None,
         bits_per_byte=(scores[0], scores[-1]) if scores else None,
         sent=observer.entries,
+        memory=_memory(observer),
         sample=_sample(observer),
         paths=_paths(observer),
     )
     observer.note("summary", summary.as_dict())
     return summary
+
+
+def _memory(observer: Observer) -> MemoryReport | None:
+    """Put what was measured beside what the strategy's layout says; all ranks call this."""
+    account, session, job = observer.memory, observer.session, observer.session.job
+    if account is None:
+        return None
+    largest = torch.tensor(account.peak_bytes, device=session.device)
+    for axis in session.mesh.mesh_dim_names or ():
+        all_reduce(largest, session.mesh, axis, "max")
+    with torch.device("meta"):
+        model = Decoder(job.shape).to(dtype=session.precision.master)
+    holding = compose.layout(
+        model,
+        job.strategy,
+        compute=session.precision.compute,
+        accumulation=job.batch.accumulation,
+    )
+    return MemoryReport(account, predicted_bytes(holding), int(largest), resident_peak_bytes())
 
 
 def _time_alone_s(observer: Observer) -> float:
