@@ -40,6 +40,9 @@ class VerifyConfig:
     """Tokens of a sequence."""
     seed: int = 0
     """Fixes weights and batches."""
+    debug_comm: bool = False
+    """Compare each collective of all ranks before it runs, and name the first two calls that do not
+    match; slow."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes that replace the preset's."""
 
@@ -91,6 +94,7 @@ def _verify(config: VerifyConfig) -> Verdict:
         accumulation=config.accumulation,
         dtype=config.dtype,
         optimizer=OptimizerConfig(warmup_steps=0),
+        debug_comm=config.debug_comm,
     )
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.comm.check import CollectiveCheck
 from phalanx.comm.ledger import Entry
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
+from phalanx.mesh import build_mesh
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
 from phalanx.verify.compare import TOLERANCE, Difference, Verdict, compare_step
@@ -41,6 +43,7 @@ def verify(
     accumulation: int = 1,
     dtype: str = "float64",
     optimizer: OptimizerConfig | None = None,
+    debug_comm: bool = False,
 ) -> Verdict:
     """Compare a strategy with one process on your own module and batches.
 
@@ -56,12 +59,14 @@ def verify(
         dtype: "float64", "float32" or "bfloat16", of weights and arithmetic; floating-point tensors
             of the batches are cast to it.
         optimizer: AdamW's settings; its defaults if None.
+        debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
 
     Returns:
         The verdict; `verdict.is_equal` and `str(verdict)` say it all.
 
     Raises:
         ConfigError: the strategy is not built, or a batch has too few rows.
+        CollectiveMismatch: under `debug_comm`, the ranks' calls differ.
     """
     parsed = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy)
     require_built(parsed)
@@ -70,10 +75,12 @@ def verify(
     if not batches:
         raise ConfigError("verify: no batches; give at least one")
     case = Case(build, objective, batches, accumulation, dtype, optimizer or OptimizerConfig())
-    return compare_case(case, parsed)[0]
+    return compare_case(case, parsed, debug_comm)[0]
 
 
-def compare_case(case: Case, strategy: Strategy) -> tuple[Verdict, list[Entry]]:
+def compare_case(
+    case: Case, strategy: Strategy, debug_comm: bool = False
+) -> tuple[Verdict, list[Entry]]:
     """Run a case both ways.
 
     Returns:
@@ -84,7 +91,7 @@ def compare_case(case: Case, strategy: Strategy) -> tuple[Verdict, list[Entry]]:
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
         run_ranks(run_case, 1, alone, "dp1", functools.partial(write_step, folder))
         reports: list[RankReport] = run_ranks(
-            run_case,
+            _run_compared if debug_comm else run_case,
             strategy.num_ranks,
             case,
             str(strategy),
@@ -93,6 +100,14 @@ def compare_case(case: Case, strategy: Strategy) -> tuple[Verdict, list[Entry]]:
     differences = [row for rows in reports[0].visited for row in rows]
     verdict = Verdict(str(strategy), TOLERANCE[case.dtype], differences, _unequal(reports))
     return verdict, reports[0].entries
+
+
+def _run_compared(
+    case: Case, strategy_text: str, visit: Callable[[int, StepRecord], Any]
+) -> RankReport:
+    """Run the case on this rank, and compare each collective with those of the other ranks."""
+    with CollectiveCheck(build_mesh(Strategy.parse(strategy_text))):
+        return run_case(case, strategy_text, visit)
 
 
 def _compare_with(folder: str, step: int, record: StepRecord) -> list[Difference]:
