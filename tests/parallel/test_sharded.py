@@ -75,14 +75,17 @@ def test_traffic_in_closed_form(kind: sharded.Kind, accumulation: int, sent: int
 
 
 def test_layout_in_closed_form() -> None:
-    one, two, three = (sharded.layout(GROUPS, 4, kind, 2) for kind in ("zero1", "zero2", "zero3"))
+    one, two, three = (
+        sharded.layout(GROUPS, 4, kind, accumulation=2) for kind in ("zero1", "zero2", "zero3")
+    )
     for holding in (one, two, three):
         assert holding.parameter_bytes == P // 4
         assert holding.optimizer_bytes == 2 * P // 4
     assert (one.gathered_bytes, two.gathered_bytes) == (P, P)
     assert three.gathered_bytes == KEPT + 2 * 4 * 800
     assert [h.gradient_bytes for h in (one, two, three)] == [P, P // 4, P // 4]
-    assert sharded.layout(GROUPS, 4, "zero1", 1).gradient_bytes == P // 4
+    assert sharded.layout(GROUPS, 4, "zero1").gradient_bytes == P // 4
+    assert sharded.layout(GROUPS, 4, "zero3", segment_size=3).gathered_bytes == P
 
 
 def test_rows_are_padded_on_their_way() -> None:

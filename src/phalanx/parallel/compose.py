@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from phalanx.comm.ledger import Entry
 from phalanx.mesh import device_of
 from phalanx.parallel import data, recompute, sharded
+from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.holding import Holding
 from phalanx.strategy import Strategy, require_built
 
@@ -79,7 +80,14 @@ def layout(
     if strategy.fsdp.degree > 1:
         kind = cast(sharded.Kind, strategy.fsdp.kind)
         groups = sharded.groups_of(model, compute)
-        return sharded.layout(groups, strategy.fsdp.degree, kind, accumulation)
+        num_blocks = max(1, len(blocks_of(model)))
+        return sharded.layout(
+            groups,
+            strategy.fsdp.degree,
+            kind,
+            accumulation=accumulation,
+            segment_size=strategy.recompute.segment_size(num_blocks) or 1,
+        )
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     return data.layout(_trained_sizes(model), frozen)
 

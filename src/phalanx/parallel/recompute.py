@@ -13,18 +13,21 @@ Layout    Parameters stay where they are, under their names: no module is wrappe
           again. With K > 1 the model's own loop runs segments, see `Segmented`.
 Backward  torch.utils.checkpoint without reentrance: it stops as soon as all is there that backward
           needs, so that the last product of a segment is not run again where nothing reads it.
-Cost      FLOPs: `planner.model_shape.step_flops`; bytes: `planner.activations`. No communication,
-          but that FSDP2 with K > 1 gathers weights once more: docs/recompute.md.
+Cost      FLOPs: `planner.model_shape.step_flops`; bytes: `planner.activations`. Nothing is sent:
+          FSDP2 gathers a block in backward once, as without recomputation, but with K > 1 the
+          blocks of a segment stay gathered together until backward has passed them.
 Limits    A forward must compute the same when it runs again: a block that changes state of its own
           (running statistics, a cache of keys) changes it twice. Torch's default random generators
           are set back, so nn.Dropout is right; so is randomness that belongs to positions. Shapes
           and dtypes of what is computed again are compared, and torch raises if they differ.
+          Collectives inside a block run again, too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -83,7 +86,7 @@ def apply(model: nn.Module, recompute: Recompute) -> None:
         run_again = functools.partial(run_again, context_fn=keep)
     if segment_size is None or segment_size == 1:
         for block in blocks:
-            block.forward = functools.partial(run_again, block.forward)
+            _replace_forward(block, run_again)
     elif isinstance(model, Segmented):
         model.segment_size = segment_size
         model.run_segment = run_again
@@ -92,6 +95,26 @@ def apply(model: nn.Module, recompute: Recompute) -> None:
             f"{text}: {type(model).__name__} cannot run {segment_size} blocks as one, for it "
             "has no segment_size and run_segment; the nearest is recompute:full"
         )
+
+
+def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:
+    """Let `run_again` call the block's forward.
+
+    The new forward is a method, so that a copy of the block runs itself and not the original, and a
+    function of its own rather than a partial one, which torch.compile would not look into.
+    """
+    bound = block.forward
+
+    def call_bound(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
+
+    # It is no method only where somebody else has replaced it before.
+    original = bound.__func__ if isinstance(bound, MethodType) else call_bound
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_again(original, self, *args, **kwargs)
+
+    block.forward = MethodType(forward, block)
 
 
 def _policy(

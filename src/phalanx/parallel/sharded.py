@@ -84,7 +84,14 @@ class Group:
         return sum(p.padded(num_ranks) for p in self.parameters if p.is_trained or not trained_only)
 
 
-def layout(groups: Sequence[Group], num_ranks: int, kind: Kind, accumulation: int = 1) -> Holding:
+def layout(
+    groups: Sequence[Group],
+    num_ranks: int,
+    kind: Kind,
+    *,
+    accumulation: int = 1,
+    segment_size: int = 1,
+) -> Holding:
     """Return what each rank holds.
 
     Args:
@@ -93,14 +100,16 @@ def layout(groups: Sequence[Group], num_ranks: int, kind: Kind, accumulation: in
         kind: the stage.
         accumulation: microbatches a step; with one, zero1 reduces each group's gradients as soon as
             they are made, and holds no more than zero2.
+        segment_size: blocks that recomputation runs again together.
     """
     share = sum(g.num_padded(num_ranks) * g.master.itemsize for g in groups) // num_ranks
     trained = sum(g.num_padded(num_ranks, trained_only=True) * g.master.itemsize for g in groups)
     gathered = [g.num_padded(num_ranks) * g.gathered.itemsize for g in groups]
     if kind == "zero3":
         passing = [size for size, g in zip(gathered, groups, strict=True) if not g.is_kept]
-        # The block at work, and the one that is fetched meanwhile.
-        gathered_bytes = sum(gathered) - sum(passing) + sum(sorted(passing)[-2:])
+        # The blocks at work, and the one that is fetched meanwhile.
+        largest = sorted(passing, reverse=True)[: segment_size + 1]
+        gathered_bytes = sum(gathered) - sum(passing) + sum(largest)
     else:
         gathered_bytes = sum(gathered)
     adds_up_whole = kind == "zero1" and accumulation > 1
