@@ -61,7 +61,7 @@ def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, bias_B1TT: Tensor | N
             causal attention.
     """
     repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
-    by_blocks = q_BTHK.dtype == torch.bfloat16 and cpu.is_preferred(q_BTHK)
+    by_blocks = cpu.attends_by_blocks(q_BTHK)
     if repeats > 1 and (by_blocks or bias_B1TT is not None):
         # With a mask, PyTorch's fused kernels want as many key heads as query heads.
         k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
@@ -135,9 +135,12 @@ class _Rotation(Function):
     @staticmethod
     def forward(ctx: Any, x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        if not cpu.attends_by_blocks(x_BTHK):
+            # PyTorch's attention lays its result out as its queries: as the projection reads it.
+            return _turn(x_BTHK, cos, sin, torch.empty_like(x_BTHK))
         # Laid out as [B, H, T, K] in memory, which is how attention reads it.
-        out_BTHK = torch.empty_like(x_BTHK.transpose(1, 2), memory_format=torch.contiguous_format)
-        return _turn(x_BTHK, cos, sin, out_BTHK.transpose(1, 2))
+        out_BHTK = torch.empty_like(x_BTHK.transpose(1, 2), memory_format=torch.contiguous_format)
+        return _turn(x_BTHK, cos, sin, out_BHTK.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -31,6 +31,11 @@ def is_preferred(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def attends_by_blocks(x: Tensor) -> bool:
+    """Tell whether `causal_attention` is the fast one for queries like x."""
+    return x.dtype == torch.bfloat16 and is_preferred(x)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in the dtype of x."""
     return cast(Tensor, _RMSNorm.apply(x, weight, eps))

@@ -1,0 +1,185 @@
+"""Bytes of activations that one rank holds for backward, by recompute policy. No torch.
+
+[Note: What a block keeps]
+Autograd keeps the tensors below of one block; `_block` lists them with their sizes. By where they
+come from they are
+
+    input      the residual stream that the block reads
+    product    the result of a matrix product or of attention, that backward reads
+    remade     all else that backward reads: what is cheap to make again
+    unread     a product that no backward reads: the result of the projection after attention, and
+               queries, keys and values where something turns or copies them first
+    last       the result of `down`, which no backward reads either
+
+and the policies keep, of L blocks in segments of K,
+
+    none        L (input + product + remade)
+    segments    L / K input; and K (input + product + remade) - input when backward is at one
+    selective   L (input + product + unread + last), since an operator's result is kept before it is
+                known who will read it; and remade - unread when backward is at a block: what it
+                has read again is let go, and so is `last` where dropout follows it.
+
+Besides blocks: tokens and positions, angles of the rotation, the bias between documents, the mask
+of the embedding's dropout; and of the end of the model the last norm's input and what the chunked
+loss has made ahead, the gradients of its input and of the output projection (fp32). Not counted are
+buffers that pass: the gradients inside the block at work, which are up to 6 F elements a token.
+Compiled blocks keep what the compiler chooses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from phalanx.models.shape import ModelShape
+from phalanx.planner.model_shape import KEEP_ALL, num_parameters
+from phalanx.strategy import Recompute
+
+ITEM_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by data type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes that one rank holds for the backward of one microbatch."""
+
+    blocks: int
+    """Kept by all blocks from forward on."""
+    recomputed: int
+    """Made again in backward for the segment at work; 0 where nothing is recomputed."""
+    inputs: int
+    """What all blocks share, and the embedding's; held until the end."""
+    head: int
+    """The last norm and the loss; gone before backward reaches the blocks."""
+    gradient: int
+    """The gradient that flows back along the residual stream."""
+
+    @property
+    def kept(self) -> int:
+        """Bytes held when forward is done."""
+        return self.blocks + self.inputs + self.head
+
+    @property
+    def peak(self) -> int:
+        """Most bytes held for backward, without buffers that pass."""
+        in_backward = self.blocks + self.recomputed + self.inputs + self.gradient
+        return max(self.kept, in_backward)
+
+
+def activations(
+    shape: ModelShape,
+    seq_len: int,
+    num_sequences: int,
+    precision: str,
+    recompute: Recompute = KEEP_ALL,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    has_documents: bool = False,
+    has_casts: bool | None = None,
+) -> Activations:
+    """Count what one rank holds; see [Note: What a block keeps].
+
+    Args:
+        shape: the decoder.
+        seq_len: tokens in one sequence.
+        num_sequences: sequences in one microbatch of one rank.
+        precision: data type of the arithmetic, such as "bfloat16".
+        recompute: the policy.
+        device: where; only a CPU has attention of its own.
+        has_documents: several documents stand in a row, so that there is a bias between them.
+        has_casts: whether blocks cast their weights; if None, where precision is below 32 bits.
+            Sharding that gathers weights in the compute dtype leaves nothing to cast.
+
+    Raises:
+        StrategyError: segments of more blocks than there are.
+    """
+    if has_casts is None:
+        has_casts = ITEM_BYTES[precision] < 4
+    of = _block(shape, seq_len * num_sequences, precision, device, has_documents)
+    if has_casts:
+        of["remade"] += _casts(shape) * ITEM_BYTES[precision]
+    read = of["input"] + of["product"] + of["remade"]
+    kept, recomputed = shape.num_layers * read, 0
+    segment_size = recompute.segment_size(shape.num_layers)
+    if segment_size is not None:
+        kept = -(-shape.num_layers // segment_size) * of["input"]
+        recomputed = segment_size * read - of["input"]
+    elif recompute.kind == "selective":
+        kept = shape.num_layers * (of["input"] + of["product"] + of["unread"] + of["last"])
+        recomputed = of["remade"] - of["unread"] - (of["last"] if shape.dropout else 0)
+    inputs, head = _outside(shape, seq_len, num_sequences, precision, has_documents)
+    return Activations(
+        blocks=kept, recomputed=recomputed, inputs=inputs, head=head, gradient=of["input"]
+    )
+
+
+def _block(
+    shape: ModelShape, num_tokens: int, precision: str, device: str, has_documents: bool
+) -> Counter[str]:
+    """Return the bytes of one block's tensors by where they come from, without casts of weights."""
+    item_bytes = ITEM_BYTES[precision]
+    stream = shape.hidden * item_bytes
+    inner = shape.ffn * item_bytes
+    queries = shape.num_heads * shape.head_dim * item_bytes
+    groups = shape.num_kv_heads * shape.head_dim * item_bytes
+    has_blockwise = device == "cpu" and precision == "bfloat16"  # the attention of models/cpu.py
+    # These two kinds of attention want as many keys and values as queries, in copies.
+    is_repeated = groups < queries and (has_blockwise or has_documents)
+    is_turned = shape.qk_norm or shape.position == "rope"
+    keys = queries if is_repeated else groups
+    statistics = _statistics(shape, item_bytes)
+
+    rows = [
+        ("input", stream),
+        ("remade", statistics + stream),  # the first norm
+        ("product" if shape.qk_norm or not is_turned else "unread", queries),  # as projected
+        ("product" if shape.qk_norm or not (is_turned or is_repeated) else "unread", groups),
+        ("unread" if is_repeated else "product", groups),  # values
+        ("remade", (queries if is_turned else 0) + (keys if is_turned or is_repeated else 0)),
+        ("remade", queries if is_repeated else 0),  # copies of values
+        ("remade", statistics * (shape.num_heads + shape.num_kv_heads) if shape.qk_norm else 0),
+        ("product", queries),  # the result of attention
+        ("product", 0 if has_blockwise else shape.num_heads * max(4, item_bytes)),  # log-sum-exp
+        ("unread", stream),  # its projection
+        ("remade", stream + statistics + stream),  # the stream amid the block, and the second norm
+        ("product", 2 * inner if shape.mlp == "swiglu" else inner),  # gate and up, or up
+        ("remade", 2 * inner if shape.mlp == "swiglu" else inner),  # activation, and its product
+        ("last", stream),  # the result of the MLP
+        ("remade", 2 * shape.hidden if shape.dropout else 0),  # two masks, a byte an element
+    ]
+    of: Counter[str] = Counter()
+    for origin, token_bytes in rows:
+        of[origin] += token_bytes * num_tokens
+    return of
+
+
+def _statistics(shape: ModelShape, item_bytes: int) -> int:
+    """Return the bytes that a norm keeps for each row: a scale, or mean and scale of LayerNorm."""
+    return max(4, item_bytes) if shape.norm == "rms" else 2 * item_bytes
+
+
+def _casts(shape: ModelShape) -> int:
+    """Return the elements of one block's weights that backward reads; biases it does not."""
+    matrices = num_parameters(shape).matmul - shape.vocab_size * shape.hidden
+    return matrices // shape.num_layers + (4 * shape.hidden if shape.norm == "layer" else 0)
+
+
+def _outside(
+    shape: ModelShape, seq_len: int, num_sequences: int, precision: str, has_documents: bool
+) -> tuple[int, int]:
+    """Return the bytes of what is held besides blocks: until the end, and by the head."""
+    item_bytes = ITEM_BYTES[precision]
+    wide_bytes = max(4, item_bytes)
+    num_tokens = seq_len * num_sequences
+    num_positions = num_tokens if has_documents else seq_len
+    inputs = 8 * num_tokens + num_tokens * (shape.hidden if shape.dropout else 0)
+    if shape.position == "rope":
+        inputs += num_positions * shape.head_dim * wide_bytes
+    else:
+        inputs += 8 * num_positions
+    if has_documents:
+        inputs += num_tokens * seq_len * item_bytes
+    stream = shape.hidden * item_bytes
+    head = num_tokens * (2 * stream + _statistics(shape, item_bytes))
+    return inputs, head + shape.vocab_size * shape.hidden * wide_bytes

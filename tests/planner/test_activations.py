@@ -1,0 +1,205 @@
+"""The predicted bytes beside those that live on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.errors import StrategyError
+from phalanx.models.decoder import Block, Decoder
+from phalanx.models.random import row_keys
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import recompute
+from phalanx.planner.activations import activations
+from phalanx.strategy import Recompute, Strategy
+
+LLAMA = ModelShape(
+    vocab_size=64,
+    num_layers=4,
+    hidden=64,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    ffn=176,
+    max_seq_len=128,
+)
+GPT2 = dataclasses.replace(
+    LLAMA, norm="layer", position="learned", mlp="gelu", bias=True, ffn=256, tied=True
+)
+SHAPES = {
+    "llama": LLAMA,
+    "llama, grouped, dropout": dataclasses.replace(LLAMA, num_kv_heads=2, dropout=0.1),
+    "qwen3": dataclasses.replace(LLAMA, num_kv_heads=1, head_dim=32, qk_norm=True),
+    "gpt2": GPT2,
+    "gpt2, dropout": dataclasses.replace(GPT2, dropout=0.1),
+    "gpt2, grouped": dataclasses.replace(GPT2, num_kv_heads=2),
+}
+NUM_ROWS, SEQ_LEN = 4, 128
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators make while it is on, until they are freed.
+
+    Attributes:
+        now: bytes alive.
+        peak: most bytes alive at a time.
+        held: most bytes alive when the gradient came to a block whose tensors are all there, kept
+            or made again: what is held for backward, without the buffers of backward itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.held = 0
+        self.is_backward = False
+        self.is_in_block = False
+        self.has_run_again = True
+        self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.is_backward and self.has_run_again and not self.is_in_block:
+            self.held = max(self.held, self.now)
+        self.has_run_again = self.is_in_block
+        inputs = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and id_of(x) not in inputs:
+                self.add(x.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self.known or num_bytes == 0:
+            return
+
+        def free(_: Any) -> None:
+            del self.known[key]
+            self.now -= num_bytes
+
+        self.known[key] = weakref.ref(storage, free)
+        self.now += num_bytes
+
+
+def id_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def policy(text: str) -> Recompute:
+    return Strategy.parse(f"recompute:{text}").recompute
+
+
+def measure(
+    shape: ModelShape,
+    precision: str,
+    text: str,
+    *,
+    seq_len: int = SEQ_LEN,
+    has_documents: bool = False,
+) -> tuple[int, LiveBytes]:
+    """Return the bytes alive after forward, and what the whole step held."""
+    decoder = Decoder(shape)
+    decoder.initialize(0)
+    if precision == "float64":
+        decoder.double()
+    decoder.compute_dtype = getattr(torch, precision)
+    tokens_BT = torch.arange(NUM_ROWS * seq_len).view(NUM_ROWS, seq_len) % shape.vocab_size
+    positions_BT = torch.arange(seq_len).repeat(NUM_ROWS, 1)
+    for parameter in decoder.parameters():  # gradients exist already, as in a second microbatch
+        parameter.grad = torch.zeros_like(parameter)
+    live = LiveBytes()
+
+    def forward(self: Block, *args: Any) -> Tensor:
+        live.is_in_block = True
+        try:
+            return original(self, *args)
+        finally:
+            live.is_in_block = False
+
+    original = Block.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Block, "forward", forward)
+        recompute.apply(decoder, policy(text))
+        with live:
+            loss = decoder(
+                tokens_BT,
+                tokens_BT.roll(-1, 1),
+                positions_BT=positions_BT if has_documents else None,
+                documents_BT=(positions_BT > 50).long() if has_documents else None,
+                dropout_keys_B=row_keys(0, 0, torch.arange(NUM_ROWS)),
+            )
+            kept = live.now
+            live.is_backward = live.has_run_again = True
+            loss.backward()
+    return kept, live
+
+
+@pytest.mark.parametrize("text", ["none", "full", "every/2", "every/3", "sqrt", "selective"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_predicted_within_5_percent(name: str, precision: str, text: str) -> None:
+    check(SHAPES[name], precision, text, has_documents=False)
+
+
+@pytest.mark.parametrize("text", ["none", "selective"])
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_predicted_within_5_percent_with_documents(precision: str, text: str) -> None:
+    check(SHAPES["llama, grouped, dropout"], precision, text, has_documents=True)
+
+
+def check(shape: ModelShape, precision: str, text: str, *, has_documents: bool) -> None:
+    predicted = activations(
+        shape, SEQ_LEN, NUM_ROWS, precision, policy(text), has_documents=has_documents
+    )
+    kept, live = measure(shape, precision, text, has_documents=has_documents)
+    tokens_bytes = 8 * NUM_ROWS * SEQ_LEN  # made before, and so not seen
+    assert predicted.kept == pytest.approx(kept + tokens_bytes, rel=0.05)
+    assert predicted.peak == pytest.approx(live.held + tokens_bytes, rel=0.05)
+
+
+def test_what_is_held_grows_with_the_root_of_the_depth() -> None:
+    """Chen et al. 2016, section 4.1, by the true peak of a step, passing buffers included."""
+    shapes = [dataclasses.replace(LLAMA, num_layers=depth) for depth in (4, 16, 64)]
+    peaks = {
+        text: [measure(shape, "float32", text, seq_len=64)[1].peak for shape in shapes]
+        for text in ("none", "full", "sqrt")
+    }
+    growth = {text: [b / a for a, b in itertools.pairwise(peak)] for text, peak in peaks.items()}
+    # The depth grows fourfold each time. What no depth changes (loss, buffers) is a tenth at most.
+    assert growth["none"] == pytest.approx([4, 4], rel=0.1)
+    assert growth["sqrt"] == pytest.approx([2, 2], rel=0.1)
+    # An input a block, and nothing else that grows.
+    input_bytes = NUM_ROWS * 64 * LLAMA.hidden * 4
+    assert peaks["full"][1] - peaks["full"][0] == pytest.approx(12 * input_bytes, rel=0.01)
+    assert peaks["full"][2] - peaks["full"][1] == pytest.approx(48 * input_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("num_layers", [4, 16])
+def test_full_holds_an_input_a_block_and_one_block(num_layers: int) -> None:
+    shape = dataclasses.replace(LLAMA, num_layers=num_layers)
+    one, all_kept = (activations(shape, 64, 2, "float32", policy(t)) for t in ("full", "none"))
+    stream_bytes = 64 * 2 * shape.hidden * 4
+    assert one.blocks == num_layers * stream_bytes
+    assert one.recomputed == all_kept.blocks // num_layers - stream_bytes
+
+
+def test_no_casts_where_weights_are_gathered_in_the_compute_dtype() -> None:
+    with_casts, without = (
+        activations(LLAMA, 8, 1, "bfloat16", has_casts=has_casts) for has_casts in (None, False)
+    )
+    matrices = 4 * 64 * 64 + 3 * 64 * 176
+    assert with_casts.kept - without.kept == LLAMA.num_layers * matrices * 2
+
+
+def test_a_segment_longer_than_the_model_is_refused() -> None:
+    with pytest.raises(StrategyError, match="4 blocks"):
+        activations(LLAMA, 8, 1, "float32", policy("every/5"))
