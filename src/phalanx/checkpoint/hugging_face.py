@@ -232,9 +232,12 @@ def _write_file(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in sizes:
-            tensor = read(name).to(dtype).contiguous()
-            file.write(memoryview(cast(Any, tensor.view(torch.uint8).numpy())))
+        for name in sizes:  # without a variable, which would hold each tensor beside the next
+            file.write(_bytes_of(read(name).to(dtype).contiguous()))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(cast(Any, tensor.view(torch.uint8).numpy()))
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,0 +1,500 @@
+"""Convert to and from the Hugging Face layout: to the bit, in little memory, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+from phalanx.checkpoint import manifest, state
+from phalanx.checkpoint.convert import convert, open_checkpoint
+from phalanx.checkpoint.hugging_face import INDEX, WEIGHTS, write_folder
+from phalanx.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.launch.local import run_ranks
+from phalanx.mesh import build_mesh
+from phalanx.models.decoder import Decoder
+from phalanx.models.hf import config_to_hf, from_hf, sizes_of, table
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.compose import parallelize
+from phalanx.strategy import Strategy
+
+logging.disable_progress_bar()
+
+IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    **IDS,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GPT2_SIZES = {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, **IDS}
+
+GPT2: dict[str, Any] = {"norm": "layer", "position": "learned", "mlp": "gelu", "bias": True}
+"""What sets a shape of GPT-2 apart from one of Llama."""
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama-tied-llama3-rope": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE, head_dim=16)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
+    "qwen3-tied": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, n_inner=80)),
+    "gpt2-untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, tie_word_embeddings=False)),
+}
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """Make a model in which no norm weight and no bias is 1 or 0."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
+    model_of(name).save_pretrained(folder, **options)
+    return folder
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert actual[key].dtype == tensor.dtype and torch.equal(actual[key], tensor), key
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
+    theirs = model_of(name)
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert (tmp_path / "saved" / INDEX).exists()
+
+    convert(tmp_path / "saved", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "back", max_shard_bytes=30_000)
+    loaded, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
+    assert not any(found.values())
+    assert type(loaded) is type(theirs)
+    assert_equal(loaded.state_dict(), theirs.state_dict())
+    tokens = torch.arange(97)[None, :60]
+    assert torch.equal(loaded(tokens).logits, theirs(tokens).logits)
+
+    loaded.save_pretrained(tmp_path / "again")
+    convert(tmp_path / "again", tmp_path / "ours-again")
+    first, second = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "ours-again")
+    assert first.shape == second.shape
+    names = list(sizes_of(first.shape))
+    assert_equal({n: second.read(n) for n in names}, {n: first.read(n) for n in names})
+
+
+def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
+    convert(saved(tmp_path / "saved"), tmp_path / "ours")
+    done = convert(tmp_path / "ours", tmp_path / "back", max_shard_bytes=30_000)
+    index = json.loads((tmp_path / "back" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == done.num_bytes
+    assert len(index["weight_map"]) == done.num_tensors == 21
+    files = sorted(set(index["weight_map"].values()))
+    assert files_of(tmp_path / "back") - {INDEX, "config.json", "generation_config.json"} == {
+        *files
+    }
+    for file in files:
+        held = load_file(tmp_path / "back" / file)
+        assert sum(tensor.nbytes for tensor in held.values()) <= 30_000
+        assert {index["weight_map"][name] for name in held} == {file}
+    convert(tmp_path / "ours", tmp_path / "whole")
+    assert WEIGHTS in files_of(tmp_path / "whole") and INDEX not in files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_kept_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = model_of("gpt2").to(dtype)
+    theirs.save_pretrained(tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "ours")
+    ours = open_checkpoint(tmp_path / "ours")
+    for name, expected in from_hf(theirs.state_dict(), ours.shape).items():
+        assert torch.equal(ours.read(name), expected.float()), name
+    convert(tmp_path / "ours", tmp_path / "back", dtype=dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    assert loaded.dtype == dtype
+    assert_equal(loaded.state_dict(), theirs.state_dict())
+
+
+def weights_on_rank(folder: Path, shape: ModelShape, strategy: str) -> dict[str, Tensor]:
+    mesh = build_mesh(Strategy.parse(strategy), "cpu")
+    model = Decoder(shape)
+    parallelize(model, Strategy.parse(strategy), mesh)
+    state.load_weights(folder, model)
+    full = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        full[name] = whole.detach().clone()
+    return full
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "fsdp2"])
+def test_a_split_model_loads_what_was_converted(strategy: str, tmp_path: Path) -> None:
+    theirs = model_of("gpt2")
+    theirs.save_pretrained(tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "ours", dtype=torch.bfloat16)
+    shape = open_checkpoint(tmp_path / "ours").shape
+    expected = from_hf(theirs.state_dict(), shape)
+    for found in run_ranks(weights_on_rank, 2, tmp_path / "ours", shape, strategy):
+        assert_equal(found, {name: t.bfloat16().float() for name, t in expected.items()})
+
+
+def test_the_tokenizer_and_its_like_go_along(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    for name in ("tokenizer.json", "merges.txt"):
+        (tmp_path / "saved" / name).write_text(name)
+    (tmp_path / "saved" / "notes.txt").write_text("not copied")
+    done = convert(tmp_path / "saved", tmp_path / "ours")
+    assert done.companions == ["generation_config.json", "merges.txt", "tokenizer.json"]
+    assert {*done.companions} <= files_of(tmp_path / "ours") >= {manifest.NAME, ".metadata"}
+    assert {*done.companions} <= set(manifest.read(tmp_path / "ours").files)
+    convert(tmp_path / "ours", tmp_path / "back")
+    assert files_of(tmp_path / "back") == {"config.json", WEIGHTS, *done.companions}
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "tokenizer.json"
+
+
+def test_progress_is_told_by_bytes(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    done = convert(
+        saved(tmp_path / "saved"), tmp_path / "ours", progress=lambda *words: told.append(words)
+    )
+    assert told[0][1] == 0 and told[-1] == ("convert", done.num_bytes, done.num_bytes)
+    assert [words[1] for words in told] == sorted(words[1] for words in told)
+
+
+def test_a_weight_that_is_tied_but_saved_twice(tmp_path: Path) -> None:
+    saved(tmp_path / "saved", "qwen3-tied")
+    tensors = load_file(tmp_path / "saved" / WEIGHTS)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "saved" / WEIGHTS)
+    assert convert(tmp_path / "saved", tmp_path / "ours").num_tensors == len(tensors) - 1
+    tensors["lm_head.weight"][3, 4] += 1
+    save_file(tensors, tmp_path / "saved" / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is not 'model.embed"):
+        convert(tmp_path / "saved", tmp_path / "other")
+
+
+# What is refused. Each case breaks a folder that was right, and names what the message must have.
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+    return edit
+
+
+def edit_tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return edit
+
+
+def cut_short(folder: Path) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+
+
+def as_pickle(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+def with_index(**weight_map: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "architecture": (edit_config(model_type="mamba"), "model_type is 'mamba'.*legal are llama"),
+    "option": (edit_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu'"),
+    "size": (edit_config(hidden_size="32"), "hidden_size is '32'; expected a whole number"),
+    "no heads": (edit_config(num_attention_heads=0), "num_attention_heads is 0"),
+    "number": (edit_config(rms_norm_eps="tiny"), "rms_norm_eps is 'tiny'; expected a number"),
+    "rope": (edit_config(rope_parameters=[1]), r"rope_scaling is \[1\]; expected an object"),
+    "quantized": (edit_config(quantization_config={"bits": 4}), "the weights are quantized"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot read .*config.js"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "it is no JSON object"),
+    "missing tensor": (
+        edit_tensors(lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),
+        r"'model.layers.1.mlp.up_proj.weight' is missing \(did you mean 'model.layers.0.mlp.up_",
+    ),
+    "extra tensor": (
+        edit_tensors(lambda t: t.update(extra=torch.ones(1))), "no place for 1 of them, 'extra'"
+    ),
+    "wrong shape": (
+        edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(33)})),
+        r"'model.norm.weight' is \(33,\); the shape asks for \(32,\)",
+    ),
+    "integers": (
+        edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
+        "'model.norm.weight' is of type I8",
+    ),
+    "cut short": (cut_short, "cannot read .*model.safetensors: .*damaged or not whole"),
+    "no safetensors": (lambda f: (f / WEIGHTS).write_bytes(b"<html>"), "damaged or not whole"),
+    "pickle": (as_pickle, "pytorch_model.bin, a pickle.*save_pretrained"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no weights; expected model.safetensors"),
+    "missing shard": (with_index(a="model-2.safetensors"), "names model-2.saf.*which is missing"),
+    "wrong shard": (with_index(a=WEIGHTS), "'a' is in model.safetensors, which does not hold it"),
+    "shard elsewhere": (with_index(a="../model.safetensors"), "has no weight_map"),
+    "tensor twice": (
+        lambda f: shutil.copy((f / WEIGHTS).rename(f / "a.safetensors"), f / "b.safetensors"),
+        "is both in a.safetensors and in b.safetensors",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_hugging_face_folder(case: str, tmp_path: Path) -> None:
+    breaks, message = BROKEN[case]
+    breaks(saved(tmp_path / "saved"))
+    with pytest.raises(PhalanxError, match=message):
+        convert(tmp_path / "saved", tmp_path / "ours")
+    assert files_of(tmp_path) == {"saved"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    convert(saved(tmp_path / "saved"), tmp_path / "ours")
+    shutil.rmtree(tmp_path / "saved")
+    return tmp_path / "ours"
+
+
+def test_a_broken_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"its file {file.name} is damaged"):
+        convert(checkpoint, tmp_path / "back")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"its file {file.name} is missing"):
+        convert(checkpoint, tmp_path / "back")
+    assert files_of(tmp_path) == {"ours"}
+
+
+def rewritten(checkpoint: Path, **changes: Any) -> None:
+    about = manifest.read(checkpoint)
+    manifest.write(checkpoint, manifest.Manifest(**{**vars(about), **changes}))
+
+
+def test_a_checkpoint_whose_manifest_tells_of_another_model(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    shape = manifest.read(checkpoint).shape
+    rewritten(checkpoint, shape={**shape, "ffn": 49})
+    with pytest.raises(CheckpointError, match=r"'blocks.0.mlp.gate.weight' is \(48, 32\); .*\(49"):
+        convert(checkpoint, tmp_path / "back")
+    rewritten(checkpoint, shape={**shape, "num_layers": 3})
+    with pytest.raises(CheckpointError, match=r"'blocks.2.attention_norm.weight' is missing"):
+        convert(checkpoint, tmp_path / "back")
+    rewritten(checkpoint, shape={**shape, "width": 3})
+    with pytest.raises(CheckpointError, match=r"cannot read .*manifest.json: .*'width'"):
+        convert(checkpoint, tmp_path / "back")
+
+
+def test_a_shape_that_no_hugging_face_model_has() -> None:
+    llama: dict[str, Any] = {
+        "vocab_size": 97, "num_layers": 2, "hidden": 32, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 8, "ffn": 48, "max_seq_len": 64,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"the nearest is llama, but its mlp is 'swiglu', not 'g"):
+        config_to_hf(ModelShape(**llama, mlp="gelu"), "float32")
+    with pytest.raises(ConfigError, match="the nearest is gpt2, but its num_kv_heads is 4, not 2"):
+        table(ModelShape(**llama, **GPT2))
+
+
+def test_float16_that_cannot_hold_a_value(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    edit_tensors(lambda t: t.update({"model.norm.weight": torch.full((32,), 1e5)}))(
+        tmp_path / "saved"
+    )
+    with pytest.raises(CheckpointError, match=r"'norm.weight' has values up to 100000, but float"):
+        convert(tmp_path / "saved", tmp_path / "ours", dtype=torch.float16)
+    assert files_of(tmp_path) == {"saved"}
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"sav does not exist \(did you mean 'saved'\?\)"):
+        convert(tmp_path / "sav", tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=r"model.safetensors is a file; expected the folder"):
+        convert(tmp_path / "saved" / WEIGHTS, tmp_path / "ours")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="empty is neither a Hugging Face folder"):
+        convert(tmp_path / "empty", tmp_path / "ours")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        convert(tmp_path / "run", tmp_path / "ours")
+
+
+def test_destinations_that_are_not_free(tmp_path: Path) -> None:
+    source = saved(tmp_path / "saved")
+    before = files_of(source)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    (tmp_path / "half.partial").mkdir()
+    for name, message in {
+        "full": "full is not empty",
+        "saved": "lies in .*saved",
+        "saved/inside": "lies in .*saved, which is read",
+        "full/a": "is a file",
+        "half": "half.partial is there.*remove it",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            convert(source, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"cannot write .*full/a/b"):
+        convert(source, tmp_path / "full" / "a" / "b")
+    assert files_of(source) == before
+    assert files_of(tmp_path) == {"saved", "full", "half.partial"}
+    (tmp_path / "empty").mkdir()
+    convert(source, tmp_path / "empty")
+    assert manifest.NAME in files_of(tmp_path / "empty")
+
+
+def test_too_little_space_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(tmp_path / "saved")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    with pytest.raises(CheckpointError, match=r"needs 0.00 GiB, but .* left; make room"):
+        convert(source, tmp_path / "ours")
+    assert files_of(tmp_path) == {"saved"}
+
+
+@pytest.mark.parametrize("source", ["saved", "ours"])
+def test_a_disk_that_fills_up(source: str, tmp_path: Path) -> None:
+    """A limit on the size of files fails a write in the midst, as a full disk does."""
+    convert(saved(tmp_path / "saved"), tmp_path / "ours")
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "convert", tmp_path / source, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, hard)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"phalanx: cannot write {tmp_path / 'out'}, and nothing of it is")
+    assert len(done.stderr.splitlines()) == 1 and "File too large" in done.stderr
+    assert files_of(tmp_path) == {"saved", "ours"}
+
+
+MEASURE = """
+import re, sys, torch
+from pathlib import Path
+from phalanx.checkpoint.convert import convert
+
+def memory_bytes(kind):
+    return 1024 * int(re.search(kind + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+folder = Path(sys.argv[1])
+torch.set_num_threads(1)
+for source, destination in (("saved", "ours"), ("ours", "back")):
+    convert(folder / "small" / source, folder / "small" / destination)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before_bytes = memory_bytes("VmRSS")
+    convert(folder / "large" / source, folder / "large" / destination)
+    print(memory_bytes("VmHWM") - before_bytes)
+"""
+"""Prints by how much the memory of a process grows while it converts, mapped files included."""
+
+
+def written(folder: Path, shape: ModelShape) -> int:
+    """Write a Hugging Face folder of random weights; return the bytes of its largest tensor."""
+    sizes = {link.theirs: link.join_sizes(sizes_of(shape)) for link in table(shape)}
+    folder.mkdir(parents=True)
+    write_folder(
+        folder,
+        config_to_hf(shape, "float32"),
+        sizes,
+        torch.float32,
+        lambda name: torch.rand(sizes[name]),
+        1 << 40,
+    )
+    return 4 * max(size.numel() for size in sizes.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+@pytest.mark.parametrize(
+    ("num_layers", "hidden", "options"),
+    [
+        (8, 512, {}),
+        (8, 512, GPT2),
+        pytest.param(24, 1024, {}, marks=pytest.mark.slow),
+    ],
+    ids=["llama", "gpt2", "llama-1.5-gb"],
+)
+def test_only_a_few_tensors_are_in_memory(
+    num_layers: int, hidden: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"vocab_size": 512, "max_seq_len": 64, "head_dim": 64, **options}
+
+    def shape(num_layers: int, hidden: int) -> ModelShape:
+        heads = hidden // 64
+        return ModelShape(
+            num_layers=num_layers, hidden=hidden, num_heads=heads, num_kv_heads=heads,
+            ffn=4 * hidden, **common,
+        )  # fmt: skip
+
+    written(tmp_path / "small" / "saved", shape(1, 128))
+    largest_bytes = written(tmp_path / "large" / "saved", shape(num_layers, hidden))
+    total_bytes = sum(path.stat().st_size for path in (tmp_path / "large" / "saved").iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    growths_bytes = [int(line) for line in done.stdout.split()]
+    # Of a tensor there are its bytes, what torch.load makes of them, and the target; the allocator
+    # keeps some of those before. It does not grow with the number of layers.
+    assert len(growths_bytes) == 2
+    assert max(growths_bytes) < 8 * largest_bytes + (8 << 20) < total_bytes / 2, growths_bytes
