@@ -24,7 +24,7 @@ class HashingFiles(FileSystem):
 
     Attributes:
         checksums: of the files written so far, by name.
-        failure: the first error of the disk; torch's own words for it do not say what it was.
+        failure: the last error of the disk, with the name of the file.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,16 @@ class HashingFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
         """Open a file to be written from its beginning to its end."""
         assert mode == "wb"
+        stream = _HashingWriter(io.FileIO(path, mode))
         try:
-            with _HashingWriter(io.FileIO(path, mode)) as stream:
+            with stream:
                 yield stream
-        except OSError as error:
-            if self.failure is None:
-                self.failure = OSError(error.errno, error.strerror, str(path))
-            raise
+        except Exception as error:
+            cause = error if isinstance(error, OSError) else stream.failure
+            if cause is None:
+                raise
+            self.failure = OSError(cause.errno, cause.strerror, str(path))
+            raise self.failure from error
         self.checksums[Path(path).name] = (stream.num_bytes, stream.sha256.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -57,11 +60,16 @@ class _HashingWriter(io.BufferedWriter):
         super().__init__(raw)
         self.sha256 = hashlib.sha256()
         self.num_bytes = 0
+        self.failure: OSError | None = None  # torch makes another error of it
 
     def write(self, buffer: bytes | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.sha256.update(buffer)
         self.num_bytes += len(buffer)
-        return super().write(buffer)
+        try:
+            return super().write(buffer)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def seek(self, target: int, whence: int = 0, /) -> int:
         raise io.UnsupportedOperation("what is hashed must be written in order")
