@@ -1,0 +1,236 @@
+"""Saving while the run goes on: what may happen meanwhile, and what is left when it ends badly."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+
+from phalanx.checkpoint import manifest, saver, state
+from phalanx.checkpoint.saver import Saver
+from phalanx.errors import CheckpointError, TrainingError
+from phalanx.launch.local import run_ranks
+
+
+def hold_writing() -> threading.Event:
+    """Have the writer of this rank wait before its first tensor."""
+    event = threading.Event()
+    write_tensors = saver._write_tensors
+
+    def wait(*args: Any) -> Any:
+        assert event.wait(60)
+        return write_tensors(*args)
+
+    saver._write_tensors = wait
+    return event
+
+
+def fail_writing(rank: int) -> None:
+    """Have a rank find no room for any byte."""
+    if dist.get_rank() == rank:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+
+
+def step_while_writing(run: Path) -> tuple[bool, bool, float]:
+    """Change everything, and use the job's own collectives, while a checkpoint is written."""
+    model, optimizer = runs.build("fsdp", width=64)
+    runs.step(model, optimizer)
+    event = hold_writing()
+    with Saver(run) as saver_:
+        saver_.begin(model, optimizer, runs.about(1))
+        expected = runs.whole_state(model, optimizer)
+        runs.step(model, optimizer)
+        saver_.poll()
+        was_writing = saver_.is_writing
+        event.set()
+        for _ in range(200):
+            ones = torch.ones(1000)
+            dist.all_reduce(ones)
+            total = float(ones.sum())
+    loaded, loaded_optimizer = runs.build("fsdp", width=64)
+    state.load(manifest.find(run), loaded, loaded_optimizer)
+    actual = runs.whole_state(loaded, loaded_optimizer)
+    same = all(torch.equal(actual[name], expected[name]) for name in expected)
+    return was_writing, same, total
+
+
+def test_the_run_goes_on_while_its_state_is_written(tmp_path: Path) -> None:
+    for was_writing, same, total in run_ranks(step_while_writing, 2, tmp_path, threads=1):
+        assert was_writing and same and total == 2000
+
+
+def many_saves(run: Path) -> list[str]:
+    """Save three times with the same buffers, with collectives of the job meanwhile."""
+    model, optimizer = runs.build()
+    with Saver(run, keep=2) as saver_:
+        for steps_done in range(1, 4):
+            runs.step(model, optimizer)
+            saver_.begin(model, optimizer, runs.about(steps_done))
+            buffers = {name: buffer.data_ptr() for name, buffer in saver_._buffers.items()}
+            for _ in range(50):
+                dist.all_reduce(torch.ones(10))
+        assert {name: b.data_ptr() for name, b in saver_._buffers.items()} == buffers
+    return [path.name for path in sorted((run / "checkpoints").iterdir())]
+
+
+def test_the_last_k_are_kept(tmp_path: Path) -> None:
+    for names in run_ranks(many_saves, 2, tmp_path, threads=1):
+        assert names == ["step-00000002", "step-00000003"]
+
+
+def save_by(way: str, run: Path, rank: int) -> list[str]:
+    """Save on a full disk; say what was raised when."""
+    model, optimizer = runs.build()
+    fail_writing(rank)
+    words: list[str] = []
+    saver_ = Saver(run)
+    saver_.begin(model, optimizer, runs.about(5))
+    while saver_.is_writing:
+        time.sleep(0.01)
+    try:
+        if way == "begin":
+            saver_.begin(model, optimizer, runs.about(6))
+        else:
+            {"poll": saver_.poll, "finish": saver_.finish}[way]()
+    except CheckpointError as error:
+        words.append(str(error))
+    saver_.finish()  # it was said, and there is nothing else
+    return words
+
+
+@pytest.mark.parametrize("way", ["begin", "poll", "finish"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_goes_wrong_is_said_once_on_every_rank(tmp_path: Path, way: str, rank: int) -> None:
+    run_ranks(runs.save_after, 2, tmp_path, 2, threads=1)
+    for words in run_ranks(save_by, 2, way, tmp_path, rank, threads=1, timeout_s=30):
+        partial = tmp_path / "checkpoints" / "step-00000005.partial"
+        assert words == [
+            f"cannot save {partial.with_suffix('')} (older checkpoints stand): "
+            f"{partial / f'__{rank}_0.distcp'}: File too large"
+        ]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def raise_while_writing(run: Path, rank: int | None, is_disk_full: bool) -> None:
+    """Fail in training while a checkpoint is written, on one rank or on all."""
+    model, optimizer = runs.build()
+    event = hold_writing()
+    if is_disk_full:
+        fail_writing(0)
+    with Saver(run) as saver_:
+        saver_.begin(model, optimizer, runs.about(1))
+        event.set()
+        if rank is None or dist.get_rank() == rank:
+            raise TrainingError("the loss is nan")
+        dist.barrier()
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("is_disk_full", [False, True])
+def test_an_error_of_the_training_leaves_the_save_whole_or_nothing(
+    tmp_path: Path, rank: int | None, is_disk_full: bool
+) -> None:
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        run_ranks(raise_while_writing, 2, tmp_path, rank, is_disk_full, threads=1, timeout_s=30)
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert names == ([] if is_disk_full else ["step-00000001"])
+
+
+def begin_without_memory(run: Path) -> str:
+    """Find no memory for the copies on rank 1."""
+    model, optimizer = runs.build()
+
+    def copy(*_: Any) -> Any:
+        raise MemoryError("cannot allocate")
+
+    saver_ = Saver(run)
+    if dist.get_rank() == 1:
+        saver_._copy = copy
+    with pytest.raises(CheckpointError) as raised:
+        saver_.begin(model, optimizer, runs.about(1))
+    saver_.finish()
+    return str(raised.value)
+
+
+def test_no_memory_for_the_copies_is_one_error_on_every_rank(tmp_path: Path) -> None:
+    for words in run_ranks(begin_without_memory, 2, tmp_path, threads=1, timeout_s=30):
+        assert words.endswith("MemoryError: cannot allocate")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
+    run_ranks(runs.save_after, 2, tmp_path, 2, threads=1)
+    before = (manifest.find(tmp_path) / manifest.NAME).read_bytes()
+    for words in run_ranks(runs.words_of_save, 2, tmp_path, 2, threads=1):
+        assert words.endswith("there is one of that name already")
+    assert (manifest.find(tmp_path) / manifest.NAME).read_bytes() == before
+
+
+def test_what_killed_runs_left_is_removed(tmp_path: Path) -> None:
+    for name in ("step-00000001.partial", "step-00000002.partial", "step-00000000.removed"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "checkpoints" / "step-00000002").mkdir()  # without a manifest
+    run_ranks(runs.save_after, 1, tmp_path, 2, threads=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert run_ranks(runs.words_of_load, 1, manifest.find(tmp_path), threads=1) == [("", "")]
+
+
+def nicenesses(run: Path) -> tuple[int, int]:
+    """Return how far the writer and the main thread of this rank stand back."""
+    seen: list[int] = []
+    write_tensors = saver._write_tensors
+
+    def look(*args: Any) -> Any:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return write_tensors(*args)
+
+    saver._write_tensors = look
+    runs.save_after(run, 1)
+    return seen[0], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a thread's priority is Linux's")
+def test_the_writer_alone_stands_back(tmp_path: Path) -> None:
+    for writer, main in run_ranks(nicenesses, 2, tmp_path, threads=1):
+        assert writer == min(19, main + saver.NICENESS)
+
+
+def crc_setting(run: Path) -> bool:
+    runs.save_after(run, 1)
+    return torch.serialization.get_crc32_options()
+
+
+def test_torchs_own_checksums_are_back_on_after_a_save(tmp_path: Path) -> None:
+    assert run_ranks(crc_setting, 1, tmp_path, threads=1) == [True]
+
+
+def refused_optimizers(run: Path) -> list[str]:
+    model, _ = runs.build()
+    foreign = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+    odd = torch.optim.AdamW(model.middle.parameters())
+    odd.state[model.middle.weight]["count"] = 3
+    words: list[str] = []
+    for optimizer in (foreign, odd):
+        try:
+            Saver(run).begin(model, optimizer, runs.about(1))
+        except CheckpointError as error:
+            words.append(str(error))
+    return words
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    (words,) = run_ranks(refused_optimizers, 1, tmp_path, threads=1)
+    assert words == [
+        "the optimizer updates a parameter that the model does not hold",
+        "the optimizer's count of middle.weight is 3; only tensors can be saved",
+    ]
