@@ -1,9 +1,14 @@
 """A collective that ranks do not call alike is found before it runs, and legal programs pass."""
 
+import dataclasses
+import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +20,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.cli.main import main
 from phalanx.comm import exchange
 from phalanx.comm.check import CollectiveCheck
 from phalanx.comm.fingerprint import Fingerprint, difference
 from phalanx.comm.ledger import Ledger
+from phalanx.config import BatchConfig, CorpusConfig, ShapeConfig, TrainConfig
 from phalanx.errors import CollectiveMismatch, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.mesh import job_store
+from phalanx.train.loop import train
 
 # Renamed in torch 2.13.
 all_gather_whole = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -499,3 +507,94 @@ def store_serves_two() -> bytes:
 
 def test_each_connection_to_the_store_is_its_callers_own() -> None:
     assert run_ranks(store_serves_two, 2) == [b"value", b"value"]
+
+
+# The verbs.
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("job")
+    text = "".join(f"The square of {n} is {n * n}, and its cube {n**3}.\n" for n in range(300))
+    (folder / "squares.txt").write_text(text)
+    return TrainConfig(
+        data=str(folder / "squares.txt"),
+        strategy="dp2",
+        precision="float64",
+        device="cpu",
+        steps=4,
+        threads=1,
+        save_every=2,
+        eval_every=0,
+        out=str(folder / "plain"),
+        shape=ShapeConfig(
+            num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
+            vocab_size=300, max_seq_len=64, dropout=0.1,
+        ),
+        corpus=CorpusConfig(seq_len=24, cache=str(folder / "cache"), validation=0.1),
+        batch=BatchConfig(global_size=8, microbatch=2),
+    )  # fmt: skip
+
+
+def losses(folder: str | Path) -> list[float]:
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+def test_training_gives_the_same_losses(config: TrainConfig, tmp_path: Path) -> None:
+    train(config)
+    train(dataclasses.replace(config, debug_comm=True, out=str(tmp_path)))
+    assert len(losses(tmp_path)) == 4
+    assert losses(tmp_path) == losses(config.out or "")
+
+
+ONE_CALL_MORE = """
+import os, sys
+import torch, torch.distributed as dist
+from phalanx.cli.main import main
+from phalanx.train.step import Trainer
+
+clip = Trainer.apply_gradients
+
+def apply_gradients(self, *args):
+    if self.steps_done == 2:
+        dist.all_reduce(torch.ones(3))
+    return clip(self, *args)
+
+if os.environ["RANK"] == "1":
+    Trainer.apply_gradients = apply_gradients
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_under_torchrun_one_rank_says_it_once(config: TrainConfig, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ONE_CALL_MORE)
+    shape = {k: v for k, v in dataclasses.asdict(config.shape).items() if v is not None}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script),
+            "train", "--debug-comm", f"--data={config.data}", f"--out={tmp_path / 'out'}",
+            "--strategy=dp2", "--precision=float64", "--device=cpu", "--threads=1", "--steps=4",
+            f"--corpus.cache={config.corpus.cache}", "--corpus.seq-len=24",
+            *(f"--shape.{k.replace('_', '-')}={v}" for k, v in shape.items()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert done.stderr.count(" differ at call ") == 1, done.stderr
+    assert re.search(r"rank 1: all_reduce sum of float32\[3\]\n +at .*script.py:11 in", done.stderr)
+    assert re.search(r"^rank [01]: ranks 0 and 1 differ", done.stderr, re.MULTILINE)
+    assert not re.search(r'File ".*phalanx', done.stderr)  # no traceback of ours
+
+
+def test_verify_with_every_collective_compared() -> None:
+    assert (
+        main(
+            ["verify", "fsdp2", "--steps=1", "--shape.num-layers=1", "--seq-len=8", "--debug-comm"]
+        )
+        == 0
+    )

@@ -196,7 +196,7 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
     """
     places: list[str] = []
     module = ""
-    while frame is not None and len(places) < NUM_PLACES:
+    while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(_OUTERMOST):
             break
@@ -204,10 +204,12 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
             # Private; without it the module is not named. tests/comm/test_fingerprint.py pins it.
             name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
             module = "" if name is None else f"FSDP module {name or '(root)'}"
-        if not _is_hidden(code.co_filename):
+        if code.co_name == "__torch_dispatch__":
+            places.clear()  # another mode, inside the check, that only hands the call on
+        elif not _is_hidden(code.co_filename):
             places.append(f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back
-    return tuple(places), module
+    return tuple(places[:NUM_PLACES]), module
 
 
 @cache
