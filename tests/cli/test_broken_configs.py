@@ -161,6 +161,43 @@ CASES = {
         f"train {SMALL} --resume folder", "no checkpoint in folder", "expected a run folder",
         {"folder/a.txt": ""},
     ),
+    "weights of nothing": Broken(
+        f"train {SMALL} --init folder", "no checkpoint in folder", "expected a run folder",
+        {"folder/a.txt": ""},
+    ),
+    "init and resume": Broken(
+        "train --init a --resume b", "init is a and resume is b", "init begins another"
+    ),
+    "convert without folders": Broken(
+        "convert", "SRC and DST are missing", "phalanx convert SRC DST"
+    ),
+    "convert without a destination": Broken("convert folder", "DST is missing", "SRC DST"),
+    "convert what is not there": Broken(
+        "convert fodler out", "fodler does not exist", "did you mean 'folder'?",
+        {"folder/config.json": "{}"},
+    ),
+    "convert what is neither": Broken(
+        "convert folder out", "folder is neither a Hugging Face folder", "config.json",
+        {"folder/a.txt": ""},
+    ),
+    "convert an unknown architecture": Broken(
+        "convert folder out", "model_type is 'lama'", "did you mean 'llama'?",
+        {"folder/config.json": '{"model_type": "lama"}'},
+    ),
+    "convert into a used folder": Broken(
+        "convert folder other", "other is not empty", "give another folder",
+        {"folder/config.json": "{}", "other/a.txt": ""},
+    ),
+    "shards of a checkpoint": Broken(
+        "convert folder out --max-shard-gb 1", "max_shard_gb is 1", "leave it out",
+        {"folder/config.json": "{}"},
+    ),
+    "shards of no size": Broken(
+        "convert folder out --max-shard-gb 0", "max_shard_gb is 0", "more than 0"
+    ),
+    "data type to convert to": Broken(
+        "convert folder out --dtype bf16", "--dtype is 'bf16'", "did you mean 'bfloat16'?"
+    ),
     "out is a file": Broken(
         f"train {SMALL} --out text.txt", "cannot write to text.txt", "another --out"
     ),
