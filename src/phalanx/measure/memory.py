@@ -10,8 +10,9 @@ is counted from the beginning, and so are the parameters and the state of the op
 What a storage is, is decided by what it is found to be, at any time of its life:
 
     parameters     this rank's parts of the model's parameters
-    gathered       parameters gathered from other ranks, and parameters cast to the data type of the
-                   arithmetic; each once: a second copy, on its way, is a communication buffer
+    gathered       parameters gathered from other ranks, each once: a second copy, on its way, is a
+                   communication buffer
+    cast           parameters cast to the data type of the arithmetic where they are used
     gradients      what is a parameter's `.grad` when a backward or the step ends, what is reduced
                    over ranks, and what a reduction leaves; a gradient that autograd adds to one
                    that is there already passes through, as the activations' gradients do
@@ -42,7 +43,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from phalanx.comm.calls import read_call
 
 Kind = Literal[
-    "parameters", "gathered", "gradients", "optimizer", "communication", "activations", "other"
+    "parameters",
+    "gathered",
+    "cast",
+    "gradients",
+    "optimizer",
+    "communication",
+    "activations",
+    "other",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -209,7 +217,7 @@ class MemoryLedger:
             case "aten._to_copy.default":
                 span = self._span(args[0])
                 if span is not None and span.kind in ("parameters", "gathered"):
-                    self._name_unknown(result, "gathered")
+                    self._name_unknown(result, "cast")
             case _:
                 self._name_by_collective(func, args, kwargs)
 
@@ -332,7 +340,7 @@ class _Watch(TorchDispatchMode):
             return NotImplemented  # DTensor runs operations on parts, which come back here
         kwargs = kwargs or {}
         run = functools.partial(func, *args, **kwargs)
-        if func.namespace == "phalanx":
+        if func.namespace.startswith("phalanx"):
             run = functools.partial(self._run_seen, func, args, kwargs)
         return self._ledger.see(run, func, args, kwargs)
 

@@ -13,7 +13,8 @@ from phalanx.measure.memory import KINDS, Kind, MemoryAccount
 from phalanx.parallel.holding import Holding
 
 _NAMES: dict[Kind, str] = {
-    "gathered": "gathered or cast",
+    "gathered": "gathered parameters",
+    "cast": "cast parameters",
     "communication": "communication buffers",
 }
 

@@ -1,0 +1,352 @@
+"""The memory account: byte by byte on small modules, against the allocator, and beside layout()."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from phalanx.comm import exchange
+from phalanx.config import OptimizerConfig
+from phalanx.launch.local import run_ranks
+from phalanx.measure.memory import KINDS, MemoryAccount, MemoryLedger
+from phalanx.measure.memory_report import MemoryReport, predicted_bytes, resident_peak_bytes
+from phalanx.mesh import build_mesh
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import compose, sharded
+from phalanx.parallel.holding import Holding
+from phalanx.strategy import Strategy
+from phalanx.train.objective import NextToken
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.step import Trainer
+from phalanx.verify.batches import decoder_batches
+
+SHAPE = ModelShape(
+    vocab_size=509,  # odd, so that rows are padded
+    num_layers=4,
+    hidden=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn=160,
+    max_seq_len=32,
+    tied=False,
+)
+
+
+class TwoLayers(nn.Module):
+    """y = relu(x A) B: every byte of a step can be counted by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(1000, 2000, bias=False)
+        self.b = nn.Linear(2000, 500, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x))).sum()
+
+
+A, B, X = 4 * 1000 * 2000, 4 * 2000 * 500, 4 * 8 * 1000
+INNER = 4 * 8 * 2000  # the bytes between the two layers
+
+
+@pytest.fixture(scope="module")
+def two_layers() -> tuple[dict[str, MemoryAccount], MemoryAccount]:
+    """Accounts of forward alone, and of a whole step, the second of the model."""
+    model, x = TwoLayers(), torch.randn(8, 1000)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(ledger: MemoryLedger | None) -> MemoryAccount | None:
+        optimizer.zero_grad(set_to_none=True)
+        if ledger is None:
+            model(x).backward()
+            optimizer.step()
+            return None
+        with ledger:
+            with ledger.phase("forward"):
+                loss = model(x)
+            with ledger.phase("backward"):
+                loss.backward()
+            with ledger.phase("optimizer"):
+                optimizer.step()
+        return ledger.account()
+
+    step(None)
+    optimizer.zero_grad(set_to_none=True)
+    parts = {}
+    for name, run in (("loss", lambda: model(x)), ("no grad", torch.no_grad()(lambda: model(x)))):
+        ledger = MemoryLedger(model, optimizer, "cpu")
+        with ledger, ledger.phase("forward"):
+            kept = run()
+        parts[name] = ledger.account()
+        del kept
+    whole = step(MemoryLedger(model, optimizer, "cpu"))
+    assert whole is not None
+    return parts, whole
+
+
+def test_forward_by_hand(two_layers: tuple[dict[str, MemoryAccount], MemoryAccount]) -> None:
+    parts, _ = two_layers
+    for account in parts.values():
+        # While relu runs, what it reads and what it makes.
+        assert account.at_most["activations"] == 2 * INNER
+        assert account.at_most["parameters"] == A + B
+        assert account.at_most["other"] == X
+        assert account.at_most["gradients"] == account.at_most["gathered"] == 0
+    # Kept for backward: relu's result; and the loss, a number.
+    assert parts["loss"].at_end["activations"] == INNER + 4
+    assert parts["no grad"].at_end["activations"] == 4
+
+
+def test_a_step_by_hand(two_layers: tuple[dict[str, MemoryAccount], MemoryAccount]) -> None:
+    _, whole = two_layers
+    held = {"parameters": A + B, "optimizer": 2 * (A + B) + 2 * 4, "other": X}
+    assert {kind: whole.at_most[kind] for kind in held} == held
+    assert whole.at_most["gradients"] == A + B
+    # The peak: all gradients are there, and still the gradient of relu's input, the loss, its own
+    # gradient of one, and the gradient of y by which it was made.
+    assert whole.peak_phase == "backward"
+    assert whole.at_peak["gradients"] == A + B
+    assert whole.at_peak["activations"] == INNER + 2 * 4
+    assert whole.peak_bytes == sum(held.values()) + (A + B) + INNER + 2 * 4
+    assert whole.at_end["activations"] == 4
+
+
+def test_the_peak_is_not_the_sum_of_what_each_kind_has_at_most(
+    two_layers: tuple[dict[str, MemoryAccount], MemoryAccount],
+) -> None:
+    _, whole = two_layers
+    assert whole.peak_bytes < sum(whole.at_most.values())
+    assert all(whole.at_peak[kind] <= whole.at_most[kind] for kind in KINDS)
+
+
+def test_storages_are_counted_once_and_resizes_are_seen() -> None:
+    old = torch.zeros(250)
+    with MemoryLedger(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), "cpu") as ledger:
+        new = old + 1
+        views = [new.view(5, 50), new[3:], new.t()]
+        new.add_(1)
+        new.untyped_storage().resize_(0)
+        new.untyped_storage().resize_(500)
+        old.untyped_storage().resize_(0)
+    del views
+    account = ledger.account()
+    assert account.at_peak["other"] == 1000 + 1000
+    assert account.at_end["communication"] == 500  # only FSDP2 makes room by resizing
+    assert account.at_end["other"] == 0
+    assert account.at_end["parameters"] == 8
+
+
+def test_a_step_that_raises_leaves_nothing_behind() -> None:
+    resize = torch.UntypedStorage.resize_
+    model = nn.Linear(2, 2)
+    ledger = MemoryLedger(model, torch.optim.SGD(model.parameters()), "cpu")
+    with pytest.raises(RuntimeError), ledger, ledger.phase("forward"):
+        model(torch.ones(3, 3))
+    assert torch.UntypedStorage.resize_ is resize
+    model(torch.ones(3, 2))
+    assert ledger.account().at_end["parameters"] == 24
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_all_that_the_allocator_gave_out_is_seen(compute: torch.dtype | None) -> None:
+    """To the byte; in bfloat16 that includes the inside of our own attention."""
+    model = Decoder(SHAPE)
+    model.initialize(0)
+    model.compute_dtype = compute
+    optimizer = build_optimizer(model, OptimizerConfig())
+    batch = decoder_batches(SHAPE, 1, 4, 32, 0, 3)[0]
+
+    def step(ledger: MemoryLedger | None = None) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss = NextToken().loss_sum(model, batch, 0)
+        loss.backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad(set_to_none=True)
+    with MemoryLedger(model, optimizer, "cpu") as ledger:
+        step()
+    account = ledger.account()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    sizes = []
+    waiting = list(profile.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.name == "[memory]":
+            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    now = most = 0
+    for _, size in sorted(sizes):
+        now += size
+        most = max(most, now)
+    before = account.at_most["parameters"] + account.at_most["optimizer"]
+    samples = sum(
+        t.nbytes for t in (batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    )
+    assert account.peak_bytes - before - samples == most
+
+
+def measure(
+    text: str, accumulation: int, compute: torch.dtype | None
+) -> tuple[MemoryAccount, Holding, list[sharded.Group]]:
+    """The second step of a decoder under a strategy."""
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+    groups = sharded.groups_of(model, compute)
+    holding = compose.layout(model, strategy, compute=compute, accumulation=accumulation)
+    model.compute_dtype = compute
+    trainer = Trainer(
+        model,
+        reducer=compose.parallelize(
+            model, strategy, mesh, compute=compute, first_weights=lambda part, *_: part.normal_()
+        ),
+        optimizer=build_optimizer(model, OptimizerConfig()),
+        objective=NextToken(),
+        config=OptimizerConfig(),
+        mesh=mesh,
+        num_steps=9,
+    )
+    batches = decoder_batches(SHAPE, 1, 1, 32, 0, 3) * accumulation
+    trainer.step(batches)
+    with MemoryLedger(model, trainer.optimizer, "cpu") as ledger:
+        trainer.memory = ledger
+        trainer.step(batches)
+    return ledger.account(), holding, groups
+
+
+CASES = [
+    ("dp2", 2, torch.bfloat16),
+    ("dp2:naive", 1, None),
+    ("fsdp2:zero1", 2, None),
+    ("fsdp2:zero1", 2, torch.bfloat16),
+    ("fsdp2:zero2", 1, None),
+    ("fsdp4:zero2", 2, torch.bfloat16),
+    ("fsdp2", 1, torch.bfloat16),
+    ("fsdp4", 2, None),
+    ("dp2,fsdp2:zero2", 2, None),
+    ("dp2,fsdp2", 2, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("text, accumulation, compute", CASES)
+def test_what_is_held_is_what_the_layout_says(
+    text: str, accumulation: int, compute: torch.dtype | None
+) -> None:
+    strategy = Strategy.parse(text)
+    for account, holding, groups in run_ranks(
+        measure, strategy.num_ranks, text, accumulation, compute
+    ):
+        assert account.at_end["parameters"] == holding.parameter_bytes
+        assert account.at_end["optimizer"] == pytest.approx(holding.optimizer_bytes, rel=0.01)
+        assert account.at_end["gathered"] == account.at_end["communication"] == 0
+        if strategy.fsdp.degree == 1:
+            assert account.at_most["gathered"] == holding.gathered_bytes
+            assert account.at_most["gradients"] == holding.gradient_bytes
+            continue
+        gathered, gradients = at_work(groups, strategy, accumulation)
+        assert account.at_most["gathered"] == gathered
+        assert account.at_most["gradients"] == pytest.approx(gradients, rel=0.01)
+        share = holding.optimizer_bytes // 2
+        assert account.at_end["gradients"] == share
+        is_whole = strategy.fsdp.kind == "zero1" and accumulation > 1
+        held = account.at_most["gradients"] if is_whole else share
+        assert holding.gradient_bytes == pytest.approx(held, rel=0.05)
+
+
+def at_work(groups: list[sharded.Group], strategy: Strategy, accumulation: int) -> tuple[int, int]:
+    """Return the bytes of gathered parameters and of gradients, each at its most.
+
+    A block's gradients are whole until they are reduced; of what is in no block, those of the head
+    and its norm are whole from the first to the last of backward, and that of the embedding at its
+    end.
+    """
+    num_ranks, kind = strategy.fsdp.degree, strategy.fsdp.kind
+    *blocks, rest = groups
+    gathered = [g.num_padded(num_ranks) * g.gathered.itemsize for g in groups]
+    share = [g.num_padded(num_ranks) * g.master.itemsize // num_ranks for g in groups]
+    whole = [g.num_padded(1) * g.gathered.itemsize for g in groups]
+    embedding = rest.parameters[0].padded(1) * rest.gathered.itemsize
+    at_most = sum(gathered)
+    if kind == "zero3":  # what is in no block, the block at work, and the next
+        at_most = gathered[-1] + max(a + b for a, b in pairwise(gathered[:-1]))
+    if kind == "zero1" and accumulation > 1:
+        return at_most, sum(g.num_padded(1) * g.master.itemsize for g in groups)
+    # Whole gradients of a block beside the shares of later blocks, or of all if there are sums.
+    first = share if accumulation > 1 else [0] * len(groups)
+    moments = [
+        sum(first[: n + 1]) + first[-1] + whole[n] + sum(share[n + 1 : -1]) + whole[-1] - embedding
+        for n in range(len(blocks))
+    ]
+    return at_most, max(*moments, sum(share[:-1]) + first[-1] + whole[-1])
+
+
+def test_weights_cast_to_the_data_type_of_the_arithmetic_are_not_activations() -> None:
+    (account, _, _), _ = run_ranks(measure, 2, "dp2", 1, torch.bfloat16)
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
+    head = model.output.weight.numel()
+    assert account.at_most["cast"] == 2 * (matrices + head)
+
+
+def exchange_seen() -> tuple[MemoryAccount, MemoryAccount]:
+    mesh = init_device_mesh("cpu", (3,))
+    accounts = []
+    calls: list[Callable[[], None]] = [
+        lambda: exchange.reduce_scatter(torch.empty(100), torch.ones(300), mesh.get_group()),
+        lambda: exchange.all_gather(torch.empty(300), torch.ones(100), mesh.get_group()),
+    ]
+    for call in calls:
+        with MemoryLedger(nn.Identity(), torch.optim.SGD([torch.ones(1)]), "cpu") as ledger:
+            call()
+        accounts.append(ledger.account())
+    return accounts[0], accounts[1]
+
+
+def test_the_inside_of_our_own_collectives_is_seen() -> None:
+    for reduce, gather in run_ranks(exchange_seen, 3):
+        assert reduce.at_most["communication"] == 4 * (300 + 100 + 2 * 100)  # parts of two others
+        assert gather.at_most["communication"] == 4 * (300 + 100)
+
+
+def test_the_table_fits_and_names_what_has_no_formula() -> None:
+    account = MemoryAccount(
+        at_peak=dict.fromkeys(KINDS, 2**20),
+        at_most=dict.fromkeys(KINDS, 3 * 2**30),
+        at_end=dict.fromkeys(KINDS, 0),
+        peak_phase="forward",
+        allocated_bytes=8 * 2**20,
+    )
+    report = MemoryReport(account, predicted_bytes(Holding(1, 2, 3, 4)), 9 * 2**20, 2**30)
+    assert report.as_dict()["peak_bytes"] == 8 * 2**20
+    console = Console(width=100, record=True, file=None, quiet=False)
+    with console.capture() as capture:
+        console.print(report.table(), report.text())
+    lines = capture.get().splitlines()
+    assert max(map(len, lines)) <= 100
+    rows = {line.split("│")[1].strip(): line for line in lines if line.startswith("│")}
+    assert list(rows) == [
+        "parameters", "gathered parameters", "cast parameters", "gradients", "optimizer",
+        "communication buffers", "activations", "other", "all",
+    ]  # fmt: skip
+    assert rows["activations"].split("│")[2].strip() == "-"
+    assert rows["gathered parameters"].split("│")[3].strip() == "3072.00"
+    assert rows["all"].split("│")[4].strip() == "8.00"
+    text = " ".join(capture.get().split())
+    assert "of any rank is 9.00 MiB. CUDA's allocator gave out 8.00 MiB." in text
+
+
+def test_the_resident_set_grows_with_what_is_held() -> None:
+    before = resident_peak_bytes()
+    held = torch.ones(2**26)
+    assert resident_peak_bytes() > before or before > held.nbytes
