@@ -18,7 +18,7 @@ Cost      With P bytes of parameters, padded, and A microbatches a step, a rank 
           and across dp 2 (M-1)/M P/N. One byte a parameter besides, see `GradientReducer.agree`.
           With a narrower data type of the arithmetic, gathers of blocks shrink to it.
 Limits    Any N and M. A parameter that two blocks share, or a block and the rest, is refused. Every
-          rank must run the same blocks.
+          rank must run the same blocks, and before torch 2.13 use the same parameters.
 """
 
 from __future__ import annotations
@@ -294,8 +294,10 @@ class ShardedReducer(GradientReducer):
     def _set_up(self, module: FSDPModule) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # A rank reduces zeros for what only others used; `finish` drops what nobody used.
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+        # A rank reduces zeros for what only others used; `finish` drops what nobody used. Before
+        # torch 2.13 there is no such setting, and all ranks must use the same parameters.
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
         if self.mesh.device_type == "cpu":
             module.set_custom_all_gather(ExchangeAllGather())
             module.set_custom_reduce_scatter(ExchangeReduceScatter())
