@@ -9,86 +9,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.checkpoint import manifest, state
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint import files, manifest, state
 from phalanx.config import OptimizerConfig
 from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
 from phalanx.train.optimizer import build_optimizer
 
-ABOUT = Manifest(
-    steps_done=2, num_steps=9, consumed=16, num_ranks=2, strategy="dp2", shape={}, stream={}
-)
-
-
-def build(config: OptimizerConfig | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
-    return model, build_optimizer(model, config or OptimizerConfig(lr=0.1))
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def about(steps_done: int) -> Manifest:
-    return dataclasses.replace(ABOUT, steps_done=steps_done, num_ranks=dist.get_world_size())
-
-
-def save_after(run: Path, num_steps: int, limit_bytes: int | None = None) -> None:
-    """Save after some steps, rank 0 under a limit on the size of its files."""
-    model, optimizer = build()
-    for _ in range(num_steps):
-        step(model, optimizer)
-    torch.manual_seed(7 + dist.get_rank())
-    if limit_bytes is not None and dist.get_rank() == 0:
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    with Saver(run) as saver:
-        saver.begin(model, optimizer, about(num_steps))
-
-
-def words_of_save(run: Path, num_steps: int, limit_bytes: int | None = None) -> str:
-    try:
-        save_after(run, num_steps, limit_bytes)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def words_of_load(folder: Path) -> str:
-    try:
-        state.load(folder, *build())
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
 
 def resume(run: Path, config: OptimizerConfig) -> dict[str, Any]:
-    """Load, and say what came back."""
-    model, optimizer = build(config)
+    """Load with other settings of the optimizer, and say what came back."""
+    model, _ = runs.build()
+    optimizer = build_optimizer(model, config)
     torch.manual_seed(1000)
     state.load(manifest.find(run), model, optimizer)
     draw = torch.rand(1).item()
     torch.manual_seed(7 + dist.get_rank())
     expected_draw = torch.rand(1).item()
-    expected, expected_optimizer = build()
+    expected, expected_optimizer = runs.build()
     for _ in range(2):
-        step(expected, expected_optimizer)
+        runs.step(expected, expected_optimizer)
     same = torch.equal(weights(model), weights(expected))
-    step(model, optimizer)
-    step(expected, expected_optimizer)
+    runs.step(model, optimizer)
+    runs.step(expected, expected_optimizer)
     return {
         "weights": same,
         "next weights": torch.equal(weights(model), weights(expected)),
@@ -100,11 +47,15 @@ def resume(run: Path, config: OptimizerConfig) -> dict[str, Any]:
     }
 
 
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with one checkpoint after two steps."""
     folder = tmp_path_factory.mktemp("run")
-    run_ranks(save_after, 2, folder, 2, threads=1)
+    run_ranks(runs.save_after, 2, folder, 2, threads=1)
     return folder
 
 
@@ -126,16 +77,16 @@ def test_the_settings_of_the_run_that_goes_on_hold(run: Path) -> None:
 
 def skipped_steps_alone(run: Path) -> tuple[bool, bool]:
     """Save after a step that left gradients but was skipped; go on from there and without."""
-    ours, optimizer = build()
-    ours(torch.ones(1, 64)).sum().backward()
-    with Saver(run) as saver:
-        saver.begin(ours, optimizer, about(1))
-    loaded, loaded_optimizer = build()
+    ours, optimizer = runs.build()
+    ours(torch.arange(7)).sum().backward()
+    runs.save(run, ours, optimizer, 1)
+    loaded, loaded_optimizer = runs.build()
+    runs.step(loaded, loaded_optimizer)  # what it has then must go
     state.load(manifest.find(run), loaded, loaded_optimizer)
-    expected, expected_optimizer = build()
+    expected, expected_optimizer = runs.build()
     for pair in ((ours, optimizer), (loaded, loaded_optimizer), (expected, expected_optimizer)):
-        step(*pair)
-        step(*pair)
+        runs.step(*pair)
+        runs.step(*pair)
     return (
         torch.equal(weights(ours), weights(expected)),
         torch.equal(weights(loaded), weights(expected)),
@@ -146,25 +97,43 @@ def test_a_run_that_has_skipped_every_step_goes_on_as_if_it_were_fresh(tmp_path:
     assert run_ranks(skipped_steps_alone, 1, tmp_path, threads=1) == [(True, True)]
 
 
-@pytest.mark.parametrize("limit_bytes", [2000, 0], ids=["tensors", "everything"])
-def test_a_full_disk_is_one_error_on_every_rank(tmp_path: Path, limit_bytes: int) -> None:
-    run_ranks(save_after, 2, tmp_path, 1, threads=1)
-    for words in run_ranks(words_of_save, 2, tmp_path, 2, limit_bytes, threads=1, timeout_s=30):
-        assert words.startswith(f"cannot save {manifest.folder_of(tmp_path, 2)}")
-        assert "older checkpoints stand" in words
-        assert len(words.splitlines()) == 1
+def words_on_a_full_disk(run: Path, num_steps: int, rank: int, limit_bytes: int) -> str:
+    """Save under a limit on the size of one rank's files."""
+    runs.build()  # what is imported for it may need a file
+    if dist.get_rank() == rank:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    return runs.words_of_save(run, num_steps)
+
+
+@pytest.mark.parametrize(
+    ("rank", "limit_bytes", "name"),
+    [(0, 9000, "__0_0.distcp"), (1, 9000, "__1_0.distcp"), (0, 0, "__0_0.distcp")],
+)
+def test_a_full_disk_is_one_error_on_every_rank(
+    tmp_path: Path, rank: int, limit_bytes: int, name: str
+) -> None:
+    run_ranks(runs.save_after, 2, tmp_path, 1, threads=1)
+    for words in run_ranks(
+        words_on_a_full_disk, 2, tmp_path, 2, rank, limit_bytes, threads=1, timeout_s=30
+    ):
+        final = manifest.folder_of(tmp_path, 2)
+        assert words == (
+            f"cannot save {final} (older checkpoints stand): {final}.partial/{name}: File too large"
+        )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    assert run_ranks(words_of_load, 2, manifest.find(tmp_path), threads=1) == ["", ""]
+    folder = manifest.find(tmp_path)
+    assert run_ranks(runs.words_of_load, 2, folder, threads=1) == [("", ""), ("", "")]
 
 
 def fail_at_the_end(run: Path) -> str:
     """Find that there is no room for the manifest, after the tensors."""
 
-    def write(folder: Path, about: Manifest) -> None:
+    def write(folder: Path, about: manifest.Manifest) -> None:
         raise OSError(28, "No space left on device", str(folder))
 
     manifest.write = write
-    return words_of_save(run, 2)
+    return runs.words_of_save(run, 2)
 
 
 def test_a_disk_that_is_full_at_the_manifest_fails_on_every_rank(tmp_path: Path) -> None:
@@ -175,7 +144,7 @@ def test_a_disk_that_is_full_at_the_manifest_fails_on_every_rank(tmp_path: Path)
 
 def test_a_folder_that_cannot_be_made_fails_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
-    for words in run_ranks(words_of_save, 2, tmp_path, 1, threads=1, timeout_s=30):
+    for words in run_ranks(runs.words_of_save, 2, tmp_path, 1, threads=1, timeout_s=30):
         assert words.startswith("cannot save") and "File exists" in words
 
 
@@ -189,19 +158,93 @@ def copy(run: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-@pytest.mark.parametrize("left", [0.5, 0.0, None], ids=["truncated", "empty", "missing"])
-def test_a_damaged_file_is_one_error_on_every_rank(
-    copy: Path, name: str, left: float | None
-) -> None:
-    raw = (copy / name).read_bytes()
-    if left is None:
-        (copy / name).unlink()
-    else:
-        (copy / name).write_bytes(raw[: int(left * len(raw))])
-    for words in run_ranks(words_of_load, 2, copy, threads=1, timeout_s=30):
-        assert words.startswith(f"cannot load {copy}: ")
-        assert len(words.splitlines()) == 1
+def assert_both_loads_say(folder: Path, words: str) -> None:
+    """Expect the same message from both ways to load, on both ranks."""
+    for outcome in run_ranks(runs.words_of_load, 2, folder, threads=1, timeout_s=30):
+        assert outcome == (
+            f"cannot load {folder}: {words}",
+            f"cannot load the weights in {folder}: {words}",
+        )
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
+def test_a_damaged_file_is_one_error_on_every_rank(copy: Path, name: str) -> None:
+    whole = (copy / name).read_bytes()
+    for place in (0, len(whole) // 2, len(whole) - 1):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        (copy / name).write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=f"its file {name} is damaged: its sha256"):
+            files.verify(copy, manifest.read(copy))
+    assert_both_loads_say(
+        copy, f"its file {name} is damaged: its sha256 is not that of what was written"
+    )
+    (copy / name).write_bytes(whole[:100])
+    assert_both_loads_say(copy, f"its file {name} has 100 bytes, but {len(whole)} were written")
+    (copy / name).unlink()
+    assert_both_loads_say(copy, f"its file {name} is missing")
+
+
+def test_every_bit_of_the_manifest_counts(copy: Path) -> None:
+    expected = manifest.read(copy)
+    whole = (copy / manifest.NAME).read_bytes()
+    for place in range(len(whole)):
+        for bit in (1, 4, 16):
+            flipped = bytearray(whole)
+            flipped[place] ^= bit
+            (copy / manifest.NAME).write_bytes(flipped)
+            try:
+                about = manifest.read(copy)
+            except CheckpointError as error:
+                assert str(error).startswith((f"cannot read {copy}", str(copy)))
+            else:  # a space between two values
+                assert about == expected and chr(whole[place]).isspace()
+
+
+def test_another_models_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+    folder = manifest.find(run)
+    for split in ("whole", "fsdp"):
+        for outcome in run_ranks(runs.words_of_load, 2, folder, split, 6, threads=1):
+            for words in outcome:
+                assert words.endswith(
+                    "it is of another model: its embedding.weight has the shape [7, 5], this "
+                    "model's [7, 6]"
+                )
+    assert run_ranks(foreign_models, 1, folder, threads=1) == [
+        [
+            f"cannot load {folder}: it is of another model: it has no tensor more.weight",
+            f"cannot load {folder}: it is of another model: this one has no tensor frozen.bias",
+            f"cannot load {folder}: it has optimizer state (exp_avg, exp_avg_sq, step) of "
+            "embedding.weight, which this run does not train",
+        ]
+    ]
+
+
+def foreign_models(folder: Path) -> list[str]:
+    """Load into a model with more, one with less, and one that trains less."""
+    more, _ = runs.build()
+    more.more = nn.Linear(2, 2)
+    less, _ = runs.build()
+    del less.frozen
+    frozen, _ = runs.build()
+    frozen.embedding.requires_grad_(False)
+    words: list[str] = []
+    for model in (more, less, frozen):
+        try:
+            state.load(folder, model, build_optimizer(model, OptimizerConfig()))
+        except CheckpointError as error:
+            words.append(str(error))
+    return words
+
+
+def test_weights_alone_begin_a_run_but_do_not_go_on(copy: Path) -> None:
+    about = manifest.read(copy)
+    manifest.write(copy, dataclasses.replace(about, has_optimizer=False))
+    words = "holds weights alone, without an optimizer's state, so no run can be resumed from it"
+    for resumed, begun in run_ranks(runs.words_of_load, 2, copy, threads=1):
+        assert words in resumed and begun == ""
+    with pytest.raises(CheckpointError, match=f"{words}; begin a run with its weights by --init"):
+        manifest.read(copy).check_optimizer()
 
 
 def edited(folder: Path, **values: Any) -> Path:
@@ -221,6 +264,10 @@ def edited(folder: Path, **values: Any) -> Path:
         ({"consumed": -1}, "consumed is -1"),
         ({"consumed": None}, "consumed"),
         ({"shape": [1]}, "shape is not an object"),
+        ({"files": {"__0_0.distcp": [1]}}, "entry of file __0_0.distcp is \\[1\\], expected"),
+        ({"has_optimizer": 1}, "has_optimizer is 1, expected true or false"),
+        ({"sha256": None}, "it has no 'sha256'"),
+        ({"num_steps": 8}, "it is damaged: its sha256"),
         ({"stept": 2}, "stept"),
     ],
 )
@@ -247,6 +294,6 @@ def test_only_whole_checkpoints_are_found_and_the_last_by_number(tmp_path: Path)
         folder = tmp_path / "checkpoints" / name
         folder.mkdir(parents=True)
         if name != "step-00000012":
-            manifest.write(folder, ABOUT)
+            manifest.write(folder, runs.ABOUT)
     assert list(manifest.whole(tmp_path)) == [9, 10]
     assert manifest.find(tmp_path).name == "step-00000010"

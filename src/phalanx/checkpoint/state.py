@@ -157,7 +157,7 @@ def _check_weights(shapes: Shapes, weights: dict[str, torch.Tensor]) -> None:
                 f"it is of another model: its {name} has the shape {list(stored)}, this model's "
                 f"{list(tensor.shape)}"
             )
-    for stored_name in shapes:
+    for stored_name in sorted(shapes):
         room, _, name = stored_name.partition(".")
         if room == "model" and name not in weights:
             raise CheckpointError(f"it is of another model: this one has no tensor {name}")
@@ -187,7 +187,7 @@ def _check_fit(
 def _moment_keys(shapes: Shapes) -> dict[str, list[str]]:
     """Return the names of the optimizer's state, by parameter."""
     keys: dict[str, list[str]] = defaultdict(list)
-    for stored_name in shapes:
+    for stored_name in sorted(shapes):
         room, _, rest = stored_name.partition(".")
         if room == "optimizer":
             name, _, key = rest.rpartition(".")

@@ -1,0 +1,117 @@
+"""Kill -9 in the middle of saving: there is always a whole checkpoint, and none is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import runs
+
+from phalanx.checkpoint import files, manifest
+from phalanx.errors import RankFailed
+from phalanx.launch.local import run_ranks
+
+NUM_MOMENTS = 20
+
+
+def wait_for(is_there: Callable[[], bool], limit_s: float = 60) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not is_there():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def published(run: Path) -> list[int]:
+    path = run / "published"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def assert_nothing_is_lost(run: Path) -> None:
+    """Expect a whole checkpoint no older than the last that was published, and go on from it."""
+    last = published(run)[-1]
+    for steps_done, value in run_ranks(runs.go_on, 2, run, threads=1):
+        assert steps_done == value >= last
+    assert all(path.name[-8:].isdigit() for path in (run / "checkpoints").iterdir())
+    assert max(manifest.whole(run)) == steps_done + 1
+
+
+def stand_still(run: Path) -> None:
+    (run / "still").touch()
+    time.sleep(600)
+
+
+def save_until(run: Path, moment: str) -> None:
+    """Save and save, and stand still at a moment of the fourth time."""
+    write, sync, rmtree = files._HashingWriter.write, files._sync, files.shutil.rmtree
+
+    def write_some(self: files._HashingWriter, buffer: memoryview) -> int:
+        if (
+            moment == "half of the tensors"
+            and len(published(run)) >= 3
+            and self.num_bytes > 300_000
+        ):
+            self.flush()
+            stand_still(run)
+        return write(self, buffer)
+
+    def sync_some(path: Path) -> None:
+        sync(path)
+        if moment == "the manifest, no name" and path.name == manifest.NAME:
+            if len(published(run)) >= 3:
+                stand_still(run)
+
+    def remove_some(path: Path) -> None:
+        if moment == "half removed" and path.suffix == manifest.REMOVED:
+            if len(published(run)) >= 3:
+                next(path.iterdir()).unlink()
+                stand_still(run)
+        rmtree(path)
+
+    files._HashingWriter.write = write_some
+    files._sync = sync_some
+    files.shutil.rmtree = remove_some
+    runs.save_for_ever(run)
+
+
+@pytest.mark.parametrize("moment", ["half of the tensors", "the manifest, no name", "half removed"])
+def test_a_kill_at_a_chosen_moment_of_saving(tmp_path: Path, moment: str) -> None:
+    def kill() -> None:
+        wait_for((tmp_path / "still").exists)
+        for rank in range(2):
+            os.kill(int((tmp_path / f"pid-{rank}").read_text()), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        run_ranks(save_until, 2, tmp_path, moment, threads=1)
+    killer.join()
+    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert any(name.endswith((manifest.PARTIAL, manifest.REMOVED)) for name in left)
+    assert_nothing_is_lost(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_kill_at_random_moments_of_saving(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    num_within = 0
+    for number in range(NUM_MOMENTS):
+        run = tmp_path / str(number)
+        run.mkdir()
+        command = [sys.executable, runs.__file__, str(run)]
+        job = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+        wait_for(lambda run=run: len(published(run)) >= 3)
+        time.sleep(draw.uniform(0, 0.5))
+        os.killpg(job.pid, signal.SIGKILL)  # the job, the server of its ranks, and the ranks
+        job.wait()
+        left = [path.suffix for path in (run / "checkpoints").iterdir()]
+        num_within += manifest.PARTIAL in left or manifest.REMOVED in left
+        assert_nothing_is_lost(run)
+    assert num_within > NUM_MOMENTS / 2  # the moments were within a save, most of them
