@@ -103,6 +103,29 @@ def test_gpt2_family_untied(text: str) -> None:
     check_twin(case, strategy, entries)
 
 
+# Four blocks: sqrt is segments of two, and the last segment of every/3 is short.
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("llama", "dp2,recompute:full"),
+        ("llama", "dp2,recompute:sqrt"),
+        ("llama", "fsdp2,recompute:every/3"),
+        ("llama", "fsdp2,recompute:selective"),
+        ("llama", "dp2,fsdp2:zero2,recompute:sqrt"),
+        ("gpt2", "dp2,recompute:selective"),
+        ("gpt2", "fsdp2,recompute:full"),
+    ],
+)
+def test_recomputation(family: str, text: str) -> None:
+    strategy = Strategy.parse(text)
+    shape = dataclasses.replace(LLAMA if family == "llama" else GPT2, num_layers=4)
+    case = decoder_case(shape, 2, 9, strategy.data_ranks)
+    verdict, entries = compare_case(case, strategy)
+    assert verdict.is_equal, str(verdict)
+    assert max(d.error for d in verdict.differences) <= 1e-10
+    check_twin(case, strategy, entries)
+
+
 def initial_weights() -> dict[str, bytes]:
     model = Decoder(LLAMA)
     model.initialize(SEED)
