@@ -99,6 +99,7 @@ def test_a_kill_at_a_chosen_moment_of_saving(tmp_path: Path, moment: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # twenty jobs are started from nothing
 def test_a_kill_at_random_moments_of_saving(tmp_path: Path) -> None:
     draw = random.Random(0)
     num_within = 0
@@ -107,10 +108,12 @@ def test_a_kill_at_random_moments_of_saving(tmp_path: Path) -> None:
         run.mkdir()
         command = [sys.executable, runs.__file__, str(run)]
         job = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
-        wait_for(lambda run=run: len(published(run)) >= 3)
-        time.sleep(draw.uniform(0, 0.5))
-        os.killpg(job.pid, signal.SIGKILL)  # the job, the server of its ranks, and the ranks
-        job.wait()
+        try:
+            wait_for(lambda run=run: len(published(run)) >= 3)
+            time.sleep(draw.uniform(0, 0.5))
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)  # the job, the server of its ranks, and the ranks
+            job.wait()
         left = [path.suffix for path in (run / "checkpoints").iterdir()]
         num_within += manifest.PARTIAL in left or manifest.REMOVED in left
         assert_nothing_is_lost(run)
