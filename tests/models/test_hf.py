@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -18,9 +22,9 @@ from transformers import (
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.decoder import Decoder
-from phalanx.models.hf import from_hf, shape_from_hf, to_hf
+from phalanx.models.hf import config_to_hf, from_hf, shape_from_hf, sizes_of, table, to_hf
 from phalanx.models.loss import IGNORE
-from phalanx.models.registry import shape_of
+from phalanx.models.registry import PRESETS, shape_of
 
 SIZES = {
     "vocab_size": 97,
@@ -178,6 +182,30 @@ def test_published_configs_give_the_presets() -> None:
     assert shape_from_hf(GPT2Config().to_dict()) == shape_of("gpt2-124m")
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_config_that_was_written_gives_the_shape_again(name: str) -> None:
+    shape = shape_of(name)
+    config = json.loads(json.dumps(config_to_hf(shape, "float32")))
+    assert shape_from_hf(config) == shape
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {
+        link.theirs: tuple(link.join_sizes(sizes_of(shape))) for link in table(shape)
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_tensor_at_a_time_is_the_whole(name: str) -> None:
+    theirs, ours, _ = pair(name)
+    state, weights = theirs.state_dict(), ours.state_dict()
+    for link in table(ours.shape):
+        parts = link.split(state[link.theirs])
+        assert all(torch.equal(weights[n], p) for n, p in zip(link.ours, parts, strict=True))
+        assert torch.equal(link.join([weights[n] for n in link.ours]), state[link.theirs])
+        assert link.join_sizes(sizes_of(ours.shape)) == state[link.theirs].shape
+    assert sorted(n for link in table(ours.shape) for n in link.ours) == sorted(weights)
+
+
 def test_unknown_configs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model_type is 'lama'.*did you mean 'llama'"):
         shape_from_hf({"model_type": "lama"})
@@ -185,6 +213,9 @@ def test_unknown_configs_are_refused() -> None:
         shape_from_hf({**LlamaConfig(**SIZES).to_dict(), "rope_parameters": {"rope_type": "yarn"}})
     with pytest.raises(ConfigError, match="mlp_bias is True"):
         shape_from_hf(LlamaConfig(**SIZES, mlp_bias=True).to_dict())
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor is 0\.5; only 1\.0"):
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        shape_from_hf({**LlamaConfig(**SIZES).to_dict(), "rope_parameters": rope})
     with pytest.raises(ConfigError, match="hidden_size is missing"):
         shape_from_hf({"model_type": "llama", "num_attention_heads": 4})
 

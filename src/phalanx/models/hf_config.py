@@ -224,6 +224,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, 
     rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ConfigError(f"Hugging Face config: rope_scaling is {rope!r}; expected an object")
+    _require(rope, "partial_rotary_factor", 1.0)
     where = rope if "rope_theta" in rope else config
     theta = _number(where, "rope_theta") if where.get("rope_theta") is not None else 10_000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -267,7 +268,7 @@ def _need(config: Mapping[str, Any], option: str) -> Any:
     return config[option]
 
 
-def _require(config: Mapping[str, Any], option: str, legal: str | bool) -> None:
+def _require(config: Mapping[str, Any], option: str, legal: str | bool | float) -> None:
     actual = config.get(option, legal)
     if actual != legal:
         raise ConfigError(
