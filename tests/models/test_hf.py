@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -185,12 +186,17 @@ def test_published_configs_give_the_presets() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_config_that_was_written_gives_the_shape_again(name: str) -> None:
     shape = shape_of(name)
-    config = json.loads(json.dumps(config_to_hf(shape, "float32")))
-    assert shape_from_hf(config) == shape
+    assert shape_from_hf(json.loads(json.dumps(config_to_hf(shape, "float32")))) == shape
+
+
+@pytest.mark.parametrize("name", ["llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b", "gpt2-124m"])
+def test_transformers_makes_the_same_tensors_of_a_config(name: str) -> None:
+    shape = dataclasses.replace(shape_of(name), num_layers=1)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {
-        link.theirs: tuple(link.join_sizes(sizes_of(shape))) for link in table(shape)
+        config = AutoConfig.for_model(**config_to_hf(shape, "float32"))
+        model = AutoModelForCausalLM.from_config(config)
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == {
+        link.theirs: link.join_sizes(sizes_of(shape)) for link in table(shape)
     }
 
 
