@@ -6,10 +6,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.data.order import Order
+from phalanx.data.samples import Samples
 from phalanx.launch.local import run_ranks
 from phalanx.train.job import Job, resolve
 from phalanx.train.loop import train
@@ -93,12 +96,16 @@ def test_each_sample_comes_once_an_epoch_while_ranks_leave(
     config = dataclasses.replace(config, steps=None, epochs=2, out=str(out))
     job = resolve(dataclasses.replace(config, strategy="dp4"))
     num_steps = job.num_steps
-    samples: list[int] = []
+    places: list[int] = []
     for strategy, steps in (("dp4", 2), ("dp3", 3), ("dp2", num_steps - 5)):
         resume = None if strategy == "dp4" else str(out)
         job = resolve(dataclasses.replace(config, strategy=strategy, resume=resume))
         assert job.num_steps == num_steps
         for rows in run_ranks(take_steps, job.strategy.num_ranks, job, steps, threads=1):
-            samples += rows
-    assert sorted(samples) == list(range(len(samples)))
-    assert len(samples) % 2 == 0 and len(samples) > 5 * 12
+            places += rows
+    assert sorted(places) == list(range(len(places)))
+    num_samples = len(Samples(job.tokens.train, config.corpus.seq_len))
+    samples = Order(num_samples, config.seed).samples(np.arange(len(places)))
+    for epoch in (samples[:num_samples], samples[num_samples:]):
+        assert sorted(epoch) == list(range(num_samples))
+    assert num_samples > 5 * 12  # the ranks left in the first epoch

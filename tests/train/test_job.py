@@ -140,6 +140,20 @@ def test_all_checkpoints_must_fit_on_the_disk(
         resolve(config)
 
 
+def test_with_old_ones_removed_one_more_than_kept_must_fit(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(config, steps=12, save_every=2)
+    one_bytes = checkpoint_bytes(resolve(config).shape, resolve_precision("float32", "cpu"))
+    free = SimpleNamespace(free=4 * one_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    resolve(dataclasses.replace(config, keep_checkpoints=3))
+    with pytest.raises(ConfigError, match=r"checkpoints \(5, of .*--keep-checkpoints"):
+        resolve(dataclasses.replace(config, keep_checkpoints=4))
+    with pytest.raises(ConfigError, match=r"checkpoints \(6, of "):
+        resolve(config)
+
+
 def test_the_estimate_of_a_checkpoint_is_near_its_size(config: TrainConfig) -> None:
     wide = dataclasses.replace(config.shape, hidden=128, ffn=512, vocab_size=2048)
     config = dataclasses.replace(config, steps=1, precision="float64", shape=wide)
