@@ -23,6 +23,7 @@ from phalanx.measure.summary import StepSummary, advice, summarize, summary_tabl
 from phalanx.measure.utilization import Utilization
 from phalanx.models.decoder import Decoder
 from phalanx.parallel import compose
+from phalanx.planner.activations import activations
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.observer import Observer
 from phalanx.train.sample import write_text
@@ -158,7 +159,18 @@ def _memory(observer: Observer) -> MemoryReport | None:
         compute=session.precision.compute,
         accumulation=job.batch.accumulation,
     )
-    return MemoryReport(account, predicted_bytes(holding), int(largest), resident_peak_bytes())
+    predicted = predicted_bytes(holding)
+    predicted["activations"] = activations(
+        job.shape,
+        job.config.corpus.seq_len,
+        job.batch.microbatch,
+        session.precision.name,
+        job.strategy.recompute,
+        device="cuda" if session.device.type == "cuda" else "cpu",
+        has_documents=job.config.corpus.document_mask,
+        has_casts=False,  # they have a row of their own
+    ).peak
+    return MemoryReport(account, predicted, int(largest), resident_peak_bytes())
 
 
 def _time_alone_s(observer: Observer) -> float:
