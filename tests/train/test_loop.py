@@ -82,6 +82,17 @@ def test_the_summary_counts_the_bytes_of_a_step(whole: dict[str, Any]) -> None:
     assert sent["backward"]["sent_bytes"] == sent["backward"]["payload_bytes"] > 8 * parameters
 
 
+def test_the_summary_accounts_for_the_memory_of_a_step(whole: dict[str, Any]) -> None:
+    memory = whole["memory"]
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert memory["at_most"][kind] == pytest.approx(memory["predicted"][kind], rel=0.01)
+    assert memory["at_most"]["gathered"] == memory["predicted"]["gathered"] == 0
+    assert memory["at_most"]["activations"] > memory["predicted"]["activations"] > 0
+    assert memory["largest_bytes"] >= memory["peak_bytes"] == sum(memory["at_peak"].values())
+    assert memory["resident_bytes"] > memory["peak_bytes"]
+    assert memory["allocated_bytes"] is None
+
+
 @pytest.mark.parametrize("strategy", ["dp2", "dp4", "dp1"])
 def test_a_run_goes_on_from_a_checkpoint(
     config: TrainConfig, whole: dict[str, Any], strategy: str, tmp_path: Path
