@@ -2,8 +2,9 @@
 
 Idea      The blocks are cut into segments of K. Only what goes into a segment is kept; backward,
           when it reaches the segment, runs it again, and holds what it needs of this one segment.
-          `full` is K = 1, `every/K` is K, and `sqrt` is K = sqrt(L), rounded up, which holds the
-          least: L / K inputs and K blocks (Chen et al. 2016, arXiv 1604.06174, section 4.1).
+          `full` is K = 1, `every/K` is K, and `sqrt` is K = sqrt(L), rounded up: then what is held
+          grows as sqrt(L) (Chen et al. 2016, arXiv 1604.06174, section 4.1). It is L / K inputs and
+          K blocks; where a block holds much more than its input, a smaller K holds less.
           `selective` keeps also the results of matrix products and of attention, which are dear
           to make and small, and runs the rest again (Korthikanti et al. 2022, arXiv 2205.05198,
           section 5, keeps all but attention; with fused attention its result is small too).
