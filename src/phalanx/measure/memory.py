@@ -279,8 +279,10 @@ class MemoryLedger:
 
     def _on_free(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
         del reference
-        _, span = self._live.pop(key)
-        self._end(span)
+        # A thread of gloo may free the last of a collective after the step has ended.
+        found = self._live.pop(key, None)
+        if found is not None:
+            self._end(found[1])
 
     def _end(self, span: _Span) -> None:
         span.is_live = False
