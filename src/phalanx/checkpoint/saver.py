@@ -172,7 +172,7 @@ class Saver:
                 )
             buffers[part.name] = buffer.copy_(local, non_blocking=True)
             copies.append(Part(part.name, part.shape, part.offsets, buffer))
-        if torch.cuda.is_available():
+        if any(part.local.is_cuda for part in held):
             torch.cuda.synchronize()
         self._buffers = buffers
         return copies
