@@ -1,7 +1,6 @@
 """The memory account: byte by byte on small modules, against the allocator, and beside layout()."""
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from phalanx.measure.memory_report import MemoryReport, predicted_bytes, residen
 from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose, sharded
+from phalanx.parallel import compose
 from phalanx.parallel.holding import Holding
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
@@ -196,13 +195,12 @@ def test_all_that_the_allocator_gave_out_is_seen(compute: torch.dtype | None) ->
 
 def measure(
     text: str, accumulation: int, compute: torch.dtype | None
-) -> tuple[MemoryAccount, Holding, list[sharded.Group]]:
+) -> tuple[MemoryAccount, Holding]:
     """The second step of a decoder under a strategy."""
     strategy = Strategy.parse(text)
     mesh = build_mesh(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE)
-    groups = sharded.groups_of(model, compute)
     holding = compose.layout(model, strategy, compute=compute, accumulation=accumulation)
     model.compute_dtype = compute
     trainer = Trainer(
@@ -221,7 +219,7 @@ def measure(
     with MemoryLedger(model, trainer.optimizer, "cpu") as ledger:
         trainer.memory = ledger
         trainer.step(batches)
-    return ledger.account(), holding, groups
+    return ledger.account(), holding
 
 
 CASES = [
@@ -243,56 +241,24 @@ def test_what_is_held_is_what_the_layout_says(
     text: str, accumulation: int, compute: torch.dtype | None
 ) -> None:
     strategy = Strategy.parse(text)
-    for account, holding, groups in run_ranks(
-        measure, strategy.num_ranks, text, accumulation, compute
-    ):
+    for account, holding in run_ranks(measure, strategy.num_ranks, text, accumulation, compute):
         assert account.at_end["parameters"] == holding.parameter_bytes
         assert account.at_end["optimizer"] == pytest.approx(holding.optimizer_bytes, rel=0.01)
         assert account.at_end["gathered"] == 0
         assert account.at_end["communication"] < 100  # gloo's thread may still hold a number
-        if strategy.fsdp.degree == 1:
-            assert account.at_most["gathered"] == holding.gathered_bytes
-            assert account.at_most["gradients"] == holding.gradient_bytes
-            continue
-        gathered, gradients = at_work(groups, strategy, accumulation)
-        assert account.at_most["gathered"] == gathered
-        assert account.at_most["gradients"] == pytest.approx(gradients, rel=0.01)
-        share = holding.optimizer_bytes // 2
-        assert account.at_end["gradients"] == share
+        assert account.at_most["gathered"] == holding.gathered_bytes
+        # To count the embedding's gradient from the beginning is the formula's one excess.
+        excess = account.at_most["gradients"] - holding.gradient_bytes - holding.unreduced_bytes
+        embedding = SHAPE.vocab_size * SHAPE.hidden * 4
+        assert excess == 0 if holding.unreduced_bytes == 0 else -embedding <= excess <= 1024
+        # Under zero1 with several microbatches the whole gradients are gone when they are reduced.
         is_whole = strategy.fsdp.kind == "zero1" and accumulation > 1
-        held = account.at_most["gradients"] if is_whole else share
-        assert holding.gradient_bytes == pytest.approx(held, rel=0.05)
-
-
-def at_work(groups: list[sharded.Group], strategy: Strategy, accumulation: int) -> tuple[int, int]:
-    """Return the bytes of gathered parameters and of gradients, each at its most.
-
-    A block's gradients are whole until they are reduced; of what is in no block, those of the head
-    and its norm are whole from the first to the last of backward, and that of the embedding at its
-    end.
-    """
-    num_ranks, kind = strategy.fsdp.degree, strategy.fsdp.kind
-    *blocks, rest = groups
-    gathered = [g.num_padded(num_ranks) * g.gathered.itemsize for g in groups]
-    share = [g.num_padded(num_ranks) * g.master.itemsize // num_ranks for g in groups]
-    whole = [g.num_padded(1) * g.gathered.itemsize for g in groups]
-    embedding = rest.parameters[0].padded(1) * rest.gathered.itemsize
-    at_most = sum(gathered)
-    if kind == "zero3":  # what is in no block, the block at work, and the next
-        at_most = gathered[-1] + max(a + b for a, b in pairwise(gathered[:-1]))
-    if kind == "zero1" and accumulation > 1:
-        return at_most, sum(g.num_padded(1) * g.master.itemsize for g in groups)
-    # Whole gradients of a block beside the shares of later blocks, or of all if there are sums.
-    first = share if accumulation > 1 else [0] * len(groups)
-    moments = [
-        sum(first[: n + 1]) + first[-1] + whole[n] + sum(share[n + 1 : -1]) + whole[-1] - embedding
-        for n in range(len(blocks))
-    ]
-    return at_most, max(*moments, sum(share[:-1]) + first[-1] + whole[-1])
+        left = holding.optimizer_bytes // 2 if is_whole else holding.gradient_bytes
+        assert account.at_end["gradients"] == left
 
 
 def test_weights_cast_to_the_data_type_of_the_arithmetic_are_not_activations() -> None:
-    (account, _, _), _ = run_ranks(measure, 2, "dp2", 1, torch.bfloat16)
+    (account, _), _ = run_ranks(measure, 2, "dp2", 1, torch.bfloat16)
     with torch.device("meta"):
         model = Decoder(SHAPE)
     matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
@@ -328,7 +294,7 @@ def test_the_table_fits_and_names_what_has_no_formula() -> None:
         peak_phase="forward",
         allocated_bytes=8 * 2**20,
     )
-    report = MemoryReport(account, predicted_bytes(Holding(1, 2, 3, 4)), 9 * 2**20, 2**30)
+    report = MemoryReport(account, predicted_bytes(Holding(1, 2, 2, 1, 4)), 9 * 2**20, 2**30)
     assert report.as_dict()["peak_bytes"] == 8 * 2**20
     console = Console(width=100, record=True, file=None, quiet=False)
     with console.capture() as capture:

@@ -83,7 +83,13 @@ def test_layout_in_closed_form() -> None:
         assert holding.parameter_bytes == P // 4
         assert holding.optimizer_bytes == 2 * P // 4
     assert (one.gathered_bytes, two.gathered_bytes) == (P, P)
-    assert three.gathered_bytes == KEPT + 2 * 4 * 800
+    # Two blocks, one at work and one on its way, and what is in none.
+    assert three.gathered_bytes == 4 * (2 * 800 + 400)
+    # Whole gradients of a block and of the rest, beside the shares of all.
+    assert [h.unreduced_bytes for h in (one, two, three)] == [0, 4 * 1200, 4 * 1200]
+    # The first microbatch has no shares yet: a block and the rest, and the shares behind it.
+    first = sharded.layout(GROUPS, 4, "zero2")
+    assert first.gradient_bytes + first.unreduced_bytes == 4 * (400 + 800 + 3 * 200)
     assert [h.gradient_bytes for h in (one, two, three)] == [P, P // 4, P // 4]
     assert sharded.layout(GROUPS, 4, "zero1").gradient_bytes == P // 4
     assert sharded.layout(GROUPS, 4, "zero3", segment_size=3).gathered_bytes == P

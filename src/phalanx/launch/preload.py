@@ -1,7 +1,8 @@
 """What the server process imports once, so that each rank forked from it has it at once."""
 
+import torch._dynamo as dynamo  # the first optimizer and the first dispatch mode ask for it
 from torch.distributed import tensor
 
 from phalanx import mesh
 
-__all__ = ["mesh", "tensor"]
+__all__ = ["dynamo", "mesh", "tensor"]

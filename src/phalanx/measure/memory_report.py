@@ -78,7 +78,7 @@ def predicted_bytes(holding: Holding) -> dict[Kind, int]:
     return {
         "parameters": holding.parameter_bytes,
         "gathered": holding.gathered_bytes,
-        "gradients": holding.gradient_bytes,
+        "gradients": holding.gradient_bytes + holding.unreduced_bytes,
         "optimizer": holding.optimizer_bytes,
     }
 

@@ -50,6 +50,7 @@ def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> Holding:
         parameter_bytes=trained + frozen_bytes,
         gathered_bytes=0,
         gradient_bytes=trained,
+        unreduced_bytes=0,
         optimizer_bytes=2 * trained,
     )
 

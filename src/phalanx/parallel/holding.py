@@ -12,11 +12,13 @@ class Holding:
     Attributes:
         parameter_bytes: this rank's part of the parameters.
         gathered_bytes: parameters gathered from other ranks, at most at one time.
-        gradient_bytes: gradients, from the first backward to the update of the weights.
+        gradient_bytes: gradients, from microbatch to microbatch and to the update of the weights.
+        unreduced_bytes: gradients beside those that are whole until they are reduced, at most.
         optimizer_bytes: the two moments of AdamW.
     """
 
     parameter_bytes: int
     gathered_bytes: int
     gradient_bytes: int
+    unreduced_bytes: int
     optimizer_bytes: int

@@ -79,9 +79,23 @@ class Group:
     gathered: torch.dtype
     is_kept: bool
 
-    def num_padded(self, num_ranks: int, *, trained_only: bool = False) -> int:
-        """Return the padded elements of its parameters, or of those that are trained."""
-        return sum(p.padded(num_ranks) for p in self.parameters if p.is_trained or not trained_only)
+    def parameter_bytes(self, num_ranks: int) -> int:
+        """Return the bytes of the parameters of all ranks, padding included."""
+        return sum(p.padded(num_ranks) for p in self.parameters) * self.master.itemsize
+
+    def gathered_bytes(self, num_ranks: int) -> int:
+        """Return the bytes of the parameters once they are gathered."""
+        return sum(p.padded(num_ranks) for p in self.parameters) * self.gathered.itemsize
+
+    def reduced_bytes(self, num_ranks: int) -> int:
+        """Return the bytes of the gradients as they are reduced."""
+        return sum(p.padded(num_ranks) for p in self.parameters if p.is_trained) * (
+            self.master.itemsize
+        )
+
+    def unreduced_bytes(self) -> int:
+        """Return the bytes of the gradients as backward makes them."""
+        return sum(p.padded(1) for p in self.parameters if p.is_trained) * self.gathered.itemsize
 
 
 def layout(
@@ -102,23 +116,52 @@ def layout(
             they are made, and holds no more than zero2.
         segment_size: blocks that recomputation runs again together.
     """
-    share = sum(g.num_padded(num_ranks) * g.master.itemsize for g in groups) // num_ranks
-    trained = sum(g.num_padded(num_ranks, trained_only=True) * g.master.itemsize for g in groups)
-    gathered = [g.num_padded(num_ranks) * g.gathered.itemsize for g in groups]
+    gathered_bytes = sum(g.gathered_bytes(num_ranks) for g in groups)
+    share_bytes = sum(g.reduced_bytes(num_ranks) for g in groups) // num_ranks
     if kind == "zero3":
-        passing = [size for size, g in zip(gathered, groups, strict=True) if not g.is_kept]
-        # The blocks at work, and the one that is fetched meanwhile.
-        largest = sorted(passing, reverse=True)[: segment_size + 1]
-        gathered_bytes = sum(gathered) - sum(passing) + sum(largest)
+        gathered_bytes = _most_gathered(groups, num_ranks, segment_size)
+    has_sums = accumulation > 1
+    if kind == "zero1" and has_sums:
+        gradient_bytes, unreduced_bytes = sum(g.reduced_bytes(1) for g in groups), 0
     else:
-        gathered_bytes = sum(gathered)
-    adds_up_whole = kind == "zero1" and accumulation > 1
+        gradient_bytes = share_bytes
+        unreduced_bytes = _most_gradients(groups, num_ranks, has_sums) - share_bytes
     return Holding(
-        parameter_bytes=share,
+        parameter_bytes=sum(g.parameter_bytes(num_ranks) for g in groups) // num_ranks,
         gathered_bytes=gathered_bytes,
-        gradient_bytes=trained if adds_up_whole else trained // num_ranks,
-        optimizer_bytes=2 * trained // num_ranks,
+        gradient_bytes=gradient_bytes,
+        unreduced_bytes=unreduced_bytes,
+        optimizer_bytes=2 * share_bytes,
     )
+
+
+def _most_gathered(groups: Sequence[Group], num_ranks: int, segment_size: int) -> int:
+    """Return the bytes of the blocks at work, of the next that is fetched meanwhile, and the rest.
+
+    The block that zero3 keeps after forward is free again when backward has left it.
+    """
+    blocks = [g.gathered_bytes(num_ranks) for g in groups if g.name]
+    rest = sum(g.gathered_bytes(num_ranks) for g in groups if not g.name)
+    starts = range(max(1, len(blocks) - segment_size))
+    return rest + max(sum(blocks[start : start + segment_size + 1]) for start in starts)
+
+
+def _most_gradients(groups: Sequence[Group], num_ranks: int, has_sums: bool) -> int:
+    """Return the bytes of gradients, whole ones and shares, when they are the most.
+
+    Backward goes from the last block to the first. A block's gradients are whole until it is left;
+    the shares of those behind it are there already, and of all if there are sums of earlier
+    microbatches. What is in no block is whole until the end; to count it from the beginning is too
+    much for an embedding that is not tied.
+    """
+    blocks, rest = [g for g in groups if g.name], [g for g in groups if not g.name]
+    shares = [g.reduced_bytes(num_ranks) // num_ranks for g in blocks]
+    sums = sum(g.reduced_bytes(num_ranks) // num_ranks for g in rest) if has_sums else 0
+    at_block = [
+        block.unreduced_bytes() + (sum(shares) if has_sums else sum(shares[number + 1 :]))
+        for number, block in enumerate(blocks)
+    ]
+    return sums + sum(g.unreduced_bytes() for g in rest) + max([*at_block, sum(shares)])
 
 
 def traffic(
@@ -138,12 +181,9 @@ def traffic(
         num_copies: M, the degree of dp; above 1 it is HSDP.
         accumulation: microbatches a step.
     """
-    gathered = [g.num_padded(num_ranks) * g.gathered.itemsize for g in groups]
-    again = [
-        size for size, g in zip(gathered, groups, strict=True) if kind == "zero3" and not g.is_kept
-    ]
-    reduced = [g.num_padded(num_ranks, trained_only=True) * g.master.itemsize for g in groups]
-    reduced = [size for size in reduced if size]
+    gathered = [g.gathered_bytes(num_ranks) for g in groups]
+    again = [g.gathered_bytes(num_ranks) for g in groups if kind == "zero3" and not g.is_kept]
+    reduced = [size for g in groups if (size := g.reduced_bytes(num_ranks))]
     shares = [size // num_ranks for size in reduced]
     flags = sum(p.is_trained for g in groups for p in g.parameters)
     times_gathered = accumulation if kind == "zero3" else 1
