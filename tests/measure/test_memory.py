@@ -216,8 +216,7 @@ def measure(
     )
     batches = decoder_batches(SHAPE, 1, 1, 32, 0, 3) * accumulation
     trainer.step(batches)
-    with MemoryLedger(model, trainer.optimizer, "cpu") as ledger:
-        trainer.memory = ledger
+    with MemoryLedger(model, trainer.optimizer, "cpu") as ledger, trainer.watched(ledger.phase):
         trainer.step(batches)
     return ledger.account(), holding
 

@@ -208,9 +208,9 @@ def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
     )  # fmt: skip
     place, losses = dist.get_rank(), []
     for batch in decoder_batches(SHAPE, 4, 8, 12, strategy.data_ranks, 1):
-        with Ledger(mesh) as trainer.ledger:
+        with Ledger(mesh) as ledger, trainer.watched(ledger.phase):
             losses.append(trainer.step(split(batch, place, strategy.data_ranks, 2)).loss)
-            entries = trainer.ledger.entries()
+        entries = ledger.entries()
     assert all(p.dtype == torch.float32 for p in model.parameters())
     return losses, entries, predicted
 

@@ -37,7 +37,7 @@ FAILED = "failed"
 
 
 class PeerFailed(TrainingError):
-    """Another rank could not prepare the job; its own message says why."""
+    """Another rank tells the error; this one ends with it."""
 
 
 @dataclass(frozen=True)

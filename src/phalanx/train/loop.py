@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -72,7 +73,7 @@ def train_rank(job: Job) -> Summary:
     """Train on this rank, with the others of the job."""
     session = open_session(job)
     with session.loader, session.saver, Observer(session, Console()) as observer:
-        with _check_of_collectives(session):
+        with _checked(session):
             _take_steps(session, observer)
         session.saver.finish()
         summary = summarize_run(observer)
@@ -93,16 +94,20 @@ def _take_steps(session: Session, observer: Observer) -> None:
             session.begin_save()
 
 
-def _check_of_collectives(session: Session) -> AbstractContextManager[Any]:
+@contextmanager
+def _checked(session: Session) -> Generator[None]:
     """Compare the collectives of the ranks if the user asked for it."""
     config = session.job.config
     if not config.debug_comm:
-        return nullcontext()
-    return CollectiveCheck(
+        yield
+        return
+    collectives = CollectiveCheck(
         session.mesh,
         named=dict(session.model.named_parameters()),
         limit_s=min(LIMIT_S, config.timeout_s),
     )
+    with collectives, session.trainer.watched(collectives.phase):
+        yield
 
 
 def _is_due(steps_done: int, every: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, cast
@@ -22,7 +23,7 @@ from phalanx.measure.utilization import Utilization
 from phalanx.planner.model_shape import step_flops
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.session import Session
-from phalanx.train.step import StepResult
+from phalanx.train.step import TERMS, StepResult
 
 LEDGER_STEP = 1
 """The step of this process whose collectives are counted: the second, when all buffers exist."""
@@ -50,13 +51,13 @@ class Observer:
     def __init__(self, session: Session, console: Console) -> None:
         self.session = session
         self.timer = StepTimer(session.device, history=max(1, session.job.num_steps))
-        session.trainer.clock = self.timer
         self.entries: list[Entry] = []
         self.memory: MemoryAccount | None = None
         self.last: StepResult | None = None
         self.evaluations: list[tuple[int, Evaluation]] = []
         self.ceiling_flops_per_s = self._measure_ceiling()
         self._num_steps = 0
+        self._watching = ExitStack()
         self._log: RunLog | None = None
         if session.is_first:
             self._log = RunLog(session.job.out, console, session.job.num_steps)
@@ -64,6 +65,9 @@ class Observer:
             self._log.note("config", asdict(session.job.config))
 
     def __enter__(self) -> Observer:
+        self._watching.enter_context(
+            self.session.trainer.watched(lambda name: self.timer.phase(TERMS[name]))
+        )
         return self
 
     def __exit__(
@@ -72,6 +76,7 @@ class Observer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._watching.close()
         if self._log is not None:
             self._log.close()
 
@@ -82,16 +87,14 @@ class Observer:
         with self.timer.phase("data"):
             microbatches = [batch.to(self.session.device) for batch in next(self.session.loader)]
         if self._num_steps == LEDGER_STEP:
-            with Ledger(self.session.mesh) as trainer.ledger:
+            with Ledger(self.session.mesh) as ledger, trainer.watched(ledger.phase):
                 self.last = trainer.step(microbatches)
-                self.entries = trainer.ledger.entries()
-            trainer.ledger = None
+            self.entries = ledger.entries()
         elif self._num_steps == MEMORY_STEP:
-            with MemoryLedger(trainer.model, trainer.optimizer, self.session.device) as ledger:
-                trainer.memory = ledger
+            memory = MemoryLedger(trainer.model, trainer.optimizer, self.session.device)
+            with memory, trainer.watched(memory.phase):
                 self.last = trainer.step(microbatches)
-            trainer.memory = None
-            self.memory = ledger.account()
+            self.memory = memory.account()
         else:
             self.last = trainer.step(microbatches)
         times = self.timer.end_step()

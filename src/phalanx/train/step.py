@@ -17,19 +17,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm.ledger import Ledger
+from phalanx.comm.ledger import Phase
 from phalanx.comm.primitives import sum_over_data
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
-from phalanx.measure.memory import MemoryLedger
-from phalanx.measure.timer import Phase, StepTimer
+from phalanx.measure.timer import Phase as Term
 from phalanx.mesh import device_of
 from phalanx.parallel.data import GradientReducer
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import learning_rate
 
-TERMS: dict[str, Phase] = {
+TERMS: dict[str, Term] = {
     "count": "communication",
     "forward": "forward",
     "backward": "backward",
@@ -87,20 +86,26 @@ class Trainer:
         self.scaler = scaler
         self.nonfinite = nonfinite
         self.steps_done = 0
-        self.clock: StepTimer | None = None
-        self.ledger: Ledger | None = None
-        self.memory: MemoryLedger | None = None
+        self._watchers: list[Phase] = []
+
+    @contextmanager
+    def watched(self, watcher: Phase) -> Generator[None]:
+        """Tell `watcher` the phases of the steps taken inside: `with watcher(name):` around each.
+
+        The names are those of TERMS. Ledgers of bytes, memory and time are watchers.
+        """
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Book what runs inside under `name`, in the ledgers of bytes, memory and time."""
+        """Tell those who watch that what runs inside is the phase `name`."""
         with ExitStack() as stack:
-            if self.ledger is not None:
-                stack.enter_context(self.ledger.phase(name))
-            if self.memory is not None:
-                stack.enter_context(self.memory.phase(name))
-            if self.clock is not None:
-                stack.enter_context(self.clock.phase(TERMS[name]))
+            for watcher in self._watchers:
+                stack.enter_context(watcher(name))
             yield
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:

@@ -100,8 +100,7 @@ def run_case(case: Case, strategy_text: str, visit: Callable[[int, StepRecord], 
     report = RankReport([], {}, [])
     for step, batch in enumerate(case.batches):
         microbatches = split(_cast(batch, dtype), place, size, case.accumulation)
-        with Ledger(mesh) as ledger:
-            trainer.ledger = ledger
+        with Ledger(mesh) as ledger, trainer.watched(ledger.phase):
             loss, num_valid = trainer.compute_gradients(microbatches)
         report = RankReport(report.visited, {}, ledger.entries())
         gradients = {
