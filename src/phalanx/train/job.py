@@ -127,6 +127,7 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
             f"{shape.max_seq_len}; set corpus.seq_len to at most {shape.max_seq_len}, or "
             "shape.max_seq_len higher"
         )
+    strategy.recompute.segment_size(shape.num_layers)  # raises where there are too few blocks
     batch = solve_batch(config.batch, strategy.data_ranks)
     precision = _precision_of(config, device)
     out = _out_folder(config, strategy)

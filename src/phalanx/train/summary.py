@@ -124,7 +124,7 @@ def summarize_run(observer: Observer) -> Summary:
     steps = summarize(times) if times else None
     summary = Summary(
         text=(
-            f"{job.config.model} ({num_parameters(job.shape).total:,} parameters), {job.strategy} "
+            f"{job.config.init or job.config.model} ({num_parameters(job.shape).total:,} parameters), {job.strategy} "
             f"on {job.device}, {session.precision.name}, {job.batch}, "
             f"{session.trainer.steps_done} steps"
         ),
