@@ -27,6 +27,7 @@ from typing import Any
 
 from phalanx import errors
 from phalanx.errors import ConfigError, PhalanxError, RankFailed, TrainingError
+from phalanx.launch.malloc import keep_freed_memory
 
 Rank = tuple[ForkServerProcess, Any]
 """A process, and the parent's end of the pipe to it (its class depends on the system)."""
@@ -319,6 +320,7 @@ def _join(place: Place, listener: socket.socket | None) -> None:
     # All ranks are on this host: gloo need not resolve the host's name, which often fails.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    keep_freed_memory()
     torch.set_num_threads(place.threads or max(1, num_cores() // place.num_ranks))
     if place.device == "cuda":
         torch.cuda.set_device(place.rank)

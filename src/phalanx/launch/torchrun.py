@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from phalanx.errors import ConfigError, PhalanxError, TrainingError
 from phalanx.launch.local import is_reader_gone, num_cores
+from phalanx.launch.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -136,6 +137,7 @@ def _use_device(place: Place, name: str, threads: int | None) -> str:
     """Give this process its threads and its GPU, and return the kind of its device."""
     import torch
 
+    keep_freed_memory()
     torch.set_num_threads(threads or max(1, num_cores() // place.num_here))
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
