@@ -3,6 +3,8 @@
 That each computes what one process computes, and sends what traffic() says, is in tests/verify.
 """
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from phalanx.comm.ledger import Entry, Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
+from phalanx.measure.memory import MemoryLedger
 from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
@@ -191,6 +194,30 @@ def test_first_weights_are_those_of_one_process_and_no_rank_makes_them_all(text:
         assert all(torch.equal(whole[name], expected[name]) for name in expected)
         largest = max(largest, held)
     assert largest <= total / degree * 1.1  # uneven rows
+
+
+def most_held_in_creation(shape: ModelShape) -> tuple[int, int]:
+    """Return the bytes of the whole model, and the most that this rank held while it was made."""
+    strategy = Strategy.parse("fsdp4")
+    mesh = build_mesh(strategy)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    nothing = torch.optim.SGD([torch.ones(1)])
+    with MemoryLedger(nn.Identity(), nothing, "cpu") as ledger:
+        compose.parallelize(
+            model, strategy, mesh,
+            first_weights=lambda part, name, whole, offset: fill_initial(
+                part, shape, name, 5, whole=whole, offset=offset
+            ),
+        )  # fmt: skip
+    return sum(p.nbytes for p in model.parameters()), ledger.account().peak_bytes
+
+
+def test_no_rank_ever_holds_more_than_its_share_and_a_little_to_draw_in() -> None:
+    shape = dataclasses.replace(SHAPE, vocab_size=16_384, hidden=256, ffn=512)
+    drawing = 4 * 8 * 32_768  # of 32,768 numbers at a time, in 64 bits
+    for whole, most in run_ranks(most_held_in_creation, 4, shape):
+        assert whole / 4 <= most <= whole / 4 + drawing < whole / 2
 
 
 def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
