@@ -4,8 +4,8 @@
     reduce_scatter   rank r sends part s to rank s, which adds up what it receives, rank by rank
 
 Both send as few bytes as a ring (Patarasuk and Yuan, 2009) in one round instead of N - 1, and no
-rank waits for a neighbour that waits for its own. gloo's own two take about three times as long,
-see benchmarks/data_parallel. They are ops of the dispatcher, so that the ledger counts each as the
+rank waits for a neighbour that waits for its own. gloo's own two take two to three times as
+long, see docs/log.md. They are ops of the dispatcher, so that the ledger counts each as the
 one collective that it is. NCCL needs neither: FSDP2's defaults stand there.
 """
 
