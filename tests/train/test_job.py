@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.companions import TOKENIZER, keep_tokenizer
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.errors import ConfigError
 from phalanx.planner.model_shape import num_parameters
@@ -193,3 +196,24 @@ def test_warm_up_must_end_before_the_run(config: TrainConfig) -> None:
 
 def test_the_length_of_a_run_that_names_none(config: TrainConfig) -> None:
     assert resolve(dataclasses.replace(config, steps=None)).num_steps == DEFAULT_STEPS
+
+
+def test_the_tokenizer_of_a_run_is_whole_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, kept = tmp_path / "cached.json", tmp_path / TOKENIZER
+    source.write_text("first")
+    keep_tokenizer(source, tmp_path)
+    assert kept.read_text() == "first"
+    source.write_text("second")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        keep_tokenizer(source, tmp_path)
+    assert kept.read_text() == "first"
+    source.write_text("first")
+    keep_tokenizer(source, tmp_path)  # nothing is written where the same is there
+    monkeypatch.undo()
+    source.write_text("third")
+    keep_tokenizer(source, tmp_path)
+    assert kept.read_text() == "third"
+    assert {path.name for path in tmp_path.iterdir()} == {source.name, TOKENIZER}

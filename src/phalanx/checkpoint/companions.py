@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Final
@@ -31,6 +32,25 @@ def tokenizer_of(folder: Path) -> Path | None:
         if (place / TOKENIZER).is_file():
             return place / TOKENIZER
     return None
+
+
+def keep_tokenizer(source: Path, run: Path) -> None:
+    """Put a tokenizer into a run's folder, where whoever uses its checkpoints looks for it.
+
+    One that is there stays whole until the new one is: a resumed run has no other.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    content, kept = source.read_bytes(), run / TOKENIZER
+    if kept.is_file() and kept.read_bytes() == content:
+        return
+    partial = run / (TOKENIZER + manifest.PARTIAL)
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(kept)
 
 
 def copy_companions(source: Path, destination: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.checkpoint import state
 from phalanx.checkpoint.agree import agree_on_first
-from phalanx.checkpoint.companions import TOKENIZER
+from phalanx.checkpoint.companions import keep_tokenizer
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.loader import Loader, stream_length
 from phalanx.data.order import Order
@@ -144,9 +143,8 @@ def open_session(job: Job) -> Session:
 
 
 def _keep_tokenizer(job: Job) -> None:
-    """Put the tokenizer into the run's folder, where whoever uses its checkpoints looks for it."""
     job.out.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(job.tokens.tokenizer, job.out / TOKENIZER)
+    keep_tokenizer(job.tokens.tokenizer, job.out)
 
 
 def _loader(job: Job, mesh: DeviceMesh, consumed: int) -> Loader:
