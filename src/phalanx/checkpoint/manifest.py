@@ -50,6 +50,7 @@ class Manifest:
         strategy: text of the strategy that wrote it.
         shape: the model's shape.
         stream: what fixes the order of the samples, by name.
+        settings: what else the run was told that a run which goes on should keep, by name.
         scaler: state of the scaler of the loss, or None if the precision needs none.
         has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one
             with weights alone can only begin a run.
@@ -64,6 +65,7 @@ class Manifest:
     strategy: str
     shape: dict[str, Any]
     stream: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
     scaler: dict[str, Any] | None = None
     has_optimizer: bool = True
     files: dict[str, Checksum] = field(default_factory=dict[str, Checksum])
@@ -71,6 +73,8 @@ class Manifest:
 
     def check(self, shape: ModelShape, stream: dict[str, Any]) -> None:
         """Refuse to go on without an optimizer, with another model, or in another order of samples.
+
+        Dropout belongs to the shape, but not to what the weights are, so it may differ.
 
         Raises:
             CheckpointError: names the first thing that differs.
@@ -81,7 +85,7 @@ class Manifest:
         for what, words in (("shape", "model"), ("stream", "stream of samples")):
             theirs = getattr(self, what)
             for name, value in ours[what].items():
-                if value != theirs.get(name):
+                if value != theirs.get(name) and name != "dropout":
                     raise CheckpointError(
                         f"the checkpoint is of another {words}: its {name} is "
                         f"{theirs.get(name)}, this run's is {value}; resume with the settings it "
@@ -153,7 +157,7 @@ def _problem(about: Manifest) -> str | None:
         value = getattr(about, name)
         if type(value) is not int or value < 0:
             return f"{name} is {value!r}, expected a whole number of at least 0"
-    for name in ("shape", "stream", "files"):
+    for name in ("shape", "stream", "settings", "files"):
         if not isinstance(getattr(about, name), dict):
             return f"{name} is not an object"
     if type(about.has_optimizer) is not bool:
