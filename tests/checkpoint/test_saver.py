@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -139,10 +141,25 @@ def raise_while_writing(run: Path, rank: int | None, is_disk_full: bool) -> None
 def test_an_error_of_the_training_leaves_the_save_whole_or_nothing(
     tmp_path: Path, rank: int | None, is_disk_full: bool
 ) -> None:
-    with pytest.raises(TrainingError, match="the loss is nan"):
+    with pytest.raises(TrainingError, match="the loss is nan") as raised:
         run_ranks(raise_while_writing, 2, tmp_path, rank, is_disk_full, threads=1, timeout_s=30)
+    assert ("File too large" in str(raised.value)) == is_disk_full
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert names == ([] if is_disk_full else ["step-00000001"])
+
+
+def test_a_save_that_failed_as_well_is_told_under_torchrun() -> None:
+    code = (
+        "from phalanx.errors import TrainingError\n"
+        "from phalanx.launch.torchrun import leave_failed\n"
+        "error = TrainingError('the loss is nan')\n"
+        "error.add_note('cannot save step 5')\n"
+        "leave_failed(error)"
+    )
+    environment = {**os.environ, "RANK": "0"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "rank 0: the loss is nan\ncannot save step 5\n"
 
 
 def begin_without_memory(run: Path) -> str:

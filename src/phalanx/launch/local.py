@@ -279,9 +279,14 @@ def _describe(rank: int, error: BaseException) -> Failure:
     if isinstance(error, PhalanxError):
         # The nearest class that every process knows: a user's own may be of a script.
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        return Failure(rank, time.time(), str(error), kind)
+        return Failure(rank, time.time(), message_of(error), kind)
     text = traceback.format_exc()
     return Failure(rank, time.time(), text, is_reader_gone=is_reader_gone(error))
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of `error` and the notes on it, such as a save that failed as well."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def is_reader_gone(error: BaseException) -> bool:

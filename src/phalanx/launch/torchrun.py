@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from phalanx.errors import ConfigError, PhalanxError, TrainingError
-from phalanx.launch.local import is_reader_gone, num_cores
+from phalanx.launch.local import is_reader_gone, message_of, num_cores
 from phalanx.launch.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -262,7 +262,8 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         leave(1)
     rank = os.environ["RANK"]
     if isinstance(error, PhalanxError):
-        print(f"rank {rank}: {error}", file=sys.stderr)  # noqa: T201 - no command line under torchrun
+        # There is no command line under torchrun.
+        print(f"rank {rank}: {message_of(error)}", file=sys.stderr)  # noqa: T201
         leave(error.exit_code)
     if isinstance(error, Exception):
         handler = get_error_handler()  # torchrun shows what this writes in its own summary
