@@ -105,8 +105,9 @@ class OptimizerConfig:
 class TrainConfig:
     """Train a decoder on text over one or many processes."""
 
-    model: str = "demo"
-    """Preset of the model's shape."""
+    model: str | None = None
+    """Preset of the model's shape; that of the checkpoint to begin with or go on from, else demo,
+    if unset."""
     data: str | None = None
     """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet; the standard
     library of this Python if unset."""

@@ -14,18 +14,18 @@ import pytest
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.companions import TOKENIZER, keep_tokenizer
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
-from phalanx.errors import ConfigError
+from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job import (
     DEFAULT_STEPS,
-    checkpoint_bytes,
     choose_strategy,
-    count_checkpoints,
     manifest_of,
+    remarks_on,
     resolve,
 )
 from phalanx.train.loop import train
 from phalanx.train.precision import resolve as resolve_precision
+from phalanx.train.run_folder import checkpoint_bytes, count_checkpoints
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_used_folder_is_refused_to_a_fresh_run(config: TrainConfig) -> None:
 def test_a_step_that_is_not_the_last_goes_on_only_elsewhere(config: TrainConfig) -> None:
     run = with_checkpoints(config, 2, 3)
     early = dataclasses.replace(config, resume=str(manifest.folder_of(run, 2)), out=None)
-    with pytest.raises(ConfigError, match=r"from step 2, but .*run .*step 3.*step-00000003"):
+    with pytest.raises(ConfigError, match=r"from step 2, but .*run .*step 3.*000003, or remove it"):
         resolve(early)
     assert resolve(dataclasses.replace(early, out="elsewhere")).out == Path("elsewhere")
     job = resolve(dataclasses.replace(config, resume="run", out=None))
@@ -217,3 +217,108 @@ def test_the_tokenizer_of_a_run_is_whole_at_every_moment(
     keep_tokenizer(source, tmp_path)
     assert kept.read_text() == "third"
     assert {path.name for path in tmp_path.iterdir()} == {source.name, TOKENIZER}
+
+
+# What a resumed run takes from its checkpoint.
+
+
+def test_a_run_goes_on_for_as_long_and_in_the_batch_it_was_begun_with(config: TrainConfig) -> None:
+    config = dataclasses.replace(config, steps=9, batch=BatchConfig(global_size=12, microbatch=6))
+    with_checkpoints(config, 2)
+    bare = dataclasses.replace(config, steps=None, batch=BatchConfig(), resume="run", out=None)
+    job = resolve(bare)
+    assert job.num_steps == job.config.steps == 9
+    assert str(job.batch) == "global batch 12 = microbatch 6 x accumulation 2 x 1 data ranks"
+    assert remarks_on(job) == []
+    for strategy, microbatch, accumulation in (("dp2", 6, 1), ("dp3", 4, 1), ("fsdp6", 2, 1)):
+        batch = resolve(dataclasses.replace(bare, strategy=strategy)).batch
+        assert (batch.global_size, batch.microbatch, batch.accumulation) == (
+            12, microbatch, accumulation,
+        )  # fmt: skip
+    with pytest.raises(BatchError, match=r"12 sequences, which 5 .* strategy of 4 .*-size 15"):
+        resolve(dataclasses.replace(bare, strategy="dp5"))
+    job = resolve(dataclasses.replace(bare, steps=20, batch=BatchConfig(global_size=5)))
+    assert (job.num_steps, job.batch.global_size) == (20, 5)
+    with_checkpoints(dataclasses.replace(config, steps=None, epochs=1.5, out="epochs"), 2)
+    job = resolve(dataclasses.replace(bare, resume="epochs"))
+    assert job.config.epochs == 1.5
+    assert (
+        job.num_steps == resolve(dataclasses.replace(bare, resume="epochs", epochs=1.5)).num_steps
+    )
+
+
+def test_settings_other_than_the_run_had_are_named(config: TrainConfig) -> None:
+    with_checkpoints(config, 2)
+    resumed = dataclasses.replace(config, resume="run", out=None)
+    assert remarks_on(resolve(resumed)) == []
+    other = dataclasses.replace(
+        resumed,
+        steps=8,
+        precision="float64",
+        batch=BatchConfig(global_size=8),
+        shape=dataclasses.replace(config.shape, dropout=0.1),
+        corpus=dataclasses.replace(config.corpus, document_mask=False),
+        optimizer=OptimizerConfig(lr=1e-4, clip_p=float("inf")),
+    )
+    assert remarks_on(resolve(other)) == [
+        "goes on with other settings than before: batch.global_size 4 -> 8, precision float32 -> "
+        "float64, corpus.document_mask True -> False, shape.dropout 0.0 -> 0.1, optimizer.lr 0.002 "
+        "-> 0.0001, optimizer.clip_p 2.0 -> inf, steps 4 -> 8"
+    ]
+
+
+def test_that_nothing_is_left_is_said(config: TrainConfig) -> None:
+    with_checkpoints(config, 4)
+    (line,) = remarks_on(resolve(dataclasses.replace(config, resume="run", steps=None, out=None)))
+    assert line.startswith(
+        "nothing left to do: the checkpoint is after step 4, and the run takes 4"
+    )
+
+
+def test_a_run_keeps_its_name(config: TrainConfig) -> None:
+    with_checkpoints(config, 2)
+    assert resolve(dataclasses.replace(config, out=None)).name == "demo"
+    assert resolve(dataclasses.replace(config, resume="run", out=None)).name == "demo"
+    assert not list(Path("run").glob(TOKENIZER))
+    shutil.copy(resolve(dataclasses.replace(config, out=None)).tokens.tokenizer, "run")
+    begun = dataclasses.replace(config, init="run", shape=ShapeConfig(dropout=0.2), out=None)
+    job = resolve(begun)
+    assert job.name == "run" and job.out.name.startswith("run-dp1-")
+    with_checkpoints(dataclasses.replace(begun, out="second"), 3)
+    again = resolve(dataclasses.replace(begun, init=None, resume="second"))
+    assert again.name == "run" and again.shape == job.shape and again.shape.dropout == 0.2
+
+
+def test_a_preset_that_is_named_must_be_that_of_the_weights(config: TrainConfig) -> None:
+    run = with_checkpoints(config, 2)
+    shutil.copy(resolve(dataclasses.replace(config, out=None)).tokens.tokenizer, run)
+    with pytest.raises(ConfigError, match=r"init is run, weights .*, but model demo with the giv"):
+        resolve(dataclasses.replace(config, model="demo", shape=ShapeConfig(), init="run"))
+    with pytest.raises(CheckpointError, match="another model: its vocab_size is 300"):
+        named = dataclasses.replace(config, model="demo", shape=ShapeConfig(), resume="run")
+        resolve(named)
+
+
+def test_weights_without_a_tokenizer_are_refused(config: TrainConfig) -> None:
+    with_checkpoints(config, 2)
+    begun = dataclasses.replace(config, init="run", out="new")
+    with pytest.raises(ConfigError, match=r"init is run, which has no tokenizer.json.*--tokenizer"):
+        resolve(begun)
+    resolve(dataclasses.replace(begun, corpus=dataclasses.replace(config.corpus, vocab_size=280)))
+
+
+def test_the_checkpoints_that_are_there_need_no_more_room(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(config, steps=12, save_every=2, keep_checkpoints=3)
+    one_bytes = checkpoint_bytes(resolve(config).shape, resolve_precision("float32", "cpu"))
+    with_checkpoints(config, 2, 4)
+    resumed = dataclasses.replace(config, resume="run")
+    free = SimpleNamespace(free=2 * one_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    resolve(resumed)
+    free.free = 1
+    with pytest.raises(ConfigError, match=r"checkpoints \(2, of "):
+        resolve(resumed)
+    with pytest.raises(ConfigError, match=r"checkpoints \(1, of "):
+        resolve(dataclasses.replace(resumed, keep_checkpoints=1))

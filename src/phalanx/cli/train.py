@@ -73,7 +73,7 @@ def _run(config: TrainConfig, as_json: bool) -> int:
     from phalanx.launch.local import prepare_server
     from phalanx.launch.torchrun import is_under_torchrun
     from phalanx.measure.logs import json_text
-    from phalanx.train.job import resolve
+    from phalanx.train.job import remarks_on, resolve
     from phalanx.train.loop import start, train
 
     console = screen()
@@ -84,6 +84,8 @@ def _run(config: TrainConfig, as_json: bool) -> int:
         with Preparation(console) as preparation:
             job = resolve(config, preparation.report)
         console.print(Text(f"{job.strategy} on {job.device}; {job.batch}; {job.num_steps} steps"))
+        for line in remarks_on(job):
+            console.print(Text(line, style="yellow"), soft_wrap=True)
         summary = start(job)
     if os.environ.get("RANK", "0") == "0":
         console.print(summary.render())

@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint import manifest
-from phalanx.checkpoint.companions import tokenizer_of
+from phalanx.checkpoint import hugging_face, manifest
+from phalanx.checkpoint.companions import TOKENIZER, tokenizer_of
 from phalanx.checkpoint.convert import shape_in
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.config import BatchPlan, ShapeConfig, TrainConfig, solve_batch
+from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.data.loader import total_steps
 from phalanx.data.samples import Samples
 from phalanx.data.tokens import Progress, TokenFiles, prepare
-from phalanx.errors import ConfigError, DataError
+from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.launch.torchrun import is_under_torchrun
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
-from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.precision import Precision
 from phalanx.train.precision import resolve as resolve_precision
+from phalanx.train.resume import as_before, remarks, settings_of
+from phalanx.train.run_folder import (
+    check_space,
+    check_unused,
+    check_writable,
+    checkpoint_bytes,
+    count_checkpoints,
+    out_folder,
+)
+
+DEFAULT_MODEL = "demo"
+"""Preset of a run that names no model and begins with no checkpoint."""
 
 DEFAULT_STEPS = 560
 """Optimizer steps of a run that names neither steps nor epochs: as many as suit the demo."""
-
-TENSORS_PER_PARAMETER = 3
-"""What a checkpoint keeps of each parameter: the weight and the two moments of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,9 @@ class Job:
     """A run, resolved; the same value on every rank.
 
     Attributes:
-        config: the configuration it comes from.
+        config: the configuration it comes from, completed by the checkpoint it goes on from.
         strategy: how the work is split.
+        name: what the model is called: its preset, or the run or folder its weights are from.
         shape: the model.
         batch: the batch law, solved.
         device: "cpu" or "cuda".
@@ -54,6 +60,7 @@ class Job:
 
     config: TrainConfig
     strategy: Strategy
+    name: str
     shape: ModelShape
     batch: BatchPlan
     device: str
@@ -118,8 +125,13 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     Raises:
         PhalanxError: anything that would fail later, in one message.
     """
+    start, init = _checkpoint(config.resume, "resume"), _checkpoint(config.init, "init")
+    if start is not None:
+        start[1].check_optimizer()
     strategy, device = choose_strategy(config)
-    start, init = _checkpoint(config.resume), _checkpoint(config.init)
+    if start is not None:
+        config = as_before(config, start[1], strategy.data_ranks)
+    name = _name_of(config, start, init)
     shape = _shape_of(config, start, init)
     if config.corpus.seq_len > shape.max_seq_len:
         raise ConfigError(
@@ -130,14 +142,14 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     strategy.recompute.segment_size(shape.num_layers)  # raises where there are too few blocks
     batch = solve_batch(config.batch, strategy.data_ranks)
     precision = _precision_of(config, device)
-    out = _out_folder(config, strategy)
-    _check_unused(out, start)
-    _check_writable(out)
+    out = out_folder(config, strategy, name)
+    check_unused(out, start)
+    check_writable(out)
     tokens = prepare(
         config.data,
         config.corpus,
         model_vocab_size=shape.vocab_size,
-        tokenizer=_tokenizer_of(config, start or init),
+        tokenizer=_tokenizer_of(config, start, init),
         progress=progress,
     )
     if start is not None:
@@ -150,15 +162,13 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         )
     num_steps = count_steps(config, batch, num_samples, None if start is None else start[1])
     _check_warmup(config, num_steps)
-    num_checkpoints = count_checkpoints(
-        num_steps, config.save_every, steps_done=0 if start is None else start[1].steps_done
-    )
-    if config.keep_checkpoints is not None:  # one more is there while the oldest still is
-        num_checkpoints = min(num_checkpoints, config.keep_checkpoints + 1)
-    _check_space(out, num_checkpoints, checkpoint_bytes(shape, precision))
+    steps_done = 0 if start is None else start[1].steps_done
+    num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=steps_done)
+    check_space(out, num_checkpoints, config.keep_checkpoints, checkpoint_bytes(shape, precision))
     return Job(
         config=config,
         strategy=strategy,
+        name=name,
         shape=shape,
         batch=batch,
         device=device,
@@ -170,7 +180,7 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     )
 
 
-def _checkpoint(path: str | None) -> tuple[Path, Manifest] | None:
+def _checkpoint(path: str | None, setting: str) -> tuple[Path, Manifest] | None:
     """Return folder and manifest of the checkpoint that a setting names.
 
     Raises:
@@ -178,8 +188,26 @@ def _checkpoint(path: str | None) -> tuple[Path, Manifest] | None:
     """
     if path is None:
         return None
+    if hugging_face.is_hugging_face(Path(path)):
+        raise CheckpointError(
+            f"{setting} is {path}, a Hugging Face folder; make a checkpoint of it by `phalanx "
+            f"convert {path} DST`, and begin a run with --init DST"
+        )
     folder = manifest.find(Path(path))
     return folder, manifest.read(folder)
+
+
+def _name_of(
+    config: TrainConfig, start: tuple[Path, Manifest] | None, init: tuple[Path, Manifest] | None
+) -> str:
+    """Return what the run's model is called; one that goes on keeps its name."""
+    if config.model is not None:
+        return config.model
+    if start is not None and "model" in start[1].settings:
+        return start[1].settings["model"]
+    if (origin := start or init) is None:
+        return DEFAULT_MODEL
+    return (manifest.run_of(origin[0]) or origin[0].resolve()).name
 
 
 def _shape_of(
@@ -192,17 +220,16 @@ def _shape_of(
     Raises:
         ConfigError: the settings contradict each other, or the weights of `init`.
     """
-    is_named = config.model != TrainConfig().model
+    named = None if config.model is None else shape_of(config.model)
     if init is None:
-        if start is not None and not is_named and config.shape == ShapeConfig():
-            return shape_in(start[1], start[0])
-        return with_sizes(shape_of(config.model), config.shape)
+        held = None if start is None else shape_in(start[1], start[0])
+        return with_sizes(named or held or shape_of(DEFAULT_MODEL), config.shape)
     held = shape_in(init[1], init[0])
-    wanted = with_sizes(shape_of(config.model) if is_named else held, config.shape)
+    wanted = with_sizes(named or held, config.shape)
     for name, value in dataclasses.asdict(held).items():
         asked = getattr(wanted, name)
         if asked != value and name != "dropout":
-            words = f"model {config.model} with the given shape" if is_named else "the given shape"
+            words = f"model {config.model} with the given shape" if named else "the given shape"
             raise ConfigError(
                 f"init is {config.init}, weights of a model whose {name} is {value}, but {words} "
                 f"has {asked}; the run takes the checkpoint's shape, so leave model and shape out"
@@ -211,14 +238,26 @@ def _shape_of(
     return held if dropout is None else dataclasses.replace(held, dropout=dropout)
 
 
-def _tokenizer_of(config: TrainConfig, origin: tuple[Path, Manifest] | None) -> str | None:
+def _tokenizer_of(
+    config: TrainConfig, start: tuple[Path, Manifest] | None, init: tuple[Path, Manifest] | None
+) -> str | None:
     """Return the tokenizer.json to use: the one that is given, else the checkpoint's, if any.
 
     Settings for a tokenizer that is to be trained go before the checkpoint's.
+
+    Raises:
+        ConfigError: there is none for the weights of `init`, and none was asked for.
     """
+    origin = start or init
     if config.tokenizer is not None or origin is None or config.corpus.vocab_size is not None:
         return config.tokenizer
     found = tokenizer_of(origin[0])
+    if found is None and init is not None:
+        raise ConfigError(
+            f"init is {config.init}, which has no {TOKENIZER}, so nothing says which tokens the "
+            "rows of its embedding stand for; give it by --tokenizer, or train another one by "
+            "--corpus.vocab-size"
+        )
     return None if found is None else str(found)
 
 
@@ -244,21 +283,6 @@ def count_steps(
     return done + left
 
 
-def count_checkpoints(num_steps: int, save_every: int, *, steps_done: int = 0) -> int:
-    """Return the checkpoints that a run writes from `steps_done` on; the last step makes one."""
-    if steps_done >= num_steps:
-        return 0
-    if save_every == 0:
-        return 1
-    has_rest = num_steps % save_every > 0
-    return num_steps // save_every - steps_done // save_every + has_rest
-
-
-def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
-    """Return the size of one checkpoint, nearly; what is not a tensor is small."""
-    return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).total
-
-
 def _precision_of(config: TrainConfig, device: str) -> Precision:
     """Return the data types as far as they matter before the ranks start.
 
@@ -278,66 +302,6 @@ def _check_warmup(config: TrainConfig, num_steps: int) -> None:
         )
 
 
-def _out_folder(config: TrainConfig, strategy: Strategy) -> Path:
-    """Return the folder the run writes to: as given, that of the run it resumes, or a new one."""
-    if config.out is not None:
-        return Path(config.out)
-    if config.resume is not None:
-        path = Path(config.resume)
-        if not (path / manifest.NAME).exists():
-            return path
-        if (run := manifest.run_of(path)) is None:
-            raise ConfigError(
-                f"resume is {path}, a checkpoint outside the folder of its run; say with --out "
-                "where to go on"
-            )
-        return run
-    model = config.model if config.init is None else Path(config.init).resolve().name
-    name = f"{model}-{strategy}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Path("runs") / name.replace(":", "_").replace("/", "_").replace(",", "-")
-
-
-def _check_unused(out: Path, start: tuple[Path, Manifest] | None) -> None:
-    """Refuse to mix the checkpoints of two runs, of which --resume would take the wrong one."""
-    existing = manifest.whole(out)
-    if not existing:
-        return
-    last = max(existing)
-    if start is None or manifest.run_of(start[0]) != out.resolve():
-        raise ConfigError(
-            f"{out} holds checkpoints of another run, the last after step {last}; give another "
-            f"--out, or go on with that run by --resume {out}"
-        )
-    if last > start[1].steps_done:
-        raise ConfigError(
-            f"resume is from step {start[1].steps_done}, but {out} holds a checkpoint after step "
-            f"{last}; give another --out, or resume from the last one, {existing[last]}"
-        )
-
-
-def _check_writable(out: Path) -> None:
-    """Refuse a folder that could not be made or written to, and leave nothing behind."""
-    try:
-        nearest = next(path for path in (out, *out.resolve().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=nearest) as probe:
-            probe.write(b"x")
-    except OSError as error:
-        raise ConfigError(f"cannot write to {out}: {error.strerror}; give another --out") from error
-
-
-def _check_space(out: Path, num_checkpoints: int, one_bytes: int) -> None:
-    """Refuse to begin what could not be saved."""
-    nearest = next(path for path in (out, *out.resolve().parents) if path.exists())
-    free_bytes = shutil.disk_usage(nearest).free
-    if free_bytes < num_checkpoints * one_bytes:
-        raise ConfigError(
-            f"the run's checkpoints ({num_checkpoints}, of {one_bytes / 2**30:.2f} GiB each) need "
-            f"{num_checkpoints * one_bytes / 2**30:.2f} GiB, but {out} has "
-            f"{free_bytes / 2**30:.2f} GiB left; give another --out, make room, save less often "
-            "(--save-every) or keep fewer (--keep-checkpoints)"
-        )
-
-
 def manifest_of(
     job: Job, steps_done: int, consumed: int, *, scaler: dict[str, Any] | None = None
 ) -> Manifest:
@@ -350,6 +314,7 @@ def manifest_of(
         strategy=str(job.strategy),
         shape=dataclasses.asdict(job.shape),
         stream=_stream_of(job.config, job.tokens),
+        settings=settings_of(job.config, job.batch, job.name, job.shape.dropout),
         scaler=scaler,
     )
 
@@ -362,3 +327,11 @@ def _stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
         "corpus.seq_len": config.corpus.seq_len,
         "corpus.shuffle": config.corpus.shuffle,
     }
+
+
+def remarks_on(job: Job) -> list[str]:
+    """Return what a person should know of a job that goes on with a run, in a line each."""
+    if job.start is None:
+        return []
+    settings = settings_of(job.config, job.batch, job.name, job.shape.dropout)
+    return remarks(job.start[1], settings, job.num_steps)

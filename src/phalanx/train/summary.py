@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.companions import TOKENIZER
 from phalanx.comm.ledger import Entry
 from phalanx.comm.primitives import all_reduce, barrier
 from phalanx.data.tokenizer import load_tokenizer
@@ -124,8 +125,8 @@ def summarize_run(observer: Observer) -> Summary:
     steps = summarize(times) if times else None
     summary = Summary(
         text=(
-            f"{job.config.init or job.config.model} ({num_parameters(job.shape).total:,} parameters), {job.strategy} "
-            f"on {job.device}, {session.precision.name}, {job.batch}, "
+            f"{job.name} ({num_parameters(job.shape).total:,} parameters), {job.strategy} on "
+            f"{job.device}, {session.precision.name}, {job.batch}, "
             f"{session.trainer.steps_done} steps"
         ),
         steps=steps,
@@ -219,7 +220,7 @@ def _paths(observer: Observer) -> dict[str, str]:
         "checkpoint": manifest.folder_of(job.out, observer.session.trainer.steps_done),
         "metrics": job.out / "metrics.jsonl",
         "tensorboard": job.out / "tensorboard",
-        "tokenizer": job.tokens.tokenizer,
+        "tokenizer": job.out / TOKENIZER,
     }
     return {name: str(path) for name, path in paths.items() if path.exists()}
 

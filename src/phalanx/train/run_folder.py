@@ -1,0 +1,124 @@
+"""The folder of a run: where it is, whether it is free, and whether its checkpoints fit there."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from phalanx.checkpoint import manifest
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.config import TrainConfig
+from phalanx.errors import ConfigError
+from phalanx.models.shape import ModelShape
+from phalanx.planner.model_shape import num_parameters
+from phalanx.strategy import Strategy
+from phalanx.train.precision import Precision
+
+TENSORS_PER_PARAMETER: Final = 3
+"""What a checkpoint keeps of each parameter: the weight and the two moments of AdamW."""
+
+
+def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
+    """Return the folder the run writes to: as given, that of the run it resumes, or a new one.
+
+    Args:
+        config: the settings.
+        strategy: how the work is split.
+        name: what the model is called.
+
+    Raises:
+        ConfigError: the run it resumes has no folder.
+    """
+    if config.out is not None:
+        return Path(config.out)
+    if config.resume is not None:
+        path = Path(config.resume)
+        if not (path / manifest.NAME).exists():
+            return path
+        if (run := manifest.run_of(path)) is None:
+            raise ConfigError(
+                f"resume is {path}, a checkpoint outside the folder of its run; say with --out "
+                "where to go on"
+            )
+        return run
+    new = f"{name}-{strategy}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Path("runs") / new.replace(":", "_").replace("/", "_").replace(",", "-")
+
+
+def check_unused(out: Path, start: tuple[Path, Manifest] | None) -> None:
+    """Refuse to mix the checkpoints of two runs, of which --resume would take the wrong one.
+
+    Raises:
+        ConfigError: `out` holds checkpoints of another run, or later ones of this.
+    """
+    existing = manifest.whole(out)
+    if not existing:
+        return
+    last = max(existing)
+    if start is None or manifest.run_of(start[0]) != out.resolve():
+        raise ConfigError(
+            f"{out} holds checkpoints of another run, the last after step {last}; give another "
+            f"--out, or go on with that run by --resume {out}"
+        )
+    if last > start[1].steps_done:
+        raise ConfigError(
+            f"resume is from step {start[1].steps_done}, but {out} holds a checkpoint after step "
+            f"{last}; give another --out, resume from the last one, {existing[last]}, or remove it"
+        )
+
+
+def check_writable(out: Path) -> None:
+    """Refuse a folder that could not be made or written to, and leave nothing behind.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    try:
+        nearest = next(path for path in (out, *out.resolve().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out}: {error.strerror}; give another --out") from error
+
+
+def count_checkpoints(num_steps: int, save_every: int, *, steps_done: int = 0) -> int:
+    """Return the checkpoints that a run writes from `steps_done` on; the last step makes one."""
+    if steps_done >= num_steps:
+        return 0
+    if save_every == 0:
+        return 1
+    has_rest = num_steps % save_every > 0
+    return num_steps // save_every - steps_done // save_every + has_rest
+
+
+def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
+    """Return the size of one checkpoint, nearly; what is not a tensor is small."""
+    return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).total
+
+
+def check_space(out: Path, num_checkpoints: int, keep: int | None, one_bytes: int) -> None:
+    """Refuse to begin what could not be saved.
+
+    Args:
+        out: folder of the run.
+        num_checkpoints: that it writes from here on.
+        keep: how many are kept, those that are there already included; None keeps all.
+        one_bytes: size of each.
+
+    Raises:
+        ConfigError: with what is needed and what is left.
+    """
+    if keep is not None:  # the next is whole before the oldest goes
+        num_checkpoints = min(num_checkpoints, max(1, keep + 1 - len(manifest.whole(out))))
+    nearest = next(path for path in (out, *out.resolve().parents) if path.exists())
+    free_bytes = shutil.disk_usage(nearest).free
+    if free_bytes < num_checkpoints * one_bytes:
+        raise ConfigError(
+            f"the run's checkpoints ({num_checkpoints}, of {one_bytes / 2**30:.2f} GiB each) need "
+            f"{num_checkpoints * one_bytes / 2**30:.2f} GiB, but {out} has "
+            f"{free_bytes / 2**30:.2f} GiB left; give another --out, make room, save less often "
+            "(--save-every) or keep fewer (--keep-checkpoints)"
+        )
