@@ -50,7 +50,7 @@ def stand_still(run: Path) -> None:
 
 def save_until(run: Path, moment: str) -> None:
     """Save and save, and stand still at a moment of the fourth time."""
-    write, sync, rmtree = files._HashingWriter.write, files._sync, files.shutil.rmtree
+    write, sync, rmtree = files._HashingWriter.write, files.sync, files.shutil.rmtree
 
     def write_some(self: files._HashingWriter, buffer: memoryview) -> int:
         if (
@@ -68,15 +68,15 @@ def save_until(run: Path, moment: str) -> None:
             if len(published(run)) >= 3:
                 stand_still(run)
 
-    def remove_some(path: Path) -> None:
+    def remove_some(path: Path, **how: bool) -> None:
         if moment == "half removed" and path.suffix == manifest.REMOVED:
             if len(published(run)) >= 3:
                 next(path.iterdir()).unlink()
                 stand_still(run)
-        rmtree(path)
+        rmtree(path, **how)
 
     files._HashingWriter.write = write_some
-    files._sync = sync_some
+    files.sync = sync_some
     files.shutil.rmtree = remove_some
     runs.save_for_ever(run)
 

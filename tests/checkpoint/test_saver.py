@@ -16,7 +16,7 @@ import runs
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint import manifest, saver, state
+from phalanx.checkpoint import files, manifest, saver, state
 from phalanx.checkpoint.saver import Saver
 from phalanx.errors import CheckpointError, TrainingError
 from phalanx.launch.local import run_ranks
@@ -202,6 +202,63 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path) -> None:
     assert run_ranks(runs.words_of_load, 1, manifest.find(tmp_path), threads=1) == [("", "")]
 
 
+def syncs(run: Path) -> dict[str, int]:
+    """Save; return the most bytes of each file that were there when it was synced, by name."""
+    bytes_of: dict[str, int] = {}
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        bytes_of[name] = max(bytes_of.get(name, 0), os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    os.fsync = note
+    runs.save_after(run, 1)
+    return bytes_of
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a descriptor's name is read from /proc")
+def test_every_file_is_synced_whole(tmp_path: Path) -> None:
+    first, second = run_ranks(syncs, 2, tmp_path, threads=1)
+    synced = first | second
+    folder = manifest.find(tmp_path)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"__0_0.distcp", "__1_0.distcp", ".metadata", manifest.NAME}
+    synced[".metadata"] = synced.pop(".metadata.tmp")  # renamed, and then its folder is synced
+    assert {name: synced.get(name) for name in names} == {
+        name: (folder / name).stat().st_size for name in names
+    }
+    assert synced.keys() == {*names, f"{folder.name}.partial", "checkpoints"}
+
+
+def save_beside_what_cannot_be_removed(run: Path) -> list[str]:
+    """Save twice where no folder can be removed, then once more where they can."""
+    model, optimizer = runs.build()
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    rmtree, files.shutil.rmtree = files.shutil.rmtree, refuse
+    with Saver(run, keep=1) as saver_:
+        for steps_done in (1, 2):
+            saver_.begin(model, optimizer, runs.about(steps_done))
+            saver_.finish()
+        left = manifest.whole(run)
+        files.shutil.rmtree = rmtree
+        saver_.begin(model, optimizer, runs.about(3))
+    assert list(left) == [2]
+    return [path.name for path in (run / "checkpoints").iterdir()]
+
+
+def test_what_cannot_be_removed_waits_for_the_next_save(tmp_path: Path) -> None:
+    leftover = tmp_path / "checkpoints" / "step-00000002.partial"
+    leftover.mkdir(parents=True)
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    (names,) = run_ranks(save_beside_what_cannot_be_removed, 1, tmp_path, threads=1)
+    assert names == ["step-00000003"]
+
+
 def nicenesses(run: Path) -> tuple[int, int]:
     """Return how far the writer and the main thread of this rank stand back."""
     seen: list[int] = []
@@ -222,13 +279,27 @@ def test_the_writer_alone_stands_back(tmp_path: Path) -> None:
         assert writer == min(19, main + saver.NICENESS)
 
 
-def crc_setting(run: Path) -> bool:
-    runs.save_after(run, 1)
-    return torch.serialization.get_crc32_options()
+def crc_settings(run: Path) -> tuple[set[bool], bool]:
+    """Save two runs at once; return what the setting was while tensors were written, and after."""
+    seen: set[bool] = set()
+    write = files._HashingWriter.write
+
+    def look(self: files._HashingWriter, buffer: memoryview) -> int:
+        if Path(self.name).suffix == ".distcp":
+            seen.add(torch.serialization.get_crc32_options())
+        return write(self, buffer)
+
+    files._HashingWriter.write = look
+    model, optimizer = runs.build(width=64)
+    with Saver(run / "a") as first, Saver(run / "b") as second:
+        for steps_done in range(1, 6):
+            first.begin(model, optimizer, runs.about(steps_done))
+            second.begin(model, optimizer, runs.about(steps_done))
+    return seen, torch.serialization.get_crc32_options()
 
 
-def test_torchs_own_checksums_are_back_on_after_a_save(tmp_path: Path) -> None:
-    assert run_ranks(crc_setting, 1, tmp_path, threads=1) == [True]
+def test_torchs_own_checksums_are_back_on_after_saves(tmp_path: Path) -> None:
+    assert run_ranks(crc_settings, 1, tmp_path, threads=1) == [({False}, True)]
 
 
 def refused_optimizers(run: Path) -> list[str]:

@@ -7,7 +7,7 @@ import io
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -18,7 +18,7 @@ from phalanx.errors import CheckpointError
 
 
 class HashingFiles(FileSystem):
-    """The disk, for a `FileSystemWriter`; keeps the checksum of every file that is written.
+    """The disk, for a `FileSystemWriter`; syncs every file that is written, keeps its checksum.
 
     What is hashed is what the program meant to write, so a fault on the way to the disk shows.
 
@@ -33,7 +33,7 @@ class HashingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
-        """Open a file to be written from its beginning to its end."""
+        """Open a file to be written from its beginning to its end, and synced there."""
         assert mode == "wb"
         stream = _HashingWriter(io.FileIO(path, mode))
         try:
@@ -70,6 +70,20 @@ class _HashingWriter(io.BufferedWriter):
         except OSError as error:
             self.failure = error
             raise
+
+    def close(self) -> None:
+        """Have the disk hold the file, and close it.
+
+        torch syncs `.metadata` while its bytes are still in the buffer, and closes the tensors'
+        files itself.
+        """
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
 
     def seek(self, target: int, whence: int = 0, /) -> int:
         raise io.UnsupportedOperation("what is hashed must be written in order")
@@ -113,9 +127,10 @@ def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> 
 
 
 def make_partial(final: Path) -> Path:
-    """Make the empty folder in which the checkpoint `final` is written, and return it.
+    """Make the folder in which the checkpoint `final` is written, and return it.
 
-    What killed runs left of other checkpoints is removed.
+    What killed runs left of any checkpoint is removed. What cannot be removed stays: the next save
+    tries again.
 
     Raises:
         CheckpointError: there is a whole checkpoint of that name.
@@ -126,9 +141,9 @@ def make_partial(final: Path) -> Path:
     final.parent.mkdir(parents=True, exist_ok=True)
     for path in final.parent.iterdir():
         if path.suffix in (manifest.PARTIAL, manifest.REMOVED):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
     partial = final.with_name(final.name + manifest.PARTIAL)
-    partial.mkdir()
+    partial.mkdir(exist_ok=True)  # files that could not be removed are written over
     return partial
 
 
@@ -139,30 +154,29 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
         OSError: the disk is full, or the folder cannot be renamed.
     """
     manifest.write(partial, about)
-    _sync(partial / manifest.NAME)
-    _sync(partial)
+    sync(partial / manifest.NAME)
+    sync(partial)
     if final.exists():  # without a manifest, or make_partial would have refused
         shutil.rmtree(final)
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def remove_older(run: Path, keep: int) -> None:
     """Remove the whole checkpoints of a run but the last `keep`.
 
-    Each loses its name before it loses a file, so that no folder ever looks whole that is not.
-
-    Raises:
-        OSError: one cannot be removed.
+    Each loses its name before it loses a file, so that no folder ever looks whole that is not. One
+    that cannot be removed is no reason to end a run: the next save tries again.
     """
     for folder in list(manifest.whole(run).values())[:-keep]:
         removed = folder.with_name(folder.name + manifest.REMOVED)
-        folder.rename(removed)
-        (removed / manifest.NAME).unlink()
-        shutil.rmtree(removed)
+        with suppress(OSError):
+            folder.rename(removed)
+            (removed / manifest.NAME).unlink()
+            shutil.rmtree(removed)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have the disk hold a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from phalanx.checkpoint.files import sync
 from phalanx.checkpoint.manifest import PARTIAL
 from phalanx.errors import CheckpointError, ConfigError
 
@@ -50,12 +50,12 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
         try:
             yield partial
             for path in (*partial.iterdir(), partial):
-                _sync(path)
+                sync(path)
             partial.rename(final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        _sync(final.parent)
+        sync(final.parent)
     except OSError as error:
         raise CheckpointError(
             f"cannot write {destination}, and nothing of it is left: "
@@ -70,12 +70,3 @@ def _check_space(destination: Path, parent: Path, num_bytes: int) -> None:
             f"{destination} needs {num_bytes / 2**30:.2f} GiB, but {parent} has "
             f"{free_bytes / 2**30:.2f} GiB left; make room, or choose a folder on another disk"
         )
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold a file, or the entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

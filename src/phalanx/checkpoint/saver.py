@@ -33,11 +33,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.agree import agree, agree_on_first, root_of
@@ -72,7 +75,9 @@ class Part:
 class Saver:
     """Saves the checkpoints of a run; as a context it ends with the last of them on the disk.
 
-    Every rank makes one, and calls `begin` and `finish` together with the others.
+    Every rank makes one, and calls `begin` and `finish` together with the others. While a rank
+    writes its tensors, `torch.save` in any thread of its process leaves out CRC-32: the setting
+    (`torch.serialization.set_crc32_options`) is the process's.
     """
 
     def __init__(self, run: Path, *, keep: int | None = None) -> None:
@@ -257,15 +262,27 @@ def _write_tensors(
     """
     files = HashingFiles()
     # Copied ahead already; with copies ahead of its own, the writer would open a GPU.
-    writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
-    writer.fs = files
-    has_crc32 = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # sha256 finds what it would; a fifth of the time
-    try:
-        dcp.save({}, storage_writer=writer, planner=_Planner(parts), process_group=group)
-    finally:
-        torch.serialization.set_crc32_options(has_crc32)
+    writer = _Writer(partial, sync_files=False, per_thread_copy_ahead=0)
+    writer.fs = files  # which syncs them itself
+    dcp.save({}, storage_writer=writer, planner=_Planner(parts), process_group=group)
     return files.checksums
+
+
+_crc32 = threading.Lock()
+"""Held while the process's setting of CRC-32 is changed: two savers would restore each other's."""
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes the tensors without CRC-32, a fifth of the time: sha256 finds what it would."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with _crc32:
+            has_crc32 = torch.serialization.get_crc32_options()
+            torch.serialization.set_crc32_options(False)
+            try:
+                return super().write_data(plan, planner)  # written when it returns
+            finally:
+                torch.serialization.set_crc32_options(has_crc32)
 
 
 class _Planner(DefaultSavePlanner):
