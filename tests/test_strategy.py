@@ -160,9 +160,15 @@ def test_values_made_in_python_meet_the_same_rules() -> None:
         Strategy(dp=Axis(0, "naive"))
 
 
-@pytest.mark.parametrize("text", ["dp1", "dp7", "dp2:naive", "dp1:naive"])
+@pytest.mark.parametrize("text", ["dp1", "dp7", "dp2:naive", "fsdp2:zero1", "dp2,fsdp4,recompute:every/2"])
 def test_what_is_built_passes(text: str) -> None:
     require_built(Strategy.parse(text))
+
+
+@pytest.mark.parametrize("text", ["dp1:naive", "fsdp1:zero2", "dp2,fsdp1:zero1"])
+def test_a_kind_of_what_splits_nothing_is_refused(text: str) -> None:
+    with pytest.raises(StrategyError, match="splits nothing, so its kind would be ignored"):
+        require_built(Strategy.parse(text))
 
 
 @pytest.mark.parametrize("text", ["dp2:ps", "fsdp2", "dp2,tp4:2d", "recompute:sqrt"])
@@ -177,7 +183,8 @@ def test_what_is_not_built_is_named(text: str, monkeypatch: pytest.MonkeyPatch) 
     ("text", "num_ranks", "proposed"),
     [
         ("dp4", 3, "dp3"),
-        ("dp2:naive", 1, "dp1:naive"),
+        ("dp2:naive", 1, "dp1"),
+        ("fsdp2:zero1", 1, "dp1"),
         ("fsdp2", 3, "fsdp3"),
         ("tp4:2d", 8, "dp2,tp4:2d"),
         ("tp4:2d", 6, "dp6"),

@@ -32,7 +32,9 @@ def main_device_step(weights: torch.Tensor, optimizer: torch.optim.Optimizer | N
     if rank == 0:
         parts = [torch.empty_like(weights) for _ in range(num_ranks)]
         dist.gather(weights.grad, parts, dst=0)
-        weights.grad = torch.stack(parts).sum(0)
+        for part in parts[1:]:
+            parts[0].add_(part)
+        weights.grad = parts[0]
         assert optimizer is not None
         optimizer.step()
     else:

@@ -82,7 +82,7 @@ def account(policy: str, threads: int) -> dict[str, float]:
     return {
         "measured_bytes": memory["at_most"]["activations"],
         "predicted_bytes": memory["predicted"]["activations"],
-        "weight_casts_bytes": memory["at_most"]["gathered"],
+        "weight_casts_bytes": memory["at_most"]["cast"],
     }
 
 

@@ -207,6 +207,13 @@ def require_built(strategy: Strategy) -> None:
         raise StrategyError(
             f"strategy '{strategy}': {', '.join(missing)} is not built yet; built: {_built_text()}"
         )
+    for name, axis in strategy.axes():
+        if axis.degree == 1 and not _is_plain(name, axis):
+            text = f"{name}1" + _suffix(name, axis.kind, axis.option)
+            raise StrategyError(
+                f"strategy '{strategy}': {text} splits nothing, so its kind would be ignored; "
+                f"leave it out, or write {text.replace('1', '2', 1)}"
+            )
     dp = strategy.dp
     if strategy.fsdp.degree > 1 and dp.degree > 1 and dp.kind != "bucketed":
         plain = dataclasses.replace(strategy, dp=Axis(dp.degree, "bucketed"))
@@ -232,6 +239,8 @@ def check_ranks(strategy: Strategy, num_ranks: int) -> None:
 
 def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
     """Return a strategy for `num_ranks` ranks that changes one axis of `strategy`, or else dp."""
+    if num_ranks == 1:
+        return Strategy(recompute=strategy.recompute)
     for name in ("dp", "fsdp", "cp", "tp", "pp"):
         axis: Axis = getattr(strategy, name)
         others = strategy.num_ranks // axis.degree

@@ -32,7 +32,7 @@ def test_traffic_is_twice_the_parameters_less_one_share(kind: data.Kind, calls: 
 
 def test_each_rank_holds_the_whole() -> None:
     total = sum(SIZES)
-    assert data.layout(SIZES, 8) == Holding(total + 8, 0, total, 2 * total)
+    assert data.layout(SIZES, 8) == Holding(total + 8, 0, total, 0, 2 * total)
 
 
 class Branches(nn.Module):

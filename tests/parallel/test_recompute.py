@@ -207,14 +207,14 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize("text", ["full", "every/1", "selective"])
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_users_module_with_torchs_dropout(text: str, is_replaced: bool) -> None:
+@pytest.mark.parametrize("replaced", ["", "by a function", "by another's method"])
+def test_a_users_module_with_torchs_dropout(text: str, replaced: str) -> None:
     results: list[list[Tensor]] = []
     for recompute_policy in ("none", text):
         model = Own()
-        if is_replaced:  # as tools do that move weights or inputs
-            for layer in model.layers:
-                layer.forward = wrapped(layer.forward)  # type: ignore[method-assign]
+        for layer in model.layers if replaced else ():  # as tools do that move or adapt weights
+            new = wrapped(layer.forward) if replaced == "by a function" else Adapter(layer).forward
+            layer.forward = new  # type: ignore[method-assign]
         recompute.apply(model, policy(recompute_policy))
         torch.manual_seed(1)
         loss = model(torch.linspace(-1, 1, 24).view(3, 8)).square().sum()
@@ -222,6 +222,16 @@ def test_a_users_module_with_torchs_dropout(text: str, is_replaced: bool) -> Non
         # What is drawn next is not disturbed either.
         results.append([loss.detach(), torch.rand(3), *gradients(model)])
     assert_same_bits(*results)
+
+
+class Adapter:
+    """What is put around a layer: its `self` is not the layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.original = layer.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
 
 
 def wrapped(forward: Any) -> Any:

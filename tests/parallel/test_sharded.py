@@ -138,6 +138,14 @@ def add_scalar(model: Odd) -> None:
     model.head.scale = nn.Parameter(torch.ones(()))
 
 
+def add_empty(model: Odd) -> None:
+    model.head.scale = nn.Parameter(torch.ones(0, 3))
+
+
+def transpose(model: Odd) -> None:
+    model.head.weight = nn.Parameter(torch.ones(4, 3).T)
+
+
 def mix_types(model: Odd) -> None:
     model.blocks[0].weight.data = model.blocks[0].weight.data.double()
 
@@ -147,7 +155,9 @@ def mix_types(model: Odd) -> None:
     [
         (tie_blocks, "'blocks.0.weight' and 'blocks.1.weight' are one parameter"),
         (tie_block_and_head, "'blocks.0.weight' and 'head.weight' are one parameter"),
-        (add_scalar, "'head.scale' has no dimension"),
+        (add_scalar, r"'head.scale' of shape \(\) has no rows"),
+        (add_empty, r"'head.scale' of shape \(0, 3\) has no rows"),
+        (transpose, "'head.weight' is not contiguous"),
         (mix_types, "'blocks.0' are of several data types, torch.float32, torch.float64"),
     ],
 )
@@ -333,7 +343,6 @@ def overflow(text: str) -> tuple[float, float]:
         mesh=mesh, num_steps=20, reducer=reducer, scaler=scaler,
     )  # fmt: skip
     batch = decoder_batches(SHAPE, 1, 4, 12, 2, 1)[0]
-    before = scaler.get_scale()
     loss, num_valid = trainer.compute_gradients(split(batch, dist.get_rank(), 2, 1))
     before = scaler.get_scale()
     if dist.get_rank() == 0:
@@ -346,6 +355,11 @@ def overflow(text: str) -> tuple[float, float]:
 @pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1"])
 def test_an_overflow_on_one_rank_lowers_the_scale_on_all(text: str) -> None:
     assert run_ranks(overflow, 2, text) == [(1024.0, 512.0)] * 2
+
+
+def test_a_list_of_modules_is_refused() -> None:
+    with pytest.raises(StrategyError, match="is a ModuleList, which has no forward"):
+        sharded.groups_of(Odd().blocks)
 
 
 def test_another_kind_of_dp_beside_fsdp_is_refused() -> None:

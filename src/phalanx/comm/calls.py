@@ -50,6 +50,8 @@ _KIND = {
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
     "send": "send",
+    "isend": "send",
+    "irecv": "recv",
     "recv_": "recv",
     "recv_any_source_": "recv_any_source",
     "all_gather": "all_gather",

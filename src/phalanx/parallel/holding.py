@@ -12,7 +12,7 @@ class Holding:
     Attributes:
         parameter_bytes: this rank's part of the parameters.
         gathered_bytes: parameters gathered from other ranks, at most at one time.
-        gradient_bytes: gradients, from microbatch to microbatch and to the update of the weights.
+        gradient_bytes: gradients, from microbatch to microbatch.
         unreduced_bytes: gradients beside those that are whole until they are reduced, at most.
         optimizer_bytes: the two moments of AdamW.
     """

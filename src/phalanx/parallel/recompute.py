@@ -109,8 +109,9 @@ def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:
     def call_bound(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return bound(*args, **kwargs)
 
-    # It is no method only where somebody else has replaced it before.
-    original = bound.__func__ if isinstance(bound, MethodType) else call_bound
+    # It is no method of the block only where somebody else has replaced it before.
+    is_own = isinstance(bound, MethodType) and bound.__self__ is block
+    original = bound.__func__ if is_own else call_bound
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run_again(original, self, *args, **kwargs)

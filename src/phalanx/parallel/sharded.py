@@ -214,9 +214,14 @@ def groups_of(model: nn.Module, compute: torch.dtype | None = None) -> list[Grou
             which a narrow type would lose.
 
     Raises:
-        StrategyError: a parameter belongs to two groups, has no dimension to split, or a group has
-            parameters of several data types.
+        StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
+            split by rows, or a group has parameters of several data types.
     """
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise StrategyError(
+            f"fsdp: the model is a {type(model).__name__}, which has no forward to gather for; "
+            "wrap it in a module that has one, or use dp"
+        )
     names = [name for name, _ in blocks_of(model)]
     members = _members(model, names)
     groups: list[Group] = []
@@ -259,10 +264,15 @@ def _members(model: nn.Module, names: Sequence[str]) -> dict[str, list[nn.Parame
                 "in one and outside, and can be gathered with one alone; hold it outside the "
                 "blocks, or use dp"
             )
-        if parameter.ndim == 0:
+        if parameter.ndim == 0 or parameter.numel() == 0:
             raise StrategyError(
-                f"fsdp: the parameter '{name}' has no dimension that could be split; make it of "
-                "shape (1,), or use dp"
+                f"fsdp: the parameter '{name}' of shape {tuple(parameter.shape)} has no rows that "
+                "could be split; make it of shape (1,), or use dp"
+            )
+        if not parameter.is_contiguous():
+            raise StrategyError(
+                f"fsdp: the parameter '{name}' is not contiguous, so its rows cannot travel as "
+                "they lie; make it `nn.Parameter(weight.contiguous())`, or use dp"
             )
     return members
 

@@ -90,7 +90,8 @@ class Observer:
             with Ledger(self.session.mesh) as ledger, trainer.watched(ledger.phase):
                 self.last = trainer.step(microbatches)
             self.entries = ledger.entries()
-        elif self._num_steps == MEMORY_STEP:
+        elif self._num_steps == MEMORY_STEP and not self.session.job.config.debug_comm:
+            # It runs our own operators past any other mode, so the check would not see them.
             memory = MemoryLedger(trainer.model, trainer.optimizer, self.session.device)
             with memory, trainer.watched(memory.phase):
                 self.last = trainer.step(microbatches)
