@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -182,7 +183,7 @@ def _llama_shape(config: Mapping[str, Any], qk_norm: bool = False) -> ModelShape
         rope_theta=theta,
         rope_scaling=scaling,
         qk_norm=qk_norm,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=_flag(config, "tie_word_embeddings", unset=False),
     )
 
 
@@ -215,7 +216,7 @@ def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
         position="learned",
         mlp="gelu",
         bias=True,
-        tied=bool(config.get("tie_word_embeddings", True)),
+        tied=_flag(config, "tie_word_embeddings", unset=True),
     )
 
 
@@ -234,12 +235,14 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, 
         raise ConfigError(
             f"Hugging Face config: rope_type is '{kind}'; legal are 'default' and 'llama3'"
         )
-    return theta, (
-        _number(rope, "factor"),
-        _number(rope, "low_freq_factor"),
-        _number(rope, "high_freq_factor"),
-        _whole(rope, "original_max_position_embeddings"),
-    )
+    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+    if low >= high:
+        raise ConfigError(
+            f"Hugging Face config: low_freq_factor is {low:g} and high_freq_factor is {high:g}; "
+            "expected a low one below the high one"
+        )
+    original_length = _whole(rope, "original_max_position_embeddings")
+    return theta, (_number(rope, "factor"), low, high, original_length)
 
 
 def _whole(config: Mapping[str, Any], option: str, unset: int | None = None) -> int:
@@ -257,9 +260,19 @@ def _whole(config: Mapping[str, Any], option: str, unset: int | None = None) -> 
 
 def _number(config: Mapping[str, Any], option: str) -> float:
     value = _need(config, option)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"Hugging Face config: {option} is {value!r}; expected a number")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ConfigError(
+            f"Hugging Face config: {option} is {value!r}; expected a number above 0 and finite"
+        )
     return float(value)
+
+
+def _flag(config: Mapping[str, Any], option: str, unset: bool) -> bool:
+    value = config.get(option, unset)
+    if not isinstance(value, bool):
+        raise ConfigError(f"Hugging Face config: {option} is {value!r}; expected true or false")
+    return value
 
 
 def _need(config: Mapping[str, Any], option: str) -> Any:
