@@ -220,6 +220,24 @@ def test_a_weight_that_is_tied_but_saved_twice(tmp_path: Path) -> None:
         convert(tmp_path / "saved", tmp_path / "other")
 
 
+def test_of_a_whole_file_and_shards_the_one_transformers_takes_is_taken(tmp_path: Path) -> None:
+    saved(tmp_path / "saved", max_shard_size="20KB")
+    whole = model_of("llama")
+    with torch.no_grad():
+        whole.get_input_embeddings().weight.zero_()
+    save_file(whole.state_dict(), tmp_path / "saved" / WEIGHTS, metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").get_input_embeddings().weight
+    convert(tmp_path / "saved", tmp_path / "ours")
+    assert torch.equal(open_checkpoint(tmp_path / "ours").read("embedding.weight"), theirs)
+    assert not theirs.any()
+
+
+def test_some_manifest_does_not_make_a_checkpoint_of_a_hugging_face_folder(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    (tmp_path / "saved" / manifest.NAME).write_text('{"name": "of a web page"}')
+    assert convert(tmp_path / "saved", tmp_path / "ours").kind == "phalanx"
+
+
 # What is refused. Each case breaks a folder that was right, and names what the message must have.
 
 
@@ -250,7 +268,15 @@ def as_pickle(folder: Path) -> None:
 
 
 def with_index(**weight_map: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    def edit(folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / "model-1.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return edit
+
+
+def llama3_rope(**changes: Any) -> Callable[[Path], None]:
+    return edit_config(rope_parameters={**LLAMA3_ROPE, **changes})
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -260,6 +286,15 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no heads": (edit_config(num_attention_heads=0), "num_attention_heads is 0"),
     "number": (edit_config(rms_norm_eps="tiny"), "rms_norm_eps is 'tiny'; expected a number"),
     "rope": (edit_config(rope_parameters=[1]), r"rope_scaling is \[1\]; expected an object"),
+    "rope factor 0": (llama3_rope(factor=0.0), r"factor is 0.0; expected a number above 0"),
+    "rope factor": (llama3_rope(factor=float("inf")), r"factor is inf; expected .* and finite"),
+    "rope theta": (llama3_rope(rope_theta=float("nan")), r"rope_theta is nan; expected a number"),
+    "rope order": (
+        llama3_rope(low_freq_factor=4.0), r"low_freq_factor is 4 and high_freq_factor is 4; expect"
+    ),
+    "tied is no flag": (
+        edit_config(tie_word_embeddings="false"), r"tie_word_embeddings is 'false'; expected true"
+    ),
     "quantized": (edit_config(quantization_config={"bits": 4}), "the weights are quantized"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot read .*config.js"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "it is no JSON object"),
@@ -283,8 +318,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickle": (as_pickle, "pytorch_model.bin, a pickle.*save_pretrained"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "no weights; expected model.safetensors"),
     "missing shard": (with_index(a="model-2.safetensors"), "names model-2.saf.*which is missing"),
-    "wrong shard": (with_index(a=WEIGHTS), "'a' is in model.safetensors, which does not hold it"),
-    "shard elsewhere": (with_index(a="../model.safetensors"), "has no weight_map"),
+    "wrong shard": (with_index(a="model-1.safetensors"), "'a' is in model-1.saf.*does not hold it"),
+    "shard elsewhere": (with_index(a="../model-1.safetensors"), "has no weight_map"),
     "tensor twice": (
         lambda f: shutil.copy((f / WEIGHTS).rename(f / "a.safetensors"), f / "b.safetensors"),
         "is both in a.safetensors and in b.safetensors",

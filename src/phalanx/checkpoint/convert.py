@@ -147,11 +147,9 @@ def kind_of(source: Path) -> Kind:
         raise CheckpointError(f"{source} does not exist{near}")
     if not source.is_dir():
         raise CheckpointError(f"{source} is a file; expected the folder it is in: {source.parent}")
-    if (source / manifest.NAME).exists():
-        return "phalanx"
-    if hugging_face.is_hugging_face(source):
+    if hugging_face.is_hugging_face(source):  # whatever a manifest.json beside it may be
         return "hugging face"
-    if (source / "checkpoints").is_dir():
+    if (source / manifest.NAME).exists() or (source / "checkpoints").is_dir():
         return "phalanx"
     raise CheckpointError(
         f"{source} is neither a Hugging Face folder ({hugging_face.CONFIG} and *.safetensors) nor "

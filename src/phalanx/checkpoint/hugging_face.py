@@ -94,15 +94,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold weights, in the order of their names."""
+    """Return the files that hold weights, in the order of their names.
+
+    Of several kinds the one is taken that transformers takes: the whole file before the shards.
+    """
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
     if (folder / INDEX).exists():
         files = [folder / name for name in sorted(set(_index(folder).values()))]
         for file in files:
             if not file.is_file():
                 raise CheckpointError(f"{folder / INDEX} names {file.name}, which is missing")
         return files
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return files
@@ -120,8 +123,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor as the index says; nothing without one."""
-    if not (folder / INDEX).exists():
+    """Return the file of each tensor as the index says; nothing where there are no shards."""
+    if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return {}
     files = _read_json(folder / INDEX).get("weight_map")
     is_map = isinstance(files, dict) and all(
