@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.agreement import compare_logits
 from phalanx.checkpoint.convert import Weights, convert, open_checkpoint
+from phalanx.checkpoint.logits import compare_logits
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, CorpusConfig, ShapeConfig, TrainConfig
 from phalanx.errors import CheckpointError, ConfigError
@@ -140,10 +140,25 @@ def test_one_wrong_weight_is_seen(folder: Path) -> None:
     assert not compare_logits(nan, folder / "saved", torch.float32).is_within
 
 
+def test_what_transformers_cannot_run_is_one_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **options: Any) -> None:
+        raise RuntimeError(f"no place for {sorted(options)}\nand more lines")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    assert main(["convert", "saved", "ours", "--check"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "phalanx: written, but could not be checked: transformers cannot run saved: RuntimeError: "
+        "no place for ['dtype', 'local_files_only']"
+    ]
+    assert open_checkpoint(folder / "ours").shape.num_layers == 2
+
+
 def test_the_check_without_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("phalanx.checkpoint.agreement.find_spec", lambda _: None)
+    monkeypatch.setattr("phalanx.checkpoint.logits.find_spec", lambda _: None)
     assert main(["convert", "saved", "ours", "--check"]) == 2
     assert "pip install 'phalanx-train[hf]'" in capsys.readouterr().err
     assert not (folder / "ours").exists()
@@ -245,8 +260,10 @@ def test_the_tokenizer_is_that_of_the_folder_unless_one_is_given(folder: Path) -
 def test_weights_alone_begin_a_run_but_resume_none(folder: Path) -> None:
     convert(folder / "saved", folder / "ours")
     with pytest.raises(CheckpointError, match=r"holds weights alone.*--init"):
-        resolve(config_of(init=None, resume="ours"))
-    with pytest.raises(CheckpointError, match="no checkpoint in saved"):
+        resolve(config_of(init=None, resume="ours", strategy="dp7", data="not there"))
+    with pytest.raises(
+        CheckpointError, match=r"init is saved, a Hugging Face folder; .*convert sa"
+    ):
         resolve(config_of(init="saved"))
 
 

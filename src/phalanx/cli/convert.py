@@ -19,8 +19,8 @@ from phalanx.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.checkpoint.agreement import Agreement
     from phalanx.checkpoint.convert import Converted
+    from phalanx.checkpoint.logits import Agreement
 
 
 SRC = tyro.conf.arg(
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     """Convert as the command line says; 1 if the check finds that the sides do not agree."""
     config = read_command_line(argv, ConvertConfig(), prog="phalanx convert")
     _check(config)
-    from phalanx.checkpoint.agreement import require_transformers
+    from phalanx.checkpoint.logits import require_transformers
 
     if config.check:
         require_transformers()
@@ -125,8 +125,8 @@ def _convert(config: ConvertConfig, preparation: Preparation) -> Converted:
 
 
 def _agreement(converted: Converted) -> Agreement:
-    from phalanx.checkpoint.agreement import compare_logits
     from phalanx.checkpoint.convert import open_checkpoint
+    from phalanx.checkpoint.logits import compare_logits
 
     ours, theirs = converted.source, converted.destination
     if converted.kind == "phalanx":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.convert import Weights
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.decoder import Decoder
 
 TOLERANCE: Final = 1e-4
@@ -78,14 +78,24 @@ def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> 
         weights: of our side.
         hugging_face: the folder of the other side.
         dtype: of the tensors that were written.
+
+    Raises:
+        CheckpointError: transformers cannot load its side, or compute with it.
     """
     shape = weights.shape
     generator = torch.Generator().manual_seed(0)
     length = min(MAX_LENGTH, shape.max_seq_len)
     tokens_BT = torch.randint(shape.vocab_size, (NUM_ROWS, length), generator=generator)
     with torch.no_grad():
-        theirs = _theirs(hugging_face, dtype)
-        expected_BTV: Tensor = theirs(tokens_BT).logits
+        try:
+            theirs = _theirs(hugging_face, dtype)
+            expected_BTV: Tensor = theirs(tokens_BT).logits
+        except Exception as error:  # of another library, which may raise anything
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(
+                f"written, but could not be checked: transformers cannot run {hugging_face}: "
+                f"{first_line}"
+            ) from error
         actual_BTV = _ours(weights, dtype)(tokens_BT)
         difference = (actual_BTV - expected_BTV).abs().max()
     return Agreement(
