@@ -101,7 +101,7 @@ def write_weights(
         model = {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
     planner = _LazyPlanner(read)
     planner.set_up_planner({"model": model}, is_coordinator=True)
-    writer = FileSystemWriter(folder, single_file_per_rank=False)
+    writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
     writer.fs = files = HashingFiles()
     try:
         writer.finish(*_write(writer, planner))
