@@ -29,6 +29,11 @@ def about(steps_done: int) -> Manifest:
     return dataclasses.replace(ABOUT, steps_done=steps_done, num_ranks=dist.get_world_size())
 
 
+def folders(run: Path) -> list[str]:
+    """Return the names of the folders among a run's checkpoints, whole or not."""
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
+
+
 class Tied(nn.Module):
     """A tied embedding of 7 rows, which few numbers of ranks divide; a frozen matrix; a buffer."""
 

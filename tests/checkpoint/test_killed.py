@@ -39,7 +39,7 @@ def assert_nothing_is_lost(run: Path) -> None:
     last = published(run)[-1]
     for steps_done, value in run_ranks(runs.go_on, 2, run, threads=1):
         assert steps_done == value >= last
-    assert all(path.name[-8:].isdigit() for path in (run / "checkpoints").iterdir())
+    assert all(name[-8:].isdigit() for name in runs.folders(run))
     assert max(manifest.whole(run)) == steps_done + 1
 
 
@@ -93,7 +93,7 @@ def test_a_kill_at_a_chosen_moment_of_saving(tmp_path: Path, moment: str) -> Non
     with pytest.raises(RankFailed, match="SIGKILL"):
         run_ranks(save_until, 2, tmp_path, moment, threads=1)
     killer.join()
-    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    left = runs.folders(tmp_path)
     assert any(name.endswith((manifest.PARTIAL, manifest.REMOVED)) for name in left)
     assert_nothing_is_lost(tmp_path)
 
@@ -114,7 +114,7 @@ def test_a_kill_at_random_moments_of_saving(tmp_path: Path) -> None:
         finally:
             os.killpg(job.pid, signal.SIGKILL)  # the job, the server of its ranks, and the ranks
             job.wait()
-        left = [path.suffix for path in (run / "checkpoints").iterdir()]
+        left = [Path(name).suffix for name in runs.folders(run)]
         num_within += manifest.PARTIAL in left or manifest.REMOVED in left
         assert_nothing_is_lost(run)
     assert num_within > NUM_MOMENTS / 2  # the moments were within a save, most of them

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +84,7 @@ def many_saves(run: Path) -> list[str]:
             for _ in range(50):
                 dist.all_reduce(torch.ones(10))
         assert {name: b.data_ptr() for name, b in saver_._buffers.items()} == buffers
-    return [path.name for path in sorted((run / "checkpoints").iterdir())]
+    return runs.folders(run)
 
 
 def test_the_last_k_are_kept(tmp_path: Path) -> None:
@@ -119,7 +122,7 @@ def test_what_goes_wrong_is_said_once_on_every_rank(tmp_path: Path, way: str, ra
             f"cannot save {partial.with_suffix('')} (older checkpoints stand): "
             f"{partial / f'__{rank}_0.distcp'}: File too large"
         ]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert runs.folders(tmp_path) == ["step-00000002"]
 
 
 def raise_while_writing(run: Path, rank: int | None, is_disk_full: bool) -> None:
@@ -144,7 +147,7 @@ def test_an_error_of_the_training_leaves_the_save_whole_or_nothing(
     with pytest.raises(TrainingError, match="the loss is nan") as raised:
         run_ranks(raise_while_writing, 2, tmp_path, rank, is_disk_full, threads=1, timeout_s=30)
     assert ("File too large" in str(raised.value)) == is_disk_full
-    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    names = runs.folders(tmp_path)
     assert names == ([] if is_disk_full else ["step-00000001"])
 
 
@@ -181,7 +184,7 @@ def begin_without_memory(run: Path) -> str:
 def test_no_memory_for_the_copies_is_one_error_on_every_rank(tmp_path: Path) -> None:
     for words in run_ranks(begin_without_memory, 2, tmp_path, threads=1, timeout_s=30):
         assert words.endswith("MemoryError: cannot allocate")
-    assert not (tmp_path / "checkpoints").exists()
+    assert runs.folders(tmp_path) == []
 
 
 def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
@@ -198,8 +201,57 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "checkpoints" / "step-00000002").mkdir()  # without a manifest
     run_ranks(runs.save_after, 1, tmp_path, 2, threads=1)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert runs.folders(tmp_path) == ["step-00000002"]
     assert run_ranks(runs.words_of_load, 1, manifest.find(tmp_path), threads=1) == [("", "")]
+
+
+def save_and_hold(run: Path, is_held: bool) -> str:
+    """Save and wait with the saver open until another job has tried to save."""
+    model, optimizer = runs.build()
+    try:
+        with Saver(run, keep=1) as saver_:
+            saver_.begin(model, optimizer, runs.about(3 if is_held else 4))
+            if is_held:
+                partial = run / "checkpoints" / "step-00000009.partial"
+                saver_.finish()
+                if dist.get_rank() == 0:
+                    partial.mkdir()  # as if it went on to save
+                words = run_ranks(save_and_hold, 1, run, False, threads=1)[0]
+                assert partial.exists()
+                return words
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_two_jobs_do_not_save_into_one_folder(tmp_path: Path) -> None:
+    (words,) = run_ranks(save_and_hold, 1, tmp_path, True, threads=1)
+    folder = tmp_path / "checkpoints"
+    assert words == (
+        f"cannot save in {tmp_path}: another process saves to {folder}; wait until it has ended, "
+        "or give another --out"
+    )
+    assert list(manifest.whole(tmp_path)) == [3]
+    assert run_ranks(save_and_hold, 1, tmp_path, False, threads=1) == [""]  # it has ended
+    assert list(manifest.whole(tmp_path)) == [4]
+
+
+def save_with(flock: Callable[[int, int], None] | None, run: Path) -> None:
+    """Save where the system, or its disk, has no locks."""
+    files.fcntl = None if flock is None else SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)
+    runs.save_after(run, 1)
+
+
+def no_locks(descriptor: int, how: int) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("flock", [None, no_locks])
+def test_a_run_is_saved_where_there_are_no_locks(
+    tmp_path: Path, flock: Callable[[int, int], None] | None
+) -> None:
+    run_ranks(save_with, 1, flock, tmp_path, threads=1)
+    assert list(manifest.whole(tmp_path)) == [1]
 
 
 def syncs(run: Path) -> dict[str, int]:
@@ -248,7 +300,7 @@ def save_beside_what_cannot_be_removed(run: Path) -> list[str]:
         files.shutil.rmtree = rmtree
         saver_.begin(model, optimizer, runs.about(3))
     assert list(left) == [2]
-    return [path.name for path in (run / "checkpoints").iterdir()]
+    return runs.folders(run)
 
 
 def test_what_cannot_be_removed_waits_for_the_next_save(tmp_path: Path) -> None:
@@ -257,6 +309,26 @@ def test_what_cannot_be_removed_waits_for_the_next_save(tmp_path: Path) -> None:
     (leftover / "__0_0.distcp").write_bytes(b"half")
     (names,) = run_ranks(save_beside_what_cannot_be_removed, 1, tmp_path, threads=1)
     assert names == ["step-00000003"]
+
+
+def groups(run: Path) -> tuple[set[str], set[str]]:
+    """Return the groups whose collectives the main thread and the writer used for a save."""
+    seen: dict[bool, set[str]] = {True: set(), False: set()}
+    gather = dist.all_gather_object
+
+    def note(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        seen[is_main].add("the job's" if group is None else group.group_desc)
+        gather(values, value, group)
+
+    dist.all_gather_object = note
+    runs.save_after(run, 1)
+    return seen[True], seen[False]
+
+
+def test_the_main_thread_waits_no_longer_than_the_job_says(tmp_path: Path) -> None:
+    for main, writer in run_ranks(groups, 2, tmp_path, threads=1):
+        assert main == {"the job's"} and writer == {"checkpoint writer"}
 
 
 def nicenesses(run: Path) -> tuple[int, int]:
@@ -287,6 +359,7 @@ def crc_settings(run: Path) -> tuple[set[bool], bool]:
     def look(self: files._HashingWriter, buffer: memoryview) -> int:
         if Path(self.name).suffix == ".distcp":
             seen.add(torch.serialization.get_crc32_options())
+            time.sleep(0.001)  # the other saver begins meanwhile
         return write(self, buffer)
 
     files._HashingWriter.write = look

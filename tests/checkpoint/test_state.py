@@ -121,7 +121,7 @@ def test_a_full_disk_is_one_error_on_every_rank(
         assert words == (
             f"cannot save {final} (older checkpoints stand): {final}.partial/{name}: File too large"
         )
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert runs.folders(tmp_path) == ["step-00000001"]
     folder = manifest.find(tmp_path)
     assert run_ranks(runs.words_of_load, 2, folder, threads=1) == [("", ""), ("", "")]
 
@@ -139,7 +139,7 @@ def fail_at_the_end(run: Path) -> str:
 def test_a_disk_that_is_full_at_the_manifest_fails_on_every_rank(tmp_path: Path) -> None:
     for words in run_ranks(fail_at_the_end, 2, tmp_path, threads=1, timeout_s=30):
         assert "No space left" in words
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert runs.folders(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_made_fails_on_every_rank(tmp_path: Path) -> None:

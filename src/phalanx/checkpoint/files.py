@@ -6,15 +6,63 @@ import hashlib
 import io
 import os
 import shutil
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checksum, Manifest
 from phalanx.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+
+class RunLock:
+    """Keeps the checkpoints of a run for one process: another one would remove what it writes.
+
+    The system takes the lock back from a process that ends, however it ends. Where the system, or
+    the disk, has no locks, nothing keeps another process away.
+    """
+
+    def __init__(self, run: Path) -> None:
+        """Take nothing yet; `run` is the folder of the run."""
+        self._folder = run / "checkpoints"
+        self._close: weakref.finalize[Any, Any] | None = None
+
+    def take(self) -> None:
+        """Take the lock, until `release` or the end of this object.
+
+        Raises:
+            CheckpointError: another process has it.
+            OSError: the folder or the lock's file cannot be made.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._folder / manifest.LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self._close = weakref.finalize(self, os.close, descriptor)
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise CheckpointError(
+                f"another process saves to {self._folder}; wait until it has ended, or give "
+                "another --out"
+            ) from error
+        except OSError:  # this disk has no locks
+            self.release()
+
+    def release(self) -> None:
+        """Let others have the lock, if this process holds it."""
+        if self._close is not None:
+            self._close()
 
 
 class HashingFiles(FileSystem):

@@ -5,6 +5,7 @@
     *.distcp, .metadata                  the tensors (torch.distributed.checkpoint)
 <run>/checkpoints/step-00000300.partial/ one that is being written, or was when the run was killed
 <run>/checkpoints/step-00000100.removed/ one that is being removed, likewise
+<run>/checkpoints/.lock                  held by the process that saves to the folder
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ PARTIAL = ".partial"
 
 REMOVED = ".removed"
 """What the name of a checkpoint ends with while it is removed."""
+
+LOCK = ".lock"
+"""Name of the file beside the checkpoints that is locked by the process that saves them."""
 
 Checksum = tuple[int, str]
 """Size of a file in bytes, and its sha256 in hexadecimal digits."""

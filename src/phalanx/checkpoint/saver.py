@@ -44,7 +44,7 @@ from torch.futures import Future
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.agree import agree, agree_on_first, root_of
-from phalanx.checkpoint.files import HashingFiles, make_partial, publish, remove_older
+from phalanx.checkpoint.files import HashingFiles, RunLock, make_partial, publish, remove_older
 from phalanx.checkpoint.manifest import Checksum, Manifest
 from phalanx.checkpoint.state import state_of
 from phalanx.comm.objects import gather_objects
@@ -81,14 +81,19 @@ class Saver:
     """
 
     def __init__(self, run: Path, *, keep: int | None = None) -> None:
-        """Make room for nothing yet.
+        """Keep other processes from saving to the same run, as long as the context or this lasts.
 
         Args:
-            run: folder of the run.
+            run: folder of the run, the same on all hosts.
             keep: checkpoints to keep, the latest; all if None.
+
+        Raises:
+            CheckpointError: another process saves to it, or its folder cannot be made.
         """
         self._run = run
         self._keep = keep
+        self._lock = RunLock(run)
+        agree_on_first(self._lock.take, f"cannot save in {run}")
         self._group = writer_group()
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -106,11 +111,12 @@ class Saver:
             CheckpointError: the save before this one failed, or the state cannot be saved.
         """
         self.finish()
+        # Of the main thread, so by the job's own group: the writer's waits far longer for a rank.
         doing = f"cannot save {self._final(about)} (older checkpoints stand)"
         held = list(_parts(state_of(model, optimizer)))
-        ours = _dealt([(part.name, part.offsets, part.local.nbytes) for part in held], self._group)
+        ours = _dealt([(part.name, part.offsets, part.local.nbytes) for part in held])
         parts: list[Part] = []
-        agree(lambda: parts.extend(self._copy(held, ours)), doing, self._group)
+        agree(lambda: parts.extend(self._copy(held, ours)), doing)
         self._thread = threading.Thread(
             target=self._write, args=(parts, about, doing), name="checkpoint writer"
         )
@@ -159,6 +165,8 @@ class Saver:
             if error is None:
                 raise
             error.add_note(str(failure))
+        finally:
+            self._lock.release()
 
     def _final(self, about: Manifest) -> Path:
         return manifest.folder_of(self._run, about.steps_done)
@@ -227,27 +235,26 @@ def _parts(state: dict[str, torch.Tensor]) -> Iterable[Part]:
             yield Part(name, tensor.shape, chunk.offsets, local)
 
 
-def _dealt(held: list[tuple[str, torch.Size, int]], group: dist.ProcessGroup) -> set[str]:
+def _dealt(held: list[tuple[str, torch.Size, int]]) -> set[str]:
     """Deal the parts that several ranks hold out over them; return the names this rank writes.
 
     The largest first, each to the rank among its holders that has the fewest bytes so far.
 
     Args:
         held: name, offsets and bytes of each part that this rank holds.
-        group: all ranks.
     """
     holders: dict[tuple[str, torch.Size, int], list[int]] = defaultdict(list)
-    for rank, parts in enumerate(gather_objects(held, group)):
+    for rank, parts in enumerate(gather_objects(held)):
         for part in parts:
             holders[part].append(rank)
-    loads_bytes = [0] * dist.get_world_size(group)
+    loads_bytes = [0] * dist.get_world_size()
     ours: set[str] = set()
     for (name, _, num_bytes), ranks in sorted(
         holders.items(), key=lambda item: (-item[0][2], item[0])
     ):
         writer = min(ranks, key=lambda rank: loads_bytes[rank])
         loads_bytes[writer] += num_bytes
-        if writer == dist.get_rank(group):
+        if writer == dist.get_rank():
             ours.add(name)
     return ours
 
