@@ -28,6 +28,7 @@ def file(tmp_path: Path) -> Path:
 def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(file: Path) -> None:
     loaded = load_config(["--config", str(file), "--optimizer.lr", "0.5", "--corpus.no-shuffle"])
     assert loaded.config == TrainConfig(
+        model="demo",
         steps=7,
         corpus=CorpusConfig(shuffle=False),
         optimizer=OptimizerConfig(lr=0.5, clip_p=float("inf")),
