@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import resource
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import runs
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
-from phalanx.checkpoint import files, manifest, state
+from phalanx.checkpoint import files, manifest, reader, state
+from phalanx.checkpoint.tensors import write_weights
 from phalanx.config import OptimizerConfig
 from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
@@ -183,6 +186,66 @@ def test_a_damaged_file_is_one_error_on_every_rank(copy: Path, name: str) -> Non
     assert_both_loads_say(copy, f"its file {name} has 100 bytes, but {len(whole)} were written")
     (copy / name).unlink()
     assert_both_loads_say(copy, f"its file {name} is missing")
+
+
+class Harmful:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def with_index(folder: Path, index: bytes) -> Path:
+    """Give a checkpoint another index, and a manifest that agrees with it."""
+    (folder / reader.INDEX).write_bytes(index)
+    about = manifest.read(folder)
+    changed = about.files | {reader.INDEX: files.checksum(folder / reader.INDEX)}
+    manifest.write(folder, dataclasses.replace(about, files=changed))
+    return folder
+
+
+def test_code_in_a_checkpoint_is_not_run(copy: Path, tmp_path: Path) -> None:
+    index = pickle.loads((copy / reader.INDEX).read_bytes())
+    index.planner_data = Harmful(tmp_path / "has run")
+    with_index(copy, pickle.dumps(index))
+    assert_both_loads_say(
+        copy,
+        "its file .metadata asks for pathlib.Path.touch, which is no part of an index of tensors; "
+        "it may be meant to run code, so nothing of it was used",
+    )
+    with pytest.raises(CheckpointError, match="asks for pathlib"):
+        reader.Reader(copy).read_metadata()
+    assert not (tmp_path / "has run").exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (b"", "cannot be read: EOFError: Ran out of input"),
+        (b"cos\nsystem\n(S'true'\ntR.", "asks for os.system"),
+        (b"ctorch\nload\n.", "asks for torch.load"),
+        (b"cbuiltins\ngetattr\n.", "asks for builtins.getattr"),
+        (b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93.", "asks for torch.serialization.os"),
+        (b"ctorch\nfloat32\n.", "holds a dtype, expected an index"),
+        (b"ctorch\nSize\n(S'a'\ntR.", "cannot be read: TypeError"),
+    ],
+)
+def test_an_index_of_another_kind_is_refused(copy: Path, index: bytes, words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"its file .metadata {words}"):
+        reader.read_index(with_index(copy, index))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])
+def test_torchs_own_reader_gives_the_same_index(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_weights(tmp_path, {"a": torch.Size([2, 3])}, dtype, lambda _: torch.zeros(2, 3))
+    expected = FileSystemReader(tmp_path).read_metadata()
+    actual = reader.read_index(tmp_path)
+    assert actual.state_dict_metadata == expected.state_dict_metadata
+    assert actual.storage_data == expected.storage_data
+    assert actual.planner_data == expected.planner_data
 
 
 def test_every_bit_of_the_manifest_counts(copy: Path) -> None:

@@ -24,6 +24,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.agree import agree, agree_on_first
 from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.reader import Reader, read_index
 from phalanx.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -138,7 +139,7 @@ def _open(folder: Path, doing: str) -> tuple[Manifest, Shapes]:
 
 
 def _shapes(folder: Path) -> Shapes:
-    tensors: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors: dict[str, Any] = read_index(folder).state_dict_metadata
     return {name: tuple(tensor.size) for name, tensor in tensors.items()}
 
 
@@ -225,5 +226,5 @@ def _empty_moments(
 def _read(folder: Path, state: dict[str, torch.Tensor], doing: str) -> None:
     """Fill the tensors of `state` in place."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = dcp.FileSystemReader(folder)
+    reader = Reader(folder)
     agree(lambda: dcp.load(state, storage_reader=reader, planner=planner), doing)
