@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pickle
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,28 @@ def test_a_damaged_file_is_one_error_on_every_rank(copy: Path, name: str) -> Non
     assert_both_loads_say(copy, f"its file {name} has 100 bytes, but {len(whole)} were written")
     (copy / name).unlink()
     assert_both_loads_say(copy, f"its file {name} is missing")
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", manifest.NAME])
+def test_a_damaged_checkpoint_names_the_older_ones(run: Path, tmp_path: Path, name: str) -> None:
+    for steps_done in (100, 200, 300, 400, 500, 600):
+        folder = manifest.folder_of(tmp_path, steps_done)
+        shutil.copytree(manifest.find(run), folder)
+    last = manifest.folder_of(tmp_path, 500)
+    (last / name).write_bytes(b"{}")
+    words = ", ".join(str(manifest.folder_of(tmp_path, steps)) for steps in (400, 300, 200))
+    for outcome in run_ranks(runs.words_of_load, 2, last, threads=1):
+        for message in outcome:
+            assert message.endswith(f"; older checkpoints that can be used instead: {words}")
+    first = manifest.folder_of(tmp_path, 100)
+    (first / name).write_bytes(b"{}")
+    with pytest.raises(CheckpointError) as raised:
+        files.verify(first, manifest.read(first))
+    assert "older" not in str(raised.value)
+    assert (
+        run_ranks(runs.words_of_load, 2, manifest.folder_of(tmp_path, 400), threads=1)
+        == [("", "")] * 2
+    )
 
 
 class Harmful:

@@ -153,7 +153,7 @@ def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> 
         num_turns: shares into which the files are dealt, of about the same bytes.
 
     Raises:
-        CheckpointError: a file is missing, cut short or changed; names it.
+        CheckpointError: a file is missing, cut short or changed; names it, and what else there is.
     """
     loads = [0] * num_turns
     for name, (num_bytes, sha256) in sorted(about.files.items(), key=lambda item: -item[1][0]):
@@ -161,17 +161,20 @@ def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> 
         loads[lightest] += num_bytes
         if lightest != turn:
             continue
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"its file {name} is missing")
-        if (actual := path.stat().st_size) != num_bytes:
-            raise CheckpointError(
-                f"its file {name} has {actual} bytes, but {num_bytes} were written"
-            )
-        if checksum(path)[1] != sha256:
-            raise CheckpointError(
-                f"its file {name} is damaged: its sha256 is not that of what was written"
-            )
+        problem = _problem(folder / name, num_bytes, sha256)
+        if problem is not None:
+            raise CheckpointError(f"its file {name} {problem}{manifest.others_than(folder)}")
+
+
+def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
+    """Say how a file differs from what was written."""
+    if not path.is_file():
+        return "is missing"
+    if (actual := path.stat().st_size) != num_bytes:
+        return f"has {actual} bytes, but {num_bytes} were written"
+    if checksum(path)[1] != sha256:
+        return "is damaged: its sha256 is not that of what was written"
+    return None
 
 
 def make_partial(final: Path) -> Path:

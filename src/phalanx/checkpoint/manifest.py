@@ -38,6 +38,9 @@ REMOVED = ".removed"
 LOCK = ".lock"
 """Name of the file beside the checkpoints that is locked by the process that saves them."""
 
+NUM_NAMED = 3
+"""How many older checkpoints the message of a damaged one names."""
+
 Checksum = tuple[int, str]
 """Size of a file in bytes, and its sha256 in hexadecimal digits."""
 
@@ -142,15 +145,16 @@ def read(folder: Path) -> Manifest:
         about = Manifest(**values)
         problem = _problem(about)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} holds no whole checkpoint: no {NAME}") from error
-    except KeyError as error:
-        raise CheckpointError(f"cannot read {folder / NAME}: it has no {error}") from error
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"cannot read {folder / NAME}: {error}") from error
+        others = others_than(folder)
+        raise CheckpointError(f"{folder} holds no whole checkpoint: no {NAME}{others}") from error
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        others = others_than(folder)
+        raise CheckpointError(f"cannot read {folder / NAME}: {problem}{others}") from error
     if problem is None and _sha256(values) != sha256:
         problem = "it is damaged: its sha256 is not that of what was written"
     if problem is not None:
-        raise CheckpointError(f"cannot read {folder / NAME}: {problem}")
+        raise CheckpointError(f"cannot read {folder / NAME}: {problem}{others_than(folder)}")
     files = {name: (num_bytes, digest) for name, (num_bytes, digest) in about.files.items()}
     return dataclasses.replace(about, files=files)  # tuples came back as lists
 
@@ -188,6 +192,21 @@ def whole(run: Path) -> dict[int, Path]:
     folders = [path.parent for path in (run / "checkpoints").glob(f"*/{NAME}")]
     matches = [(STEP_FOLDER.fullmatch(folder.name), folder) for folder in folders]
     return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
+
+
+def others_than(folder: Path) -> str:
+    """Return words that name what can be used instead of a damaged checkpoint, to end a message.
+
+    Those are the latest of the older checkpoints of its run; there are no words if there are none.
+    """
+    run, match = run_of(folder), STEP_FOLDER.fullmatch(folder.name)
+    if run is None or match is None:
+        return ""
+    older = [path for steps_done, path in whole(run).items() if steps_done < int(match[1])]
+    if not older:
+        return ""
+    shown = [str(path) for path in reversed(older[-NUM_NAMED:])]
+    return f"; older checkpoints that can be used instead: {', '.join(shown)}"
 
 
 def find(path: Path) -> Path:
