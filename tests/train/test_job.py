@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.companions import TOKENIZER, keep_tokenizer
+from phalanx.cli.main import main
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.planner.model_shape import num_parameters
@@ -245,6 +247,21 @@ def test_a_run_goes_on_for_as_long_and_in_the_batch_it_was_begun_with(config: Tr
     assert (
         job.num_steps == resolve(dataclasses.replace(bare, resume="epochs", epochs=1.5)).num_steps
     )
+
+
+def test_the_configuration_of_a_run_that_goes_on_is_shown(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_checkpoints(dataclasses.replace(config, steps=9), 2)
+    words = "train --resume run --strategy dp2 --device cpu --show-config --json"
+    assert main(words.split()) == 0
+    shown = json.loads(capsys.readouterr().out)
+    taken = {key: shown["config"]["batch"][key] for key in ("global_size", "microbatch")}
+    assert (shown["config"]["steps"], taken) == (9, {"global_size": 4, "microbatch": 2})
+    folder = "run/checkpoints/step-00000002"
+    assert [key for key, source in shown["sources"].items() if source == folder] == [
+        "steps", "batch.global_size", "batch.microbatch",
+    ]  # fmt: skip
 
 
 def test_settings_other_than_the_run_had_are_named(config: TrainConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -12,8 +14,8 @@ from rich.text import Text
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import screen
 from phalanx.config import TrainConfig
-from phalanx.config_check import check
-from phalanx.config_load import load_config
+from phalanx.config_check import check, value_at
+from phalanx.config_load import Loaded, load_config
 from phalanx.config_load import resolve as resolve_config
 from phalanx.errors import PhalanxError
 
@@ -59,6 +61,7 @@ def run(argv: list[str]) -> int:
         from phalanx.train.job import choose_strategy
 
         strategy, _ = choose_strategy(loaded.config)
+        loaded = _as_before(loaded, strategy.data_ranks)
         show_config(resolve_config(loaded, strategy.num_ranks))
         return 0
     if not is_under_torchrun():
@@ -67,6 +70,22 @@ def run(argv: list[str]) -> int:
         leave(_run(loaded.config, loaded.json))
     except BaseException as error:
         leave_failed(error)
+
+
+def _as_before(loaded: Loaded[TrainConfig], num_data_ranks: int) -> Loaded[TrainConfig]:
+    """Fill in what a run that goes on takes from its checkpoint."""
+    if loaded.config.resume is None:
+        return loaded
+    from phalanx.checkpoint import manifest
+    from phalanx.train.resume import as_before
+
+    folder = manifest.find(Path(loaded.config.resume))
+    config = as_before(loaded.config, manifest.read(folder), num_data_ranks)
+    sources = {
+        key: source if value_at(config, key) == value_at(loaded.config, key) else str(folder)
+        for key, source in loaded.sources.items()
+    }
+    return dataclasses.replace(loaded, config=config, sources=sources)
 
 
 def _run(config: TrainConfig, as_json: bool) -> int:
