@@ -75,9 +75,9 @@ class Part:
 class Saver:
     """Saves the checkpoints of a run; as a context it ends with the last of them on the disk.
 
-    Every rank makes one, and calls `begin` and `finish` together with the others. While a rank
-    writes its tensors, `torch.save` in any thread of its process leaves out CRC-32: the setting
-    (`torch.serialization.set_crc32_options`) is the process's.
+    Every rank makes one, and calls `begin` and `finish` together with the others. The writer
+    turns `torch.serialization.set_crc32_options` off while it writes tensors: for its own thread
+    alone in torch 2.13; in a torch that keeps one setting for the process, for all of it meanwhile.
     """
 
     def __init__(self, run: Path, *, keep: int | None = None) -> None:
@@ -276,7 +276,8 @@ def _write_tensors(
 
 
 _crc32 = threading.Lock()
-"""Held while the process's setting of CRC-32 is changed: two savers would restore each other's."""
+"""Held while CRC-32 is off: where the setting is the process's, two savers would restore each
+other's, and leave it off for good."""
 
 
 class _Writer(dcp.FileSystemWriter):
