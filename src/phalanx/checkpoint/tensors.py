@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from phalanx.checkpoint.agree import root_of
 from phalanx.checkpoint.files import HashingFiles
 from phalanx.checkpoint.manifest import Checksum
+from phalanx.checkpoint.reader import Reader
 from phalanx.errors import CheckpointError
 
 _MODEL = "model."
@@ -41,11 +43,11 @@ class WeightReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._reader = FileSystemReader(folder)
+        self._reader = Reader(folder)
         try:
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        except Exception as error:  # it is a pickle: a damaged one may raise anything
+        except Exception as error:  # a damaged pickle may raise anything
             raise self._unreadable(error) from error
         self._stored = {
             name.removeprefix(_MODEL): entry
@@ -71,8 +73,7 @@ class WeightReader:
         return target
 
     def _unreadable(self, error: Exception) -> CheckpointError:
-        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-        return CheckpointError(f"cannot read the weights in {self._folder}: {first_line}")
+        return CheckpointError(f"cannot read the weights in {self._folder}: {root_of(error)}")
 
 
 def write_weights(
@@ -101,7 +102,9 @@ def write_weights(
         model = {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
     planner = _LazyPlanner(read)
     planner.set_up_planner({"model": model}, is_coordinator=True)
-    writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
+    writer = FileSystemWriter(
+        folder, single_file_per_rank=False, per_thread_copy_ahead=0, sync_files=False
+    )  # HashingFiles syncs
     writer.fs = files = HashingFiles()
     try:
         writer.finish(*_write(writer, planner))

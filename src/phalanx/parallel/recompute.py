@@ -110,8 +110,9 @@ def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:
         return bound(*args, **kwargs)
 
     # It is no method of the block only where somebody else has replaced it before.
-    is_own = isinstance(bound, MethodType) and bound.__self__ is block
-    original = bound.__func__ if is_own else call_bound
+    original = call_bound
+    if isinstance(bound, MethodType) and bound.__self__ is block:
+        original = bound.__func__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run_again(original, self, *args, **kwargs)
