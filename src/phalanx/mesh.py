@@ -1,7 +1,8 @@
 """Join a job and lay its ranks on a mesh of named axes: the only place that makes process groups.
 
 The mesh has one axis for each degree above 1, outer to inner `pp dp fsdp cp tp`, so that the
-innermost axis lies on the fastest link. A strategy of one rank has the axis `dp` of size 1.
+innermost axis lies on the fastest link; tp has one for each of its sub-axes (`Strategy.grid`). A
+strategy of one rank has the axis `dp` of size 1.
 """
 
 from __future__ import annotations
@@ -72,8 +73,23 @@ def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
         StrategyError: the degrees do not multiply to the number of ranks.
     """
     check_ranks(strategy, dist.get_world_size())
-    axes = {name: axis.degree for name, axis in strategy.axes() if axis.degree > 1} or {"dp": 1}
+    axes: dict[str, int] = {}
+    for name, axis in strategy.axes():
+        if axis.degree > 1:
+            axes |= strategy.grid() if name == "tp" else {name: axis.degree}
+    axes = axes or {"dp": 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def tp_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of the sub-axes of tp; empty where the mesh has no tp."""
+    return tuple(name for name in mesh.mesh_dim_names or () if name.split("_")[0] == "tp")
+
+
+def tp_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Make a group of all ranks of tp, whatever grid they stand in; every rank calls this."""
+    # Private, and the way to one axis of several; tests/parallel/tensor pins it.
+    return mesh[tp_axes(mesh)]._flatten().get_group()  # pyright: ignore[reportPrivateUsage]
 
 
 def writer_group() -> dist.ProcessGroup:

@@ -68,6 +68,10 @@ BUILT: Final = frozenset(
         ("fsdp", "zero3"),
         ("fsdp", "zero2"),
         ("fsdp", "zero1"),
+        ("tp", "1d"),
+        ("tp", "2d"),
+        ("tp", "2.5d"),
+        ("tp", "3d"),
         ("recompute", "full"),
         ("recompute", "every"),
         ("recompute", "sqrt"),
@@ -165,6 +169,20 @@ class Strategy:
         """Yield (name, axis), outer to inner."""
         for name in AXES:
             yield name, getattr(self, name)
+
+    def grid(self) -> dict[str, int]:
+        """Return the sub-axes that the ranks of tp stand in, outer to inner, and their sizes.
+
+        `tp`; `tp_row, tp_col` for 2d; `tp_depth, tp_row, tp_col` for 2.5d; `tp_y, tp_z, tp_x` for
+        3d.
+        """
+        degree, depth = self.tp.degree, self.tp.option or 1
+        if self.tp.kind == "3d":
+            return dict.fromkeys(("tp_y", "tp_z", "tp_x"), round(degree ** (1 / 3)))
+        if self.tp.kind == "1d":
+            return {"tp": degree}
+        square = dict.fromkeys(("tp_row", "tp_col"), math.isqrt(degree // depth))
+        return square if self.tp.kind == "2d" else {"tp_depth": depth, **square}
 
     @property
     def num_ranks(self) -> int:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.mesh import tp_axes
+
 _NAMESPACES = ("c10d", "_c10d_functional", "phalanx_comm")
 
 _KIND = {
@@ -118,20 +120,29 @@ def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ca
 
 
 def axes_by_ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """Map the ranks of this rank's groups to the names of their axes, several joined by "_"."""
+    """Map the ranks of this rank's groups to the names of their axes, several joined by "_".
+
+    The ranks of tp are the axis "tp", also where they stand in a grid of sub-axes.
+    """
     names = mesh.mesh_dim_names or ()
     groups = {tuple(dist.get_process_group_ranks(mesh.get_group(name))): name for name in names}
+    if sub_axes := tp_axes(mesh):
+        groups.setdefault(tuple(mesh[sub_axes].mesh.flatten().tolist()), "tp")
     if len(names) > 1:
-        groups[tuple(sorted(mesh.mesh.flatten().tolist()))] = "_".join(names)
+        groups.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), "_".join(names))
     return groups
+
+
+def group_named(name: Any) -> dist.ProcessGroup:
+    """Return the group that the operators of torch and of comm.exchange call by `name`."""
+    # Private, and the only way from a name to its group; tests/comm/test_ledger.py pins it.
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateUsage]
 
 
 def _group(func: Any, arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     """Return the group an op was called on."""
     if "group_name" in arguments:
-        # Private, and the only way from the name in a functional collective to its group;
-        # tests/comm/test_ledger.py pins it.
-        return dist.distributed_c10d._resolve_process_group(arguments["group_name"])  # pyright: ignore[reportPrivateUsage]
+        return group_named(arguments["group_name"])
     if "process_group" in arguments:
         return dist.ProcessGroup.unbox(arguments["process_group"])
     raise NotImplementedError(f"phalanx.comm.calls finds no group among the arguments of {func}")

@@ -1,9 +1,17 @@
 """Collectives over one named axis of a mesh.
 
-Notation (Austin et al., How to Scale Your Model, 2025): `{sum dp}` is a sum still owed over dp.
+Notation (Austin et al., How to Scale Your Model, 2025): `A[I_x]` is split over axis x, `{sum x}` is
+a sum still owed over x. N is the size of the axis; a rank sends, for a byte of the whole tensor,
 
-    all_reduce   A{sum dp} -> A      a rank sends 2 (N - 1)/N bytes a byte of A, as in a ring
-    broadcast    A on one  -> A      a rank sends (N - 1)/N
+    all_reduce       A{sum x} -> A          2 (N - 1)/N, as in a ring
+    all_gather       A[I_x] -> A            (N - 1)/N
+    reduce_scatter   A{sum x} -> A[I_x]     (N - 1)/N
+    all_to_all       A[I_x, J] -> A[I, J_x] (N - 1)/N
+    broadcast        A on one -> A          (N - 1)/N
+    reduce           A{sum x} -> A on one   (N - 1)/N
+    swap             A to a partner, its A back   (N - 1)/N at most
+
+Those named `_start` return at once; their tensors must be left alone until `wait`.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.comm import exchange
 from phalanx.mesh import DATA_AXES
 
 Reduction = Literal["sum", "max", "min"]
@@ -59,6 +68,80 @@ def sum_over_data(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if axis in (mesh.mesh_dim_names or ()):
             all_reduce(tensor, mesh, axis)
     return tensor
+
+
+def all_gather(part: torch.Tensor, mesh: DeviceMesh, axis: str, dim: int) -> torch.Tensor:
+    """Return the parts of all ranks of `axis`, as large on each, one after another along `dim`."""
+    num_ranks = mesh[axis].size()
+    if num_ranks == 1:
+        return part
+    whole = part.new_empty(num_ranks, *part.shape)
+    group = mesh.get_group(axis)
+    if part.is_cuda:
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    else:
+        exchange.all_gather(whole.view(-1), part.reshape(-1), group)
+    return whole.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter(whole: torch.Tensor, mesh: DeviceMesh, axis: str, dim: int) -> torch.Tensor:
+    """Return this rank's part, along `dim`, of the sum over `axis`; the axis's size divides it."""
+    num_ranks = mesh[axis].size()
+    if num_ranks == 1:
+        return whole
+    parts = whole.unflatten(dim, (num_ranks, -1)).movedim(dim, 0).contiguous()
+    out = torch.empty_like(parts[0])
+    group = mesh.get_group(axis)
+    if whole.is_cuda:
+        dist.reduce_scatter_tensor(out, parts, group=group)
+    else:
+        exchange.reduce_scatter(out.view(-1), parts.view(-1), group)
+    return out
+
+
+def all_to_all(
+    tensor: torch.Tensor, mesh: DeviceMesh, axis: str, split_dim: int, join_dim: int
+) -> torch.Tensor:
+    """Cut `tensor` along `split_dim`, one part a rank of `axis`; join what comes on `join_dim`."""
+    num_ranks = mesh[axis].size()
+    if num_ranks == 1:
+        return tensor
+    parts = tensor.unflatten(split_dim, (num_ranks, -1)).movedim(split_dim, 0).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=mesh.get_group(axis))
+    return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
+
+
+def broadcast_start(tensor: torch.Tensor, mesh: DeviceMesh, axis: str, source: int) -> Pending:
+    """Begin to overwrite `tensor`, contiguous, with that of the rank at coordinate `source`."""
+    if mesh[axis].size() == 1:
+        return Pending(tensor, None)
+    group = mesh.get_group(axis)
+    return Pending(tensor, dist.broadcast(tensor, group=group, group_src=source, async_op=True))
+
+
+def reduce_start(tensor: torch.Tensor, mesh: DeviceMesh, axis: str, target: int) -> Pending:
+    """Begin to sum `tensor`, contiguous, over `axis` into that of the rank at `target`.
+
+    That of the other ranks holds nothing of use afterwards.
+    """
+    if mesh[axis].size() == 1:
+        return Pending(tensor, None)
+    group = mesh.get_group(axis)
+    return Pending(tensor, dist.reduce(tensor, group_dst=target, group=group, async_op=True))
+
+
+def swap(tensor: torch.Tensor, group: dist.ProcessGroup, partner: int) -> torch.Tensor:
+    """Return the tensor of the rank `partner` of `group`, which gets this rank's, as large.
+
+    An all-to-all in which all but one part are empty: so every rank makes the same call, also one
+    that is its own partner.
+    """
+    out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    sizes = [0] * group.size()
+    sizes[partner] = tensor.numel()
+    dist.all_to_all_single(out.view(-1), tensor.reshape(-1), sizes, sizes, group=group)
+    return out
 
 
 def broadcast(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.Tensor:

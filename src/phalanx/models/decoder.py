@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.models.attention import Attention, document_bias, rotation
 from phalanx.models.initial import fill_initial
-from phalanx.models.layers import Linear, Norm
+from phalanx.models.layers import Dropout, Linear, Norm
 from phalanx.models.loss import token_loss_sum
-from phalanx.models.random import dropout, layer_keys
+from phalanx.models.random import layer_keys
 from phalanx.models.shape import ModelShape
 
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
-        self.dropout = shape.dropout
+        self.dropout = Dropout(shape.dropout)
         self.index = index
         self.attention_norm = Norm(shape.hidden, shape)
         self.attention = Attention(shape)
@@ -76,14 +76,9 @@ class Block(nn.Module):
                 None drops nothing. The index stays outside, or each block would compile anew.
         """
         attended_BTD = self.attention(self.attention_norm(x_BTD), rotation, bias_B1TT)
-        x_BTD = x_BTD + self._drop(attended_BTD, 1, dropout_keys_B)
+        x_BTD = x_BTD + self.dropout(attended_BTD, dropout_keys_B, 1)
         mixed_BTD = self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD + self._drop(mixed_BTD, 2, dropout_keys_B)
-
-    def _drop(self, x_BTD: Tensor, branch: int, keys_B: Tensor | None) -> Tensor:
-        if keys_B is None:
-            return x_BTD
-        return dropout(x_BTD, self.dropout, keys_B, branch)
+        return x_BTD + self.dropout(mixed_BTD, dropout_keys_B, 2)
 
 
 class Embedding(nn.Module):
@@ -149,6 +144,7 @@ class Decoder(nn.Module):
         self.position_embedding = (
             Embedding(shape.max_seq_len, shape.hidden) if shape.position == "learned" else None
         )
+        self.dropout = Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
         self.norm = Norm(shape.hidden, shape)
         self.output = Head(shape)
@@ -193,8 +189,7 @@ class Decoder(nn.Module):
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_BT)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
-        if keys_B is not None:
-            x_BTD = dropout(x_BTD, self.shape.dropout, keys_B, 0)
+        x_BTD = self.dropout(x_BTD, keys_B, 0)
         angles = rotation(self.shape, positions_BT, x_BTD.dtype)
         bias_B1TT = document_bias(documents_BT, x_BTD.dtype)
         blocks = list(self.blocks)

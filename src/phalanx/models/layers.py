@@ -1,4 +1,4 @@
-"""The linear map and the norms."""
+"""The linear map, the norms and dropout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.models import cpu
+from phalanx.models.random import dropout
 from phalanx.models.shape import ModelShape
 
 
@@ -41,3 +42,21 @@ class Norm(nn.Module):
         if cpu.is_preferred(x):
             return cpu.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask belongs to the position; see `models.random.dropout`."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x_BTD: Tensor, keys_B: Tensor | None, salt: int) -> Tensor:
+        """Drop elements of x_BTD by the rows' keys; none where there are no keys.
+
+        Args:
+            x_BTD: batch, place in the row, feature.
+            keys_B: a key for each row, or None.
+            salt: number of this use of the keys.
+        """
+        return x_BTD if keys_B is None else dropout(x_BTD, self.p, keys_B, salt)

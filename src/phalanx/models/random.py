@@ -130,7 +130,12 @@ def layer_keys(keys_B: Tensor, layer: int) -> Tensor:
 
 
 def dropout(
-    x_BTD: Tensor, p: float, keys_B: Tensor, salt: int, places_T: Tensor | None = None
+    x_BTD: Tensor,
+    p: float,
+    keys_B: Tensor,
+    salt: int,
+    places_T: Tensor | None = None,
+    first_feature: int = 0,
 ) -> Tensor:
     """Zero each element with probability `p` and scale the others so that the mean stays.
 
@@ -144,6 +149,7 @@ def dropout(
         keys_B: a key for each row, from `row_keys` or `layer_keys`.
         salt: number of this use of the keys, so that two uses draw apart.
         places_T: where in their row the T tokens stand; 0..T-1 if None.
+        first_feature: which feature of the whole row the first of `x_BTD` is.
 
     Returns:
         A tensor like `x_BTD`.
@@ -157,8 +163,9 @@ def dropout(
         places_T = torch.arange(length, device=x_BTD.device)
     salted_B1 = bits(keys_B, torch.full_like(keys_B, salt))[:, None]
     keys_BT1 = bits(salted_B1, places_T)[:, :, None]
-    quads = torch.arange((width + 3) // 4, device=x_BTD.device)
-    lanes_BTD = bits(keys_BT1, quads).view(torch.int16)[:, :, :width]
+    first_quad, lane = divmod(first_feature, 4)
+    quads = torch.arange(first_quad, (first_feature + width + 3) // 4, device=x_BTD.device)
+    lanes_BTD = bits(keys_BT1, quads).view(torch.int16)[:, :, lane : lane + width]
     keep_BTD = lanes_BTD >= dropped_levels - levels // 2
     return torch.where(keep_BTD, x_BTD * (levels / (levels - dropped_levels)), 0)
 

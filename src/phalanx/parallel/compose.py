@@ -18,6 +18,8 @@ from phalanx.mesh import device_of
 from phalanx.parallel import data, recompute, sharded
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.holding import Holding
+from phalanx.parallel.tensor import apply as tensor
+from phalanx.parallel.tensor.replicas import ReplicaReducer
 from phalanx.strategy import Strategy, require_built
 
 FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
@@ -50,6 +52,8 @@ def parallelize(
     """
     require_built(strategy)
     recompute.apply(model, strategy.recompute)
+    if strategy.tp.degree > 1:
+        tensor.apply(model, mesh, strategy)
     reducer = None
     if strategy.fsdp.degree > 1:
         kind = cast(sharded.Kind, strategy.fsdp.kind)
@@ -59,6 +63,8 @@ def parallelize(
         _fill(model, first_weights)
     if strategy.fsdp.degree == 1 and strategy.dp.degree > 1:
         reducer = data.apply(model, mesh, cast(data.Kind, strategy.dp.kind))
+    if strategy.tp.degree > 1:
+        return ReplicaReducer(model.parameters(), mesh, reducer)
     return reducer
 
 

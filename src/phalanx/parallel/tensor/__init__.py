@@ -1,0 +1,1 @@
+"""Tensor parallelism: the layers, written once, and a file for each layout."""

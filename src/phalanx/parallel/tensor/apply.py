@@ -1,0 +1,112 @@
+"""Apply a layout of tensor parallelism to a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+
+from phalanx.comm.primitives import broadcast
+from phalanx.mesh import tp_axes
+from phalanx.parallel.tensor import layers
+from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.one_d import OneD
+from phalanx.parallel.tensor.roles import Patterns, Site, sites_of
+from phalanx.parallel.tensor.three_d import ThreeD
+from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
+from phalanx.parallel.tensor.two_d import TwoD
+from phalanx.strategy import Strategy
+
+LAYOUTS: dict[str, type[Layout]] = {
+    "1d": OneD,
+    "2d": TwoD,
+    "2.5d": TwoAndAHalfD,
+    "3d": ThreeD,
+}
+
+
+def apply(
+    model: nn.Module, mesh: DeviceMesh, strategy: Strategy, patterns: Patterns | None = None
+) -> Layout:
+    """Split a model over tp, in place.
+
+    Args:
+        model: a module with its first weights, or on the meta device.
+        mesh: the mesh of the strategy.
+        strategy: its tp is above 1.
+        patterns: names of modules to roles; those known for the model if None.
+
+    Raises:
+        StrategyError: see `sites_of` and `check`.
+    """
+    sites = sites_of(model, patterns)
+    layout = LAYOUTS[strategy.tp.kind](strategy.grid(), mesh)
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    for site in sites:
+        for name, placements in placements_of(site, layout).items():
+            parameter = site.module.get_parameter(name)
+            if parameter not in parts:
+                parts[parameter] = _part(parameter, layout, placements)
+            setattr(site.module, name, parts[parameter])
+    for site in sites:
+        _bind(site, layout)
+    return layout
+
+
+def placements_of(site: Site, layout: Layout) -> dict[str, tuple[Placement, ...]]:
+    """Return how each parameter of a module of a role lies over the sub-axes of tp."""
+    if site.role in ("embedding", "head", "column"):
+        matrix, vector = layout.placements(layout.column), layout.inner.features
+    elif site.role == "row":
+        matrix, vector = layout.placements(layout.row), layout.residual.features
+    elif site.role == "table":
+        matrix, vector = layout.along(_axes(layout.residual.features), 1), None
+    elif site.role == "norm":
+        matrix, vector = layout.along(()), layout.residual.features
+    else:
+        matrix, vector = layout.along(()), None
+    if layers.is_transposed(site.module):
+        matrix = layout.transposed(matrix)
+    return {
+        name: matrix if parameter.ndim == 2 else layout.along(_axes(vector))
+        for name, parameter in site.module.named_parameters(recurse=site.role == "local")
+    }
+
+
+def _axes(axis: str | None) -> tuple[str, ...]:
+    return () if axis is None else (axis,)
+
+
+def _part(
+    parameter: nn.Parameter, layout: Layout, placements: tuple[Placement, ...]
+) -> nn.Parameter:
+    """Return this rank's part of a parameter, as a DTensor."""
+    mesh = layout.mesh[tp_axes(layout.mesh)]
+    whole = parameter.detach()
+    if not whole.is_meta:
+        for axis in layout.sizes:
+            broadcast(whole, layout.mesh, axis)
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    index = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+    part = DTensor.from_local(
+        whole[index].clone(memory_format=torch.contiguous_format),
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def _bind(site: Site, layout: Layout) -> None:
+    if site.role == "branch":
+        layers.bind_branch(site.module, layout, [column for _, column in site.columns])
+    elif site.role != "column":
+        bind: Any = getattr(layers, f"bind_{site.role}")
+        bind(site.module, layout)

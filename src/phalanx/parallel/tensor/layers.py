@@ -1,0 +1,273 @@
+"""The layers over any layout: what a module does instead of its own forward, by its role.
+
+Modules stay, and so do the names of their parameters, which become DTensors. The roles are
+
+    embedding  a table of the vocabulary           ids[B, T] whole -> residual
+    table      a small table, as of positions      ids[B, T] whole -> residual
+    branch     attention or MLP: reads the residual once for all of its column products
+    column     a linear map inside a branch        residual -> inner
+    row        the linear map that ends a branch   inner -> residual
+    norm       over the features of the residual
+    local      acts on each head or element alone, with parameters held whole
+    dropout    over the residual, keyed by position
+    head       the output projection               residual -> logits, or their loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from phalanx.models.decoder import Head
+from phalanx.models.loss import IGNORE
+from phalanx.models.random import dropout
+from phalanx.parallel.tensor.layout import Extent, Layout
+from phalanx.parallel.tensor.loss import token_loss_sum
+
+
+def bind_embedding(module: nn.Module, layout: Layout) -> None:
+    """Look up the ids of this rank's part of the vocabulary; the layout sums over the parts."""
+
+    def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
+        layout.extent = Extent(*ids_BT.shape)
+        first, _ = layout.feature_range(layout.inner, cast(Tensor, self.weight).shape[0])
+        ids = layout.rows_of(ids_BT, layout.entry)
+        return layout.enter(cast(Tensor, _LookUp.apply(ids - first, _local(self.weight))))
+
+    _replace(module, forward)
+
+
+def bind_table(module: nn.Module, layout: Layout) -> None:
+    """Look up this rank's rows and places; the table is split by features alone."""
+
+    def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
+        ids = layout.rows_of(ids_BT, layout.residual)
+        return F.embedding(layout.places_of(ids, layout.residual, 1), _local(self.weight))
+
+    _replace(module, forward)
+
+
+def bind_branch(module: nn.Module, layout: Layout, columns: Sequence[nn.Module]) -> None:
+    """Multiply by all column weights of a branch before it runs, and cut its other arguments.
+
+    The branch then sees, instead of the residual, a tensor of the shape that its column products
+    have: all places of its rows. It has no memory, and any other use of it gives NaN.
+    """
+    products: dict[nn.Module, Tensor] = {}
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = [*args, *kwargs.values()]
+        x = cast(Tensor, values[0])
+        products.update(
+            zip(columns, layout.columns(x, [_matrix(column) for column in columns]), strict=True)
+        )
+        shape = products[columns[0]].shape[:2]
+        rest = [_rows_of(value, layout) for value in values[1:]]
+        values = [x.new_full((), torch.nan).expand(*shape, x.shape[2]), *rest]
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def product(self: nn.Module, _: Tensor) -> Tensor:
+        return _with_bias(self, products.pop(self))
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    for column in columns:
+        _replace(column, product)
+
+
+def bind_row(module: nn.Module, layout: Layout) -> None:
+    """Multiply, back to the residual."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return _with_bias(self, layout.back(x, _matrix(self)))
+
+    _replace(module, forward)
+
+
+def bind_norm(module: nn.Module, layout: Layout) -> None:
+    """Normalise over features of all ranks that share them; the module's own where none does."""
+    if layout.residual.features is None:
+        bind_local(module, layout)
+        return
+    eps = next(
+        float(value)
+        for name in ("eps", "variance_epsilon")
+        if (value := getattr(module, name, None)) is not None
+    )
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        bias = getattr(self, "bias", None)
+        part = _local(self.weight), None if bias is None else _local(bias)
+        return cast(Tensor, _SplitNorm.apply(x, *part, eps, self.weight.shape[0], layout))
+
+    _replace(module, forward)
+
+
+def bind_local(module: nn.Module, layout: Layout) -> None:
+    """Run the module's own forward with this rank's parts of its parameters."""
+    del layout
+    own = module.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        module.forward = own
+        try:
+            parts = {name: _local(p) for name, p in self.named_parameters()}
+            return functional_call(self, parts, args, kwargs)
+        finally:
+            module.forward = bound
+
+    bound = _replace(module, forward)
+
+
+def bind_dropout(module: nn.Module, layout: Layout) -> None:
+    """Draw this rank's part of the mask that one process would draw."""
+
+    def forward(self: nn.Module, x: Tensor, keys_B: Tensor | None, salt: int) -> Tensor:
+        if keys_B is None:
+            return x
+        first, size = layout.place_range(layout.residual)
+        places_T = torch.arange(first, first + size, device=x.device)
+        keys = layout.rows_of(keys_B, layout.residual)
+        axis = layout.residual.features
+        feature = 0 if axis is None else layout.coords[axis] * x.shape[2]
+        return dropout(x, cast(float, self.p), keys, salt, places_T, feature)
+
+    _replace(module, forward)
+
+
+def bind_head(module: nn.Module, layout: Layout) -> None:
+    """Multiply by the vocabulary; return the loss of labels, or logits gathered whole."""
+
+    def logits_of(self: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+        return _with_bias(self, layout.columns(x, [_local(weight)])[0])
+
+    def loss_or_logits(
+        self: Head, x: Tensor, labels_BT: Tensor | None = None, tied: Tensor | None = None
+    ) -> Tensor:
+        weight = tied if self.weight is None else self.weight
+        assert weight is not None
+        logits = logits_of(self, x, weight)
+        if labels_BT is None:
+            return layout.whole(logits, layout.inner, weight.shape[0])
+        labels = layout.labels_of(labels_BT, IGNORE).flatten()
+        return token_loss_sum(logits.flatten(0, 1), labels, weight.shape[0], layout)
+
+    def logits(self: nn.Module, x: Tensor) -> Tensor:
+        weight = cast(Tensor, self.weight)
+        return layout.whole(logits_of(self, x, weight), layout.inner, weight.shape[0])
+
+    _replace(module, loss_or_logits if isinstance(module, Head) else logits)
+
+
+class _LookUp(Function):
+    """Rows of a table, zeros where the id is not of this part."""
+
+    @staticmethod
+    def forward(ctx: Any, ids_BT: Tensor, weight_VD: Tensor) -> Tensor:
+        is_mine_BT = (ids_BT >= 0) & (ids_BT < len(weight_VD))
+        ctx.save_for_backward(ids_BT, is_mine_BT)
+        ctx.shape = weight_VD.shape
+        out_BTD = weight_VD.new_zeros(*ids_BT.shape, weight_VD.shape[1])
+        out_BTD[is_mine_BT] = weight_VD[ids_BT[is_mine_BT]]
+        return out_BTD
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor]:
+        ids_BT, is_mine_BT = ctx.saved_tensors
+        (grad_BTD,) = grad_outputs
+        d_weight_VD = grad_BTD.new_zeros(ctx.shape)
+        d_weight_VD.index_add_(0, ids_BT[is_mine_BT], grad_BTD[is_mine_BT])
+        return None, d_weight_VD
+
+
+class _SplitNorm(Function):
+    """RMSNorm, or LayerNorm where there is a bias, over features that several ranks share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        num_features: int,
+        layout: Layout,
+    ) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        centred = x.to(wide)
+        mean = None
+        if bias is not None:
+            mean = layout.sum_features(centred.sum(-1, keepdim=True), layout.residual)
+            centred = centred - mean.div_(num_features)
+        squares = layout.sum_features(centred.square().sum(-1, keepdim=True), layout.residual)
+        scale = squares.div_(num_features).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.num_features, ctx.layout = num_features, layout
+        y = (centred * scale).mul_(weight.to(wide))
+        if bias is not None:
+            y.add_(bias.to(wide))
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        wide = scale.dtype
+        grad = grad_outputs[0].to(wide)
+        normal = x.to(wide) if mean is None else x.to(wide) - mean
+        normal = normal * scale
+        d_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        d_bias = None if mean is None else grad.flatten(0, -2).sum(0).to(weight.dtype)
+        grad = grad * weight.to(wide)
+        sums = [(grad * normal).sum(-1, keepdim=True)]
+        if mean is not None:
+            sums.append(grad.sum(-1, keepdim=True))
+        means = ctx.layout.sum_features(torch.cat(sums, -1), ctx.layout.residual)
+        means.div_(ctx.num_features)
+        grad.sub_(normal.mul_(means[..., :1]))
+        if mean is not None:
+            grad.sub_(means[..., 1:])
+        return grad.mul_(scale).to(x.dtype), d_weight, d_bias, None, None, None
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a parameter, through which gradients flow to it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Tell whether a linear map holds its weight as [in, out], as transformers' Conv1D does."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _matrix(module: nn.Module) -> Tensor:
+    """Return this rank's part of a linear map's weight as [out, in]."""
+    weight = _local(module.weight)
+    return weight.T if is_transposed(module) else weight
+
+
+def _with_bias(module: nn.Module, y: Tensor) -> Tensor:
+    bias = getattr(module, "bias", None)
+    return y if bias is None else y + _local(bias).to(y.dtype)
+
+
+def _rows_of(value: Any, layout: Layout) -> Any:
+    """Cut tensors of all rows, and tuples of such, to the rows of the inner layout."""
+    if isinstance(value, tuple):
+        parts = cast(tuple[Any, ...], value)
+        return tuple(_rows_of(part, layout) for part in parts)
+    if isinstance(value, Tensor) and value.ndim and len(value) in (1, layout.extent.num_rows):
+        return layout.rows_of(value, layout.inner)
+    return value
+
+
+def _replace(module: nn.Module, forward: Callable[..., Any]) -> MethodType:
+    bound = MethodType(forward, module)
+    module.forward = bound
+    return bound

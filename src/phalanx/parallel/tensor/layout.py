@@ -1,0 +1,270 @@
+"""What a layout of tensor parallelism is: which rank holds which part of what.
+
+An activation x[B, T, D] is split by rows (samples), places (positions in a row) or features, each
+over sub-axes of tp. It lies in one of two ways:
+
+    residual   along the residual stream: norms, dropout, additions
+    inner      between a column and a row product: attention by heads, the MLP's activation, logits
+
+and a weight [out, in] takes it from one to the other: a *column* weight from residual to inner (the
+queries; up), a *row* weight back (the projection of attention; down). Tables of the vocabulary are
+column weights, [V, D]. A vector (norm, bias) is split as the features it meets.
+
+Rows and places are padded at the edge, so that each rank has as many; what is added counts nowhere:
+it has no label, and attention cuts padded places off.
+
+Every rank of tp computes other rows, places or features than the others. So whatever a parameter
+is *not* split over, its gradient is a sum owed there: one law, see `replicas`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from phalanx.comm.primitives import Reduction, all_gather, all_reduce
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How an activation [B, T, D] lies over the sub-axes of tp.
+
+    Attributes:
+        rows: the axes that split B, outer first.
+        places: the axis that splits T, or None.
+        features: the axis that splits D, or None.
+    """
+
+    rows: tuple[str, ...] = ()
+    places: str | None = None
+    features: str | None = None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a weight [out, in] lies over the sub-axes of tp: the axes that split each, outer first."""
+
+    out: tuple[str, ...]
+    inner: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Rows and places of a whole microbatch, [B, T]."""
+
+    num_rows: int
+    length: int
+
+
+class Layout(ABC):
+    """One layout on the ranks of a job. A file of this folder each.
+
+    Attributes:
+        residual, inner: how activations lie.
+        entry: how ids lie when they are looked up in a table of the vocabulary.
+        column, row: how weights lie.
+        sizes: size of each sub-axis, in the order of the mesh.
+        mesh: the mesh of the job.
+        extent: of the microbatch at work; the embedding sets it.
+    """
+
+    residual: ClassVar[Spread]
+    inner: ClassVar[Spread]
+    entry: ClassVar[Spread] = Spread()
+    column: ClassVar[Matrix]
+    row: ClassVar[Matrix]
+
+    def __init__(self, sizes: Mapping[str, int], mesh: DeviceMesh) -> None:
+        self.sizes = dict(sizes)
+        self.mesh = mesh
+        self.extent = Extent(0, 0)
+
+    # What a layout file supplies.
+
+    @abstractmethod
+    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Multiply residual x by column weights, all at once: x[B, T, D] -> inner y[B, T, out].
+
+        Args:
+            x: this rank's part.
+            weights: this rank's parts, in their own data type; cast to that of x.
+        """
+
+    @abstractmethod
+    def back(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply inner x by a row weight: x[B, T, F] -> residual y[B, T, D]."""
+
+    @abstractmethod
+    def enter(self, partial: Tensor) -> Tensor:
+        """Bring what `Embedding` looked up in this rank's part of a table to the residual.
+
+        Args:
+            partial: [B, T, in of this rank's column weight], rows as `entry` says; zero where the
+                id is not in this rank's part of the vocabulary.
+        """
+
+    # What follows from it.
+
+    def placements(self, matrix: Matrix) -> tuple[Placement, ...]:
+        """Return where the parts of a weight [out, in] lie, one placement a sub-axis."""
+        return tuple(
+            Shard(0) if axis in matrix.out else Shard(1) if axis in matrix.inner else Replicate()
+            for axis in self.sizes
+        )
+
+    def along(self, axes: Sequence[str], dim: int = 0) -> tuple[Placement, ...]:
+        """Return the placements of a tensor whose dimension `dim` is split over `axes`."""
+        return tuple(Shard(dim) if axis in axes else Replicate() for axis in self.sizes)
+
+    def transposed(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """Return the placements of a matrix that is stored the other way round."""
+        return tuple(Shard(1 - p.dim) if isinstance(p, Shard) else p for p in placements)
+
+    @cached_property
+    def coords(self) -> dict[str, int]:
+        """This rank's coordinate on each sub-axis."""
+        return {axis: self.mesh.get_local_rank(axis) for axis in self.sizes}
+
+    def place(self, axes: Sequence[str]) -> tuple[int, int]:
+        """Return this rank's number among the parts over `axes`, outer first, and their number."""
+        number, count = 0, 1
+        for axis in axes:
+            number = number * self.sizes[axis] + self.coords[axis]
+            count *= self.sizes[axis]
+        return number, count
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the microbatch, padded to a multiple of the parts."""
+        return _up(self.extent.num_rows, self.place(self.residual.rows)[1])
+
+    @property
+    def padded_length(self) -> int:
+        """Places of a row, padded to a multiple of the parts."""
+        places = self.residual.places
+        return _up(self.extent.length, self.sizes[places] if places else 1)
+
+    def rows_of(self, tensor: Tensor, spread: Spread) -> Tensor:
+        """Return this rank's rows of a tensor [B, ...]; of [1, ...], which stands for all, itself.
+
+        Padded rows repeat the last.
+        """
+        if len(tensor) == 1 and self.extent.num_rows > 1:
+            return tensor
+        number, count = self.place(spread.rows)
+        size = self.padded_rows // count
+        first = number * size
+        if first + size <= len(tensor):
+            return tensor[first : first + size]
+        rows = torch.arange(first, first + size, device=tensor.device)
+        return tensor[rows.clamp_(max=len(tensor) - 1)]
+
+    def labels_of(self, labels: Tensor, ignore: int) -> Tensor:
+        """Return this rank's inner rows of labels[B, T]; padded rows are all `ignore`."""
+        missing = self.padded_rows - len(labels)
+        if missing:
+            labels = torch.cat((labels, labels.new_full((missing, labels.shape[1]), ignore)))
+        return self.rows_of(labels, self.inner)
+
+    def places_of(self, tensor: Tensor, spread: Spread, dim: int) -> Tensor:
+        """Return this rank's places of a tensor that has all T along `dim`, padded by repeating."""
+        first, size = self.place_range(spread)
+        if size == tensor.shape[dim]:
+            return tensor
+        places = torch.arange(first, first + size, device=tensor.device)
+        return tensor.index_select(dim, places.clamp_(max=tensor.shape[dim] - 1))
+
+    def place_range(self, spread: Spread) -> tuple[int, int]:
+        """Return the first of this rank's places of a row, and their number."""
+        if spread.places is None:
+            return 0, self.extent.length
+        size = self.padded_length // self.sizes[spread.places]
+        return self.coords[spread.places] * size, size
+
+    def feature_range(self, spread: Spread, num_features: int) -> tuple[int, int]:
+        """Return the first of this rank's features, and their number; the last parts may be short."""
+        if spread.features is None:
+            return 0, num_features
+        size = -(-num_features // self.sizes[spread.features])
+        first = min(num_features, self.coords[spread.features] * size)
+        return first, min(size, num_features - first)
+
+    def sum_features(self, tensor: Tensor, spread: Spread) -> Tensor:
+        """Sum in place over the ranks that hold other features of the same rows and places."""
+        return tensor if spread.features is None else self.reduce(tensor, spread.features)
+
+    def reduce(self, tensor: Tensor, axis: str, reduction: Reduction = "sum") -> Tensor:
+        """Reduce in place over one sub-axis."""
+        return all_reduce(tensor, self.mesh, axis, reduction)
+
+    def sum_rows(self, tensor: Tensor, spread: Spread) -> Tensor:
+        """Sum in place over the ranks that hold other rows."""
+        for axis in spread.rows:
+            all_reduce(tensor, self.mesh, axis)
+        return tensor
+
+    def whole(self, x: Tensor, spread: Spread, num_features: int) -> Tensor:
+        """Gather x[B, T, D], whole on every rank; its gradient must be the same on all of them.
+
+        Args:
+            x: this rank's part.
+            spread: how it lies.
+            num_features: D.
+        """
+        return cast(Tensor, _Whole.apply(x, self, spread, num_features))
+
+
+class _Whole(Function):
+    """Gather; backward takes this rank's part, for every rank computes the same with the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, spread: Spread, num_features: int) -> Tensor:
+        ctx.layout, ctx.spread, ctx.shape, ctx.extent = layout, spread, x.shape, layout.extent
+        mesh = layout.mesh
+        if spread.features is not None:
+            size = -(-num_features // layout.sizes[spread.features])
+            x = torch.nn.functional.pad(x, (0, size - x.shape[2]))
+            x = all_gather(x, mesh, spread.features, 2)[:, :, :num_features]
+        if spread.places is not None:
+            x = all_gather(x, mesh, spread.places, 1)
+        for axis in reversed(spread.rows):
+            x = all_gather(x, mesh, axis, 0)
+        return x[: layout.extent.num_rows, : layout.extent.length].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        layout, spread = ctx.layout, ctx.spread
+        layout.extent = ctx.extent
+        out = grad.new_zeros(ctx.shape)
+        number, count = layout.place(spread.rows)
+        num_rows = layout.padded_rows // count
+        first_place, num_places = layout.place_range(spread)
+        first, size = layout.feature_range(spread, grad.shape[2])
+        part = grad[
+            number * num_rows : (number + 1) * num_rows,
+            first_place : first_place + num_places,
+            first : first + size,
+        ]
+        out[: part.shape[0], : part.shape[1]] = part
+        return out, None, None, None
+
+
+def weight_gradient(d_y: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return d_y^T x, [out, in], summed over rows and places, in the data type of the masters."""
+    return (d_y.flatten(0, 1).T @ x.flatten(0, 1)).to(dtype)
+
+
+def _up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple

@@ -1,0 +1,83 @@
+"""Cross-entropy over logits whose vocabulary is split; they are never gathered.
+
+    m = max over all parts          all_reduce of a number a row
+    s = sum over all parts of exp(logits - m), and the label's logit: all_reduce of two numbers a row
+    loss = log s - (logit - m)      d loss / d logits = exp(logits - m) / s - onehot(label)
+
+The gradient is made in forward and lies where the logits lay; backward only scales it (see
+models/loss.py, whose rule it is; Shoeybi et al. 2019, section 3, for the split).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.models.loss import IGNORE
+from phalanx.parallel.tensor.layout import Layout
+
+_BLOCK_ELEMENTS = {"cpu": 1 << 17}
+"""Logits held in fp32 at a time, by device type: what stays in cache; elsewhere all."""
+
+
+def token_loss_sum(logits_NV: Tensor, labels_N: Tensor, num_ids: int, layout: Layout) -> Tensor:
+    """Sum the cross-entropy of the rows of all ranks whose label is not IGNORE.
+
+    Args:
+        logits_NV: this rank's rows and part of the vocabulary, as `layout.inner` says; overwritten.
+        labels_N: int64 in [0, num_ids), or IGNORE, of this rank's rows.
+        num_ids: size of the whole vocabulary.
+        layout: how the logits lie.
+
+    Returns:
+        A 0-d tensor, the same on every rank of tp, fp32 (fp64 for fp64 logits), in nats.
+    """
+    return cast(Tensor, _SplitLoss.apply(logits_NV, labels_N, num_ids, layout))
+
+
+class _SplitLoss(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, num_ids: int, layout: Layout
+    ) -> Tensor:
+        logits_NV = logits_NV.detach()
+        wide = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+        first, size = layout.feature_range(layout.inner, num_ids)
+        axis = layout.inner.features
+        assert axis is not None
+        top_N = logits_NV.new_full((len(logits_NV),), -torch.inf, dtype=wide)
+        if size:
+            top_N = logits_NV.amax(1).to(wide)
+        layout.reduce(top_N, axis, "max")
+        is_valid_N = labels_N != IGNORE
+        is_mine_N = is_valid_N & (labels_N >= first) & (labels_N < first + size)
+        target_N1 = (labels_N - first).where(is_mine_N, 0)[:, None]
+        step = max(1, _BLOCK_ELEMENTS.get(logits_NV.device.type, logits_NV.numel()) // max(1, size))
+        blocks = [slice(n, n + step) for n in range(0, len(logits_NV) if size else 0, step)]
+        sums_2N = logits_NV.new_zeros((2, len(logits_NV)), dtype=wide)
+        for rows in blocks:
+            x_bV = logits_NV[rows] - top_N[rows, None]
+            at_target_b = x_bV.gather(1, target_N1[rows])[:, 0]
+            sums_2N[1, rows] = at_target_b.where(is_mine_N[rows], 0)
+            sums_2N[0, rows] = x_bV.exp_().sum(1)
+        layout.reduce(sums_2N, axis)
+        sum_N, at_target_N = sums_2N
+        loss = (sum_N.log() - at_target_N).where(is_valid_N, 0).sum()
+        if ctx.needs_input_grad[0]:
+            for rows in blocks:
+                p_bV = (logits_NV[rows] - top_N[rows, None]).exp_()
+                p_bV.mul_((is_valid_N[rows] / sum_N[rows])[:, None])
+                p_bV.scatter_add_(1, target_N1[rows], -is_mine_N[rows, None].to(wide))
+                logits_NV[rows] = p_bV.to(logits_NV.dtype)
+            ctx.save_for_backward(logits_NV)
+        return layout.sum_rows(loss, layout.inner)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (d_logits_NV,) = ctx.saved_tensors
+        # With one dimension the factor takes part in type promotion: it is not rounded to bf16.
+        scaled_NV = (d_logits_NV * grad_outputs[0][None]).to(d_logits_NV.dtype)
+        return scaled_NV, None, None, None

@@ -1,0 +1,71 @@
+"""The sum that the gradient of a parameter still owes where tp holds the parameter several times.
+
+Every rank of tp computes other rows, places or features than the others. So the gradient of what is
+not split over a sub-axis (norms and biases; in 2.5 dimensions every weight, over depth) is on each
+rank a part of a sum over that axis. It is added up once a step, in flat buffers, after the sums
+over data.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm.ledger import Phase, no_phase
+from phalanx.comm.primitives import all_reduce
+from phalanx.parallel.data import BUCKET_BYTES, GradientReducer, buckets
+
+
+class ReplicaReducer(GradientReducer):
+    """Reduces over data as `inner` does, then over the sub-axes of tp that hold replicas."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], mesh: DeviceMesh, inner: GradientReducer | None
+    ) -> None:
+        super().__init__([p for p in parameters if p.requires_grad], mesh)
+        self._inner = inner
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Tell the reducer over data."""
+        if self._inner is not None:
+            self._inner.before_backward(is_last=is_last)
+
+    @torch.no_grad()
+    def finish(self, phase: Phase = no_phase) -> None:
+        """Return when every gradient is whole."""
+        if self._inner is not None:
+            self._inner.finish(phase)
+        owed: dict[tuple[tuple[str, ...], torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        for parameter in self.parameters:
+            if isinstance(parameter.grad, DTensor):
+                part = parameter.grad.to_local()
+                if axes := owed_axes(parameter):
+                    owed[axes, part.dtype].append(part)
+        with phase("reduce"):
+            for (axes, _), parts in owed.items():
+                for indices in buckets([part.nbytes for part in parts], BUCKET_BYTES):
+                    self._sum([parts[index] for index in indices], axes)
+
+    def _sum(self, parts: list[torch.Tensor], axes: tuple[str, ...]) -> None:
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        for axis in axes:
+            all_reduce(flat, self.mesh, axis)
+        for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+            part.copy_(total.view_as(part))
+
+
+def owed_axes(parameter: torch.Tensor) -> tuple[str, ...]:
+    """Return the sub-axes of tp over which `parameter` is the same on all ranks."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return tuple(
+        name
+        for name, placement in zip(names, parameter.placements, strict=True)
+        if name.split("_")[0] == "tp" and placement.is_replicate()
+    )

@@ -1,0 +1,195 @@
+"""Tensor parallelism in two dimensions (SUMMA).
+
+Idea      Both factors of a product and its result lie on a q x q mesh, and nothing is ever gathered
+          whole: panels of what moves are broadcast along rows or columns, one after another (van de
+          Geijn and Watts, SUMMA, 1997; Xu et al., Optimus, 2021, arXiv 2104.05343, section 3).
+          Of the three matrices one stays where it is. Optimus keeps the result in all products; we
+          keep the largest: the result of a column product, the factor of a row product, so that
+          what is F wide never moves.
+Layout    residual x[B_row, T, D_col]  inner y[B_row, T, F_col]  column W[F_col, D_row]
+          row W[D_row, F_col]
+Forward   column  for t in q:  y += broadcast_col(x, t) @ broadcast_row(W, t)^T
+          row     for t in q:  z{sum col} = y @ broadcast_row(W, t)^T -> reduce to column t
+Backward  column  for t in q:  dx{sum col} = dy @ broadcast_row(W, t) -> reduce to column t
+                               dW{sum row} = dy^T @ broadcast_col(x, t) -> reduce to row t
+          row     for t in q:  dy += broadcast_col(dz, t) @ broadcast_row(W, t)
+                               dW{sum row} = broadcast_col(dz, t)^T @ y -> reduce to row t
+          The next panels travel while the present ones are multiplied.
+Cost      A rank sends (q-1)/q of the bytes of each panel. A column and a row product move q panels
+          of B T D / q^2 elements five times, and q of each weight's O I / q^2 three times: 2/q of
+          what one dimension moves of activations, nearly, and weights besides.
+          Embedding: B T D / q reduced to rows, then swapped with the rank across the diagonal.
+          Norms: one or two numbers a row. One panel more of each matrix is held.
+Limits    q divides D, heads, key-value heads and F. B is padded to a multiple of q; V may be any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.comm.primitives import (
+    Pending,
+    all_gather,
+    broadcast_start,
+    reduce_scatter,
+    reduce_start,
+    swap,
+)
+from phalanx.mesh import tp_group
+from phalanx.parallel.tensor.layout import Layout, Matrix, Spread, weight_gradient
+
+
+class TwoD(Layout):
+    """SUMMA; see the head of this file."""
+
+    residual = Spread(rows=("tp_row",), features="tp_col")
+    inner = residual
+    column = Matrix(out=("tp_col",), inner=("tp_row",))
+    row = Matrix(out=("tp_row",), inner=("tp_col",))
+
+    def __init__(self, sizes: Mapping[str, int], mesh: DeviceMesh) -> None:
+        super().__init__(sizes, mesh)
+        self.group: dist.ProcessGroup = tp_group(mesh)
+
+    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return cast(tuple[Tensor, ...], _Columns.apply(self, x, *weights))
+
+    def back(self, x: Tensor, weight: Tensor) -> Tensor:
+        return cast(Tensor, _Back.apply(self, x, weight))
+
+    def enter(self, partial: Tensor) -> Tensor:
+        return cast(Tensor, _Enter.apply(self, partial))
+
+    @cached_property
+    def partner(self) -> int:
+        """The rank of the group across the diagonal, in the same layer of depth."""
+        size, row, col = self.sizes["tp_row"], self.coords["tp_row"], self.coords["tp_col"]
+        return (self.group.rank() // size**2) * size**2 + col * size + row
+
+    def panels(self, axis: str, *parts: Tensor) -> Iterator[list[Tensor]]:
+        """Yield the parts of each rank of `axis` in turn, and fetch the next ones meanwhile."""
+        pending = self._fetch(axis, 0, parts)
+        for turn in range(self.sizes[axis]):
+            panel = [one.wait() for one in pending]
+            if turn + 1 < self.sizes[axis]:
+                pending = self._fetch(axis, turn + 1, parts)
+            yield panel
+
+    def _fetch(self, axis: str, source: int, parts: Sequence[Tensor]) -> list[Pending]:
+        is_mine = self.coords[axis] == source
+        buffers = [
+            part.contiguous()
+            if is_mine
+            else torch.empty_like(part, memory_format=torch.contiguous_format)
+            for part in parts
+        ]
+        return [broadcast_start(buffer, self.mesh, axis, source) for buffer in buffers]
+
+
+class _Reductions:
+    """Sums over `axis` in turn, the t-th for the rank at coordinate t; one at a time is under way."""
+
+    def __init__(self, layout: TwoD, axis: str) -> None:
+        self._layout, self._axis = layout, axis
+        self._turn = 0
+        self._pending: Pending | None = None
+        self._mine: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Begin the next sum, of every rank's `part`."""
+        self._finish()
+        self._pending = reduce_start(part.contiguous(), self._layout.mesh, self._axis, self._turn)
+
+    def mine(self) -> Tensor:
+        """Wait for all, and return the sum that is for this rank."""
+        self._finish()
+        assert self._mine is not None  # there were as many turns as ranks
+        return self._mine
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            total = self._pending.wait()
+            if self._turn == self._layout.coords[self._axis]:
+                self._mine = total
+            self._turn += 1
+
+
+class _Columns(Function):
+    @staticmethod
+    def forward(ctx: Any, layout: TwoD, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout = layout
+        ctx.save_for_backward(x, *weights)
+        ys = [x.new_zeros(x.shape[0] * x.shape[1], len(weight)) for weight in weights]
+        casts = [weight.to(x.dtype) for weight in weights]
+        for (x_t,), weights_t in zip(
+            layout.panels("tp_col", x), layout.panels("tp_row", *casts), strict=True
+        ):
+            for y, weight_t in zip(ys, weights_t, strict=True):
+                y.addmm_(x_t.flatten(0, 1), weight_t.T)
+        return tuple(y.unflatten(0, x.shape[:2]) for y in ys)
+
+    @staticmethod
+    def backward(ctx: Any, *d_ys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        layout: TwoD = ctx.layout
+        casts = [weight.to(x.dtype) for weight in weights]
+        d_x = _Reductions(layout, "tp_col")
+        d_weights = [_Reductions(layout, "tp_row") for _ in weights]
+        for (x_t,), weights_t in zip(
+            layout.panels("tp_col", x), layout.panels("tp_row", *casts), strict=True
+        ):
+            products = [d_y @ weight_t for d_y, weight_t in zip(d_ys, weights_t, strict=True)]
+            d_x.add(cast(Tensor, sum(products)))
+            for d_weight, d_y, weight in zip(d_weights, d_ys, weights, strict=True):
+                d_weight.add(weight_gradient(d_y, x_t, weight.dtype))
+        return None, d_x.mine(), *(d_weight.mine() for d_weight in d_weights)
+
+
+class _Back(Function):
+    @staticmethod
+    def forward(ctx: Any, layout: TwoD, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.layout = layout
+        ctx.save_for_backward(x, weight)
+        y = _Reductions(layout, "tp_col")
+        for (weight_t,) in layout.panels("tp_row", weight.to(x.dtype)):
+            y.add(x @ weight_t.T)
+        return y.mine()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        layout: TwoD = ctx.layout
+        d_x = torch.zeros_like(x, memory_format=torch.contiguous_format).flatten(0, 1)
+        d_weight = _Reductions(layout, "tp_row")
+        for (d_y_t,), (weight_t,) in zip(
+            layout.panels("tp_col", grad_outputs[0]),
+            layout.panels("tp_row", weight.to(x.dtype)),
+            strict=True,
+        ):
+            d_x.addmm_(d_y_t.flatten(0, 1), weight_t)
+            d_weight.add(weight_gradient(d_y_t, x, weight.dtype))
+        return None, d_x.view(x.shape), d_weight.mine()
+
+
+class _Enter(Function):
+    """[B, T, D_row]{sum col} -> [B_col, T, D_row] -> [B_row, T, D_col]."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: TwoD, partial: Tensor) -> Tensor:
+        ctx.layout = layout
+        part = reduce_scatter(partial, layout.mesh, "tp_col", 0)
+        return swap(part, layout.group, layout.partner)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        layout: TwoD = ctx.layout
+        d_part = swap(grad_outputs[0], layout.group, layout.partner)
+        return None, all_gather(d_part, layout.mesh, "tp_col", 0)
