@@ -4,10 +4,10 @@
     rank 1  ──> store: group, number, fingerprint ──┤                 unlike   the same error on all
     rank 2  ──> not there ──────────────────────────┘  say where it is, and what the others wait in
 
-A `CollectiveCheck` is a dispatch mode that reads each collective with comm.calls, so it belongs to
-the thread that entered it, and to the threads of autograd that work for it: the collectives of any
-other thread pass unseen. The ranks meet at each call, even of an asynchronous collective; all must
-make their calls in one order, across groups too.
+A `CollectiveCheck` is a dispatch mode, so it belongs to the thread that entered it, and to the
+threads of autograd that work for it: the collectives of any other thread pass unseen. The ranks
+meet at each call, even of an asynchronous collective; all must make their calls in one order,
+across groups too.
 
 A send and its receive are compared when the second of them is called, without a meeting.
 """
@@ -18,8 +18,7 @@ import inspect
 import json
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -28,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.comm.calls import Call, axes_by_ranks, read_call
 from phalanx.comm.fingerprint import Fingerprint, difference, find_places, pair_difference, take
+from phalanx.comm.watch import Watch
 from phalanx.errors import CollectiveMismatch
 from phalanx.mesh import job_store
 
@@ -89,7 +88,7 @@ class Stand:
     meeting: Meeting | None
 
 
-class CollectiveCheck(TorchDispatchMode):
+class CollectiveCheck(Watch):
     """Compares the collectives that run inside `with CollectiveCheck(mesh):`.
 
     Every rank of the job enters it at the same place of the program, and leaves it so.
@@ -115,7 +114,7 @@ class CollectiveCheck(TorchDispatchMode):
         self._axis_of = axes_by_ranks(mesh)
         self._named = dict(named or {})
         self._rank = dist.get_rank()
-        self._phase = ""
+        self.phase_name = ""
         self._numbers: Counter[str] = Counter()
         self._circle: set[Meeting] = set()
         store = job_store()
@@ -136,25 +135,13 @@ class CollectiveCheck(TorchDispatchMode):
         finally:
             super().__exit__(kind, error, trace)
 
-    @contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        """Say in messages that what runs inside does so under `name`."""
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compare the operator if it is a collective, and run it.
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor runs its own collectives, which come back here
-        call = read_call(func, args, kwargs or {})
+        Raises:
+            CollectiveMismatch: the ranks do not call alike.
+        """
+        call = read_call(func, args, kwargs)
         if call is not None and len(call.ranks) > 1:
             try:
                 self._check(call)
@@ -164,7 +151,7 @@ class CollectiveCheck(TorchDispatchMode):
                     "the job's store (rank 0, or torchrun's own) has ended; its last words say why",
                     self._rank,
                 ) from error
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _check(self, call: Call) -> None:
         places, module = find_places(inspect.currentframe())
@@ -173,7 +160,7 @@ class CollectiveCheck(TorchDispatchMode):
             self._store.set(self._any_source_key(call, self._rank), "")
             return
         tensor = module or self._name_of(call)
-        fingerprint = take(call, tensor=tensor, places=places, phase=self._phase)
+        fingerprint = take(call, tensor=tensor, places=places, phase=self.phase_name)
         if call.op in ("send", "recv"):
             self._pair(call, fingerprint)
         else:

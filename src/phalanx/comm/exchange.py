@@ -12,11 +12,12 @@ one collective that it is. NCCL needs neither: FSDP2's defaults stand there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from phalanx.comm.calls import group_named
 
 _LIBRARY = torch.library.Library("phalanx_comm", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) output, Tensor input, str group_name) -> ()")
@@ -46,7 +47,7 @@ def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.Proces
 
 
 def _all_gather(output: torch.Tensor, part: torch.Tensor, group_name: str) -> None:
-    group = _group(group_name)
+    group = group_named(group_name)
     num_ranks, coord = group.size(), group.rank()
     parts = output.view(num_ranks, -1)
     if parts[coord].data_ptr() != part.data_ptr():
@@ -55,7 +56,7 @@ def _all_gather(output: torch.Tensor, part: torch.Tensor, group_name: str) -> No
 
 
 def _reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group_name: str) -> None:
-    group = _group(group_name)
+    group = group_named(group_name)
     num_ranks, coord = group.size(), group.rank()
     mine = list(whole.view(num_ranks, -1))
     received = [mine[coord] if s == coord else torch.empty_like(output) for s in range(num_ranks)]
@@ -83,11 +84,6 @@ def _exchange(
     for work in works:
         assert work is not None  # None is for ranks outside the group
         work.wait()
-
-
-def _group(name: Any) -> dist.ProcessGroup:
-    # Private, and the only way from a name to its group; tests/comm/test_ledger.py pins it.
-    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateUsage]
 
 
 class _Allocates:

@@ -205,7 +205,7 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
             name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
             module = "" if name is None else f"FSDP module {name or '(root)'}"
         if code.co_name == "__torch_dispatch__":
-            places.clear()  # another mode, inside the check, that only hands the call on
+            places.clear()  # a mode hands the call on, or runs a composite, whose place is told
         elif not _is_hidden(code.co_filename):
             places.append(f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back

@@ -1,7 +1,7 @@
 """Count every collective: its op, bytes, mesh axis and phase, whoever called it.
 
-A `Ledger` is a dispatch mode that reads each collective with comm.calls. It costs a few
-microseconds for each tensor operation; use it for the steps that are counted, not for all.
+A `Ledger` reads each collective with comm.calls. It costs a few microseconds for each tensor
+operation; use it for the steps that are counted, not for all.
 
 `payload_bytes` is the size of the whole tensor of the collective (the gathered, reduced or
 broadcast one); `sent_bytes` is what one rank must send under a bandwidth-optimal algorithm over N
@@ -14,17 +14,16 @@ ranks (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.comm.calls import Call, axes_by_ranks, read_call
+from phalanx.comm.watch import Watch
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """`with phase("backward"):` books what runs inside under that name."""
@@ -68,46 +67,29 @@ def sent_bytes(op: str, payload_bytes: float, num_ranks: int) -> float:
     return payload_bytes * (2 if op == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(Watch):
     """Counts the collectives that run inside `with Ledger(mesh) as ledger:`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self._axis_of = axes_by_ranks(mesh)
-        self._phase = "other"
         self._sums: dict[tuple[str, str, str], tuple[int, int, float]] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        """Book what runs inside under `name`."""
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
 
     def entries(self) -> list[Entry]:
         """Return what was counted, alike collectives added up, in the order first seen."""
         return [Entry(*key, *sums) for key, sums in self._sums.items()]
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor runs its own collectives, which come back here
-        call = read_call(func, args, kwargs or {})
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Count the operator if it is a collective, and run it."""
+        call = read_call(func, args, kwargs)
         if call is not None and call.op not in _WITHOUT_PAYLOAD:
             self._count(call)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _count(self, call: Call) -> None:
         num_ranks = len(call.ranks)
         payload = _payload_bytes(call, num_ranks)
-        key = (self._phase, self._axis_of.get(call.ranks, "world"), call.op)
+        key = (self.phase_name, self._axis_of.get(call.ranks, "world"), call.op)
         calls, payloads, sent = self._sums.get(key, (0, 0, 0.0))
         self._sums[key] = (
             calls + 1,

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -38,9 +38,10 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from phalanx.comm.calls import read_call
+from phalanx.comm.watch import Watch
 
 Kind = Literal[
     "parameters",
@@ -99,7 +100,7 @@ class _Span:
         return "activations" if self.phase in _COMPUTING else "other"
 
 
-class MemoryLedger:
+class MemoryLedger(Watch):
     """Accounts for the memory of the step that runs inside `with MemoryLedger(...) as ledger:`.
 
     It costs some 20 microseconds for each tensor operation: use it for one step.
@@ -115,12 +116,11 @@ class MemoryLedger:
             optimizer: of the model.
             device: where the model computes; storages elsewhere are not counted.
         """
+        super().__init__()
         self._model = model
         self._optimizer = optimizer
         self._device = torch.device(device)
-        self._mode = _Watch(self)
         self._open = ExitStack()
-        self._phase = "other"
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Span]] = {}
         self._before: list[_Span] = []
         self._events: list[tuple[_Span, int]] = []
@@ -138,7 +138,7 @@ class MemoryLedger:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._open.enter_context(_watch_resizes(self._on_resize))
-        self._open.enter_context(self._mode)
+        super().__enter__()
         return self
 
     def __exit__(
@@ -147,6 +147,7 @@ class MemoryLedger:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        super().__exit__(kind, error, trace)
         self._open.close()
         if self._device.type == "cuda":
             self._allocated_bytes = torch.cuda.max_memory_allocated(self._device)
@@ -158,13 +159,10 @@ class MemoryLedger:
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Say what the step does inside the block."""
-        before, self._phase = self._phase, name
-        try:
+        with super().phase(name):
             yield
-        finally:
-            self._phase = before
-            if name == "backward":
-                self._name_gradients()
+        if name == "backward":
+            self._name_gradients()
 
     def account(self) -> MemoryAccount:
         """Return the account of the step, which must have ended."""
@@ -182,22 +180,28 @@ class MemoryLedger:
                 peak, at_peak, peak_phase = total, dict(now), span.phase
         return MemoryAccount(at_peak, at_most, now, peak_phase, self._allocated_bytes)
 
-    def see(
-        self, run: Callable[[], Any], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run an operation of the dispatcher and note what it reads and makes."""
-        for tensor in _tensors(args):
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and note what it reads and makes."""
+        for tensor in _tensors((*args, *kwargs.values())):
             self._find(tensor)
-        for tensor in _tensors(kwargs.values()):
-            self._find(tensor)
-        result = run()
+        is_ours = func.namespace.startswith("phalanx")
+        result = self._run_seen(func, args, kwargs) if is_ours else func(*args, **kwargs)
         for tensor in _tensors((result,)):
             self._add(tensor)
         self._name_by_operation(func, args, kwargs, result)
         return result
 
+    def _run_seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one of our own operators, which are written in Python, and see what it makes."""
+        # Private, and the only way past this mode to the kernel with the mode on for what it calls;
+        # tests/measure/test_memory.py pins it.
+        c = torch._C  # pyright: ignore[reportPrivateUsage]
+        key = getattr(c.DispatchKey, next(_tensors(args)).device.type.upper())
+        with self.on_again():
+            return func.redispatch(c.DispatchKeySet(key), *args, **kwargs)
+
     def _name_by_operation(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Name what the operations of FSDP2, of collectives and of casts say that it is."""
         match str(func):
@@ -221,9 +225,7 @@ class MemoryLedger:
             case _:
                 self._name_by_collective(func, args, kwargs)
 
-    def _name_by_collective(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _name_by_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = read_call(func, args, kwargs)
         if call is None:
             return
@@ -266,7 +268,7 @@ class MemoryLedger:
         """Account for a storage that an operation returns: if it is not known, it is new."""
         storage = tensor.untyped_storage()
         if id(storage) not in self._live and self._is_counted(storage):
-            self._events.append((self._begin(storage, None, self._phase), 1))
+            self._events.append((self._begin(storage, None, self.phase_name), 1))
 
     def _is_counted(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == self._device.type and storage.nbytes() > 0
@@ -297,7 +299,7 @@ class MemoryLedger:
         elif found is not None:
             self._end(found[1])
         if num_bytes > 0 and storage.device.type == self._device.type:
-            span = self._begin(storage, "communication", self._phase)
+            span = self._begin(storage, "communication", self.phase_name)
             span.num_bytes = num_bytes
             self._events.append((span, 1))
 
@@ -307,7 +309,7 @@ class MemoryLedger:
         if key in self._live and self._live[key][1].kind != kind:
             reference, span = self._live[key]
             self._end(span)
-            changed = _Span(span.num_bytes, kind, self._phase)
+            changed = _Span(span.num_bytes, kind, self.phase_name)
             self._live[key] = (reference, changed)
             self._events.append((changed, 1))
 
@@ -322,38 +324,6 @@ class MemoryLedger:
         span = self._span(tensor)
         if span is not None and span.kind is None:
             span.kind = kind
-
-
-class _Watch(TorchDispatchMode):
-    """Hands each operation to a ledger."""
-
-    def __init__(self, ledger: MemoryLedger) -> None:
-        super().__init__()
-        self._ledger = ledger
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor runs operations on parts, which come back here
-        kwargs = kwargs or {}
-        run = functools.partial(func, *args, **kwargs)
-        if func.namespace.startswith("phalanx"):
-            run = functools.partial(self._run_seen, func, args, kwargs)
-        return self._ledger.see(run, func, args, kwargs)
-
-    def _run_seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one of our own operations, which are written in Python, and see what it makes."""
-        # Private, and the only way past this mode to the kernel with the mode on for what it calls;
-        # tests/measure/test_memory.py pins it.
-        c = torch._C  # pyright: ignore[reportPrivateUsage]
-        key = getattr(c.DispatchKey, next(_tensors(args)).device.type.upper())
-        with self:
-            return func.redispatch(c.DispatchKeySet(key), *args, **kwargs)
 
 
 @contextmanager
