@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from phalanx.comm import exchange
 from phalanx.mesh import DATA_AXES
@@ -43,6 +44,11 @@ class Pending:
             self._work.wait()
             self._work = None
         return self._tensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def all_reduce(

@@ -29,7 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
-from phalanx.comm.primitives import Pending, all_reduce, all_reduce_start, broadcast
+from phalanx.comm.primitives import (
+    Pending,
+    all_reduce,
+    all_reduce_start,
+    broadcast,
+    local_part,
+)
 from phalanx.mesh import device_of
 from phalanx.parallel.holding import Holding
 
@@ -101,7 +107,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, kind: Kind = "bucketed") -> Gradie
     """Make parameters and buffers equal over dp and return what will reduce their gradients."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            broadcast(_local(tensor), mesh, "dp")
+            broadcast(local_part(tensor), mesh, "dp")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     reducer = NaiveReducer if kind == "naive" else BucketedReducer
     return reducer(parameters, mesh)
@@ -151,7 +157,7 @@ class NaiveReducer(GradientReducer):
             for parameter in itertools.compress(self.parameters, is_used):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                all_reduce(_local(parameter.grad), self.mesh, "dp")
+                all_reduce(local_part(parameter.grad), self.mesh, "dp")
 
 
 @dataclass
@@ -178,7 +184,7 @@ class BucketedReducer(GradientReducer):
         self._place: dict[nn.Parameter, tuple[_Bucket, torch.Tensor]] = {}
         self._num_started = 0
         self._is_last = False
-        sizes = [_local(parameter).nbytes for parameter in parameters]
+        sizes = [local_part(parameter).nbytes for parameter in parameters]
         for indices in buckets(sizes):
             self._add_bucket([parameters[index] for index in indices])
         for parameter in parameters:
@@ -188,7 +194,7 @@ class BucketedReducer(GradientReducer):
         dtypes = {member.dtype for member in members}
         for dtype in sorted(dtypes, key=str):  # one buffer a data type; nearly always one
             same = [member for member in members if member.dtype == dtype]
-            locals_ = [_local(member) for member in same]
+            locals_ = [local_part(member) for member in same]
             flat = torch.empty(
                 sum(local.numel() for local in locals_), dtype=dtype, device=locals_[0].device
             )
@@ -212,8 +218,8 @@ class BucketedReducer(GradientReducer):
         grad = parameter.grad
         if grad is None:
             raise RuntimeError("autograd called the hook of a parameter without a gradient")
-        if _local(grad).data_ptr() != view.data_ptr():
-            view.copy_(_local(grad))
+        if local_part(grad).data_ptr() != view.data_ptr():
+            view.copy_(local_part(grad))
             parameter.grad = _like(grad, view)
         if self._is_last:
             bucket.num_missing -= 1
@@ -247,11 +253,6 @@ class BucketedReducer(GradientReducer):
         for member in itertools.compress(self.parameters, is_used):
             if member.grad is None:
                 member.grad = _like(member, self._place[member][1])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
-from phalanx.comm.primitives import broadcast
+from phalanx.comm.primitives import broadcast, local_part
 from phalanx.errors import StrategyError
 from phalanx.mesh import DATA_AXES
 from phalanx.parallel.blocks import blocks_of
@@ -302,7 +302,7 @@ def apply(
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             for axis in axes if not tensor.is_meta else ():
-                broadcast(tensor, mesh, axis)
+                broadcast(local_part(tensor), mesh, axis)
     data_mesh = mesh["fsdp"] if axes == ("fsdp",) else mesh[axes]
     for name, module in (*blocks_of(model), ("", model)):
         group = groups.get(name)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from phalanx.comm.primitives import all_reduce
+from phalanx.comm.primitives import all_reduce, local_part
 
 
 def gradient_norm(gradients: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
@@ -64,8 +64,7 @@ def scale_to(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> No
     """Scale the gradients in place so that a norm above `limit` becomes `limit`."""
     factor = min(1.0, limit / (norm + 1e-6))
     for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(factor)
+        local_part(gradient).mul_(factor)
 
 
 def _sharded_axes(gradient: DTensor) -> tuple[str, ...]:

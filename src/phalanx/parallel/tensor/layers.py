@@ -23,12 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from phalanx.comm.primitives import local_part
 from phalanx.models.decoder import Head
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
+from phalanx.parallel.tensor import products
 from phalanx.parallel.tensor.layout import Extent, Layout
 from phalanx.parallel.tensor.loss import token_loss_sum
 
@@ -40,7 +41,9 @@ def bind_embedding(module: nn.Module, layout: Layout) -> None:
         layout.extent = Extent(*ids_BT.shape)
         first, _ = layout.feature_range(layout.inner, cast(Tensor, self.weight).shape[0])
         ids = layout.rows_of(ids_BT, layout.entry)
-        return layout.enter(cast(Tensor, _LookUp.apply(ids - first, _local(self.weight))))
+        return products.enter(
+            layout, cast(Tensor, _LookUp.apply(ids - first, local_part(self.weight)))
+        )
 
     _replace(module, forward)
 
@@ -50,7 +53,7 @@ def bind_table(module: nn.Module, layout: Layout) -> None:
 
     def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
         ids = layout.rows_of(ids_BT, layout.residual)
-        return F.embedding(layout.places_of(ids, layout.residual, 1), _local(self.weight))
+        return F.embedding(layout.places_of(ids, layout.residual, 1), local_part(self.weight))
 
     _replace(module, forward)
 
@@ -61,21 +64,25 @@ def bind_branch(module: nn.Module, layout: Layout, columns: Sequence[nn.Module])
     The branch then sees, instead of the residual, a tensor of the shape that its column products
     have: all places of its rows. It has no memory, and any other use of it gives NaN.
     """
-    products: dict[nn.Module, Tensor] = {}
+    ready: dict[nn.Module, Tensor] = {}
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = [*args, *kwargs.values()]
         x = cast(Tensor, values[0])
-        products.update(
-            zip(columns, layout.columns(x, [_matrix(column) for column in columns]), strict=True)
+        ready.update(
+            zip(
+                columns,
+                products.columns(layout, x, [_matrix(column) for column in columns]),
+                strict=True,
+            )
         )
-        shape = products[columns[0]].shape[:2]
+        shape = ready[columns[0]].shape[:2]
         rest = [_rows_of(value, layout) for value in values[1:]]
         values = [x.new_full((), torch.nan).expand(*shape, x.shape[2]), *rest]
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def product(self: nn.Module, _: Tensor) -> Tensor:
-        return _with_bias(self, products.pop(self))
+        return _with_bias(self, ready.pop(self))
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     for column in columns:
@@ -86,7 +93,7 @@ def bind_row(module: nn.Module, layout: Layout) -> None:
     """Multiply, back to the residual."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return _with_bias(self, layout.back(x, _matrix(self)))
+        return _with_bias(self, products.back(layout, x, _matrix(self)))
 
     _replace(module, forward)
 
@@ -104,7 +111,7 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         bias = getattr(self, "bias", None)
-        part = _local(self.weight), None if bias is None else _local(bias)
+        part = local_part(self.weight), None if bias is None else local_part(bias)
         return cast(Tensor, _SplitNorm.apply(x, *part, eps, self.weight.shape[0], layout))
 
     _replace(module, forward)
@@ -118,7 +125,7 @@ def bind_local(module: nn.Module, layout: Layout) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         module.forward = own
         try:
-            parts = {name: _local(p) for name, p in self.named_parameters()}
+            parts = {name: local_part(p) for name, p in self.named_parameters()}
             return functional_call(self, parts, args, kwargs)
         finally:
             module.forward = bound
@@ -146,7 +153,7 @@ def bind_head(module: nn.Module, layout: Layout) -> None:
     """Multiply by the vocabulary; return the loss of labels, or logits gathered whole."""
 
     def logits_of(self: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-        return _with_bias(self, layout.columns(x, [_local(weight)])[0])
+        return _with_bias(self, products.columns(layout, x, [local_part(weight)])[0])
 
     def loss_or_logits(
         self: Head, x: Tensor, labels_BT: Tensor | None = None, tied: Tensor | None = None
@@ -236,11 +243,6 @@ class _SplitNorm(Function):
         return grad.mul_(scale).to(x.dtype), d_weight, d_bias, None, None, None
 
 
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a parameter, through which gradients flow to it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def is_transposed(module: nn.Module) -> bool:
     """Tell whether a linear map holds its weight as [in, out], as transformers' Conv1D does."""
     return type(module).__name__ == "Conv1D"
@@ -248,13 +250,13 @@ def is_transposed(module: nn.Module) -> bool:
 
 def _matrix(module: nn.Module) -> Tensor:
     """Return this rank's part of a linear map's weight as [out, in]."""
-    weight = _local(module.weight)
+    weight = local_part(module.weight)
     return weight.T if is_transposed(module) else weight
 
 
 def _with_bias(module: nn.Module, y: Tensor) -> Tensor:
     bias = getattr(module, "bias", None)
-    return y if bias is None else y + _local(bias).to(y.dtype)
+    return y if bias is None else y + local_part(bias).to(y.dtype)
 
 
 def _rows_of(value: Any, layout: Layout) -> Any:

@@ -34,6 +34,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.primitives import Reduction, all_gather, all_reduce
+from phalanx.parallel.tensor import products
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Matrix:
-    """How a weight [out, in] lies over the sub-axes of tp: the axes that split each, outer first."""
+    """How a weight [out, in] lies over the sub-axes of tp: what splits each, outer first."""
 
     out: tuple[str, ...]
     inner: tuple[str, ...]
@@ -76,7 +77,8 @@ class Layout(ABC):
         column, row: how weights lie.
         sizes: size of each sub-axis, in the order of the mesh.
         mesh: the mesh of the job.
-        extent: of the microbatch at work; the embedding sets it.
+        extent: of the microbatch at work; the embedding sets it, and backward sets it back.
+        key: the number by which operators know this layout.
     """
 
     residual: ClassVar[Spread]
@@ -89,30 +91,40 @@ class Layout(ABC):
         self.sizes = dict(sizes)
         self.mesh = mesh
         self.extent = Extent(0, 0)
+        self.key = products.register(self)
 
     # What a layout file supplies.
 
     @abstractmethod
-    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Multiply residual x by column weights, all at once: x[B, T, D] -> inner y[B, T, out].
+    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Multiply residual x by column weights, see `products.columns`."""
 
-        Args:
-            x: this rank's part.
-            weights: this rank's parts, in their own data type; cast to that of x.
-        """
+    @abstractmethod
+    def columns_backward(
+        self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of x and of each weight, in their data types."""
 
     @abstractmethod
     def back(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply inner x by a row weight: x[B, T, F] -> residual y[B, T, D]."""
+        """Multiply inner x by a row weight, see `products.back`."""
+
+    @abstractmethod
+    def back_backward(self, x: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the weight, in their data types."""
 
     @abstractmethod
     def enter(self, partial: Tensor) -> Tensor:
-        """Bring what `Embedding` looked up in this rank's part of a table to the residual.
+        """Bring what was looked up in this rank's part of a table to the residual.
 
         Args:
             partial: [B, T, in of this rank's column weight], rows as `entry` says; zero where the
                 id is not in this rank's part of the vocabulary.
         """
+
+    @abstractmethod
+    def enter_backward(self, d_x: Tensor) -> Tensor:
+        """Return the gradient of `partial`."""
 
     # What follows from it.
 
@@ -136,18 +148,21 @@ class Layout(ABC):
         """This rank's coordinate on each sub-axis."""
         return {axis: self.mesh.get_local_rank(axis) for axis in self.sizes}
 
+    def num_parts(self, axes: Sequence[str]) -> int:
+        """Return the number of parts over `axes`."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
     def place(self, axes: Sequence[str]) -> tuple[int, int]:
         """Return this rank's number among the parts over `axes`, outer first, and their number."""
-        number, count = 0, 1
+        number = 0
         for axis in axes:
             number = number * self.sizes[axis] + self.coords[axis]
-            count *= self.sizes[axis]
-        return number, count
+        return number, self.num_parts(axes)
 
     @property
     def padded_rows(self) -> int:
         """Rows of the microbatch, padded to a multiple of the parts."""
-        return _up(self.extent.num_rows, self.place(self.residual.rows)[1])
+        return _up(self.extent.num_rows, self.num_parts(self.residual.rows))
 
     @property
     def padded_length(self) -> int:
@@ -193,7 +208,7 @@ class Layout(ABC):
         return self.coords[spread.places] * size, size
 
     def feature_range(self, spread: Spread, num_features: int) -> tuple[int, int]:
-        """Return the first of this rank's features, and their number; the last parts may be short."""
+        """Return the first of this rank's features, and their number; last parts may be short."""
         if spread.features is None:
             return 0, num_features
         size = -(-num_features // self.sizes[spread.features])

@@ -19,11 +19,10 @@ Limits    N divides heads, key-value heads and F. D, T and V may be any.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from phalanx.comm.primitives import all_gather, reduce_scatter
 from phalanx.parallel.tensor.layout import Layout, Matrix, Spread, weight_gradient
@@ -37,66 +36,36 @@ class OneD(Layout):
     column = Matrix(out=("tp",), inner=())
     row = Matrix(out=(), inner=("tp",))
 
-    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return cast(tuple[Tensor, ...], _Columns.apply(self, x, *weights))
+    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        whole = self.gather(x)
+        return [F.linear(whole, weight.to(x.dtype)) for weight in weights]
+
+    def columns_backward(
+        self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        pairs = list(zip(d_ys, weights, strict=True))
+        d_x = self.scatter(cast(Tensor, sum(d_y @ w.to(x.dtype) for d_y, w in pairs)))
+        whole = self.gather(x)
+        return d_x, [weight_gradient(d_y, whole, weight.dtype) for d_y, weight in pairs]
 
     def back(self, x: Tensor, weight: Tensor) -> Tensor:
-        return cast(Tensor, _Back.apply(self, x, weight))
+        return self.scatter(F.linear(x, weight.to(x.dtype)))
+
+    def back_backward(self, x: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        whole = self.gather(d_y)
+        return whole @ weight.to(x.dtype), weight_gradient(whole, x, weight.dtype)
 
     def enter(self, partial: Tensor) -> Tensor:
-        return cast(Tensor, _Enter.apply(self, partial))
+        return self.scatter(partial)
 
-    def gather(self, x: Tensor, length: int) -> Tensor:
+    def enter_backward(self, d_x: Tensor) -> Tensor:
+        return self.gather(d_x)
+
+    def gather(self, x: Tensor) -> Tensor:
         """Gather the places of x[B, T_tp, D], and cut padding off."""
-        return all_gather(x, self.mesh, "tp", 1)[:, :length]
+        return all_gather(x, self.mesh, "tp", 1)[:, : self.extent.length]
 
     def scatter(self, x: Tensor) -> Tensor:
         """Sum x[B, T, D]{sum tp}, and keep this rank's places, padded."""
         missing = -x.shape[1] % self.sizes["tp"]
         return reduce_scatter(F.pad(x, (0, 0, 0, missing)), self.mesh, "tp", 1)
-
-
-class _Columns(Function):
-    @staticmethod
-    def forward(ctx: Any, layout: OneD, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.length = layout, layout.extent.length
-        ctx.save_for_backward(x, *weights)
-        whole = layout.gather(x, ctx.length)
-        return tuple(F.linear(whole, weight.to(x.dtype)) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *d_ys: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        layout: OneD = ctx.layout
-        d_x = sum(d_y @ w.to(x.dtype) for d_y, w in zip(d_ys, weights, strict=True))
-        d_part = layout.scatter(cast(Tensor, d_x))
-        whole = layout.gather(x, ctx.length)
-        d_weights = (
-            weight_gradient(d_y, whole, w.dtype) for d_y, w in zip(d_ys, weights, strict=True)
-        )
-        return None, d_part, *d_weights
-
-
-class _Back(Function):
-    @staticmethod
-    def forward(ctx: Any, layout: OneD, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.layout = layout
-        ctx.save_for_backward(x, weight)
-        return layout.scatter(F.linear(x, weight.to(x.dtype)))
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        d_y = ctx.layout.gather(grad_outputs[0], x.shape[1])
-        return None, d_y @ weight.to(x.dtype), weight_gradient(d_y, x, weight.dtype)
-
-
-class _Enter(Function):
-    @staticmethod
-    def forward(ctx: Any, layout: OneD, partial: Tensor) -> Tensor:
-        ctx.layout, ctx.length = layout, partial.shape[1]
-        return layout.scatter(partial)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.layout.gather(grad_outputs[0], ctx.length)

@@ -21,11 +21,10 @@ Limits    q divides heads and key-value heads, q^2 divides D, F and the width of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from phalanx.comm.primitives import all_gather, all_to_all, reduce_scatter
 from phalanx.parallel.tensor.layout import Layout, Matrix, Spread, weight_gradient
@@ -39,61 +38,54 @@ class ThreeD(Layout):
     column = Matrix(out=("tp_y",), inner=("tp_z", "tp_x"))
     row = Matrix(out=("tp_z",), inner=("tp_y", "tp_x"))
 
-    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return cast(tuple[Tensor, ...], _Product.apply(self, "tp_y", "tp_z", x, *weights))
+    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        return self._multiply(x, weights, "tp_y", "tp_z")
+
+    def columns_backward(
+        self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        return self._multiply_backward(x, weights, d_ys, "tp_y", "tp_z")
 
     def back(self, x: Tensor, weight: Tensor) -> Tensor:
-        return cast(tuple[Tensor], _Product.apply(self, "tp_z", "tp_y", x, weight))[0]
+        return self._multiply(x, [weight], "tp_z", "tp_y")[0]
+
+    def back_backward(self, x: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        d_x, (d_weight,) = self._multiply_backward(x, [weight], [d_y], "tp_z", "tp_y")
+        return d_x, d_weight
 
     def enter(self, partial: Tensor) -> Tensor:
-        return cast(Tensor, _Enter.apply(self, partial))
+        # [B, T, D_z,x]{sum y} -> [B_x, T, D_z]{sum y} -> [B_x,y, T, D_z]
+        return reduce_scatter(all_to_all(partial, self.mesh, "tp_x", 0, 2), self.mesh, "tp_y", 0)
 
+    def enter_backward(self, d_x: Tensor) -> Tensor:
+        return all_to_all(all_gather(d_x, self.mesh, "tp_y", 0), self.mesh, "tp_x", 2, 0)
 
-class _Product(Function):
-    """x's rows are gathered over one axis, the results' rows scattered over the other."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, layout: ThreeD, gathered: str, scattered: str, x: Tensor, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.axes = layout, (gathered, scattered)
-        ctx.save_for_backward(x, *weights)
-        mesh = layout.mesh
-        whole = all_gather(x, mesh, gathered, 0)
+    def _multiply(
+        self, x: Tensor, weights: Sequence[Tensor], gathered: str, scattered: str
+    ) -> list[Tensor]:
+        """Gather the rows of x over one axis, and scatter those of the results over the other."""
+        whole = all_gather(x, self.mesh, gathered, 0)
         ys: list[Tensor] = []
         for weight in weights:
-            weight_OI = all_gather(weight.to(x.dtype), mesh, "tp_x", 1)
-            ys.append(reduce_scatter(F.linear(whole, weight_OI), mesh, scattered, 0))
-        return tuple(ys)
+            whole_weight = all_gather(weight.to(x.dtype), self.mesh, "tp_x", 1)
+            ys.append(reduce_scatter(F.linear(whole, whole_weight), self.mesh, scattered, 0))
+        return ys
 
-    @staticmethod
-    def backward(ctx: Any, *d_ys: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        mesh = ctx.layout.mesh
-        gathered, scattered = ctx.axes
-        whole = all_gather(x, mesh, gathered, 0)
+    def _multiply_backward(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        d_ys: Sequence[Tensor],
+        gathered: str,
+        scattered: str,
+    ) -> tuple[Tensor, list[Tensor]]:
+        whole = all_gather(x, self.mesh, gathered, 0)
         d_weights: list[Tensor] = []
         d_whole: list[Tensor] = []
         for d_part, weight in zip(d_ys, weights, strict=True):
-            d_y = all_gather(d_part, mesh, scattered, 0)
-            weight_OI = all_gather(weight.to(x.dtype), mesh, "tp_x", 1)
-            d_whole.append(d_y @ weight_OI)
+            d_y = all_gather(d_part, self.mesh, scattered, 0)
+            whole_weight = all_gather(weight.to(x.dtype), self.mesh, "tp_x", 1)
+            d_whole.append(d_y @ whole_weight)
             d_weight = weight_gradient(d_y, whole, weight.dtype)
-            d_weights.append(reduce_scatter(d_weight, mesh, "tp_x", 1))
-        d_x = reduce_scatter(cast(Tensor, sum(d_whole)), mesh, gathered, 0)
-        return None, None, None, d_x, *d_weights
-
-
-class _Enter(Function):
-    """[B, T, D_z,x]{sum y} -> [B_x, T, D_z]{sum y} -> [B_x,y, T, D_z]."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: ThreeD, partial: Tensor) -> Tensor:
-        ctx.mesh = layout.mesh
-        dealt = all_to_all(partial, layout.mesh, "tp_x", 0, 2)
-        return reduce_scatter(dealt, layout.mesh, "tp_y", 0)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        d_dealt = all_gather(grad_outputs[0], ctx.mesh, "tp_y", 0)
-        return None, all_to_all(d_dealt, ctx.mesh, "tp_x", 2, 0)
+            d_weights.append(reduce_scatter(d_weight, self.mesh, "tp_x", 1))
+        return reduce_scatter(cast(Tensor, sum(d_whole)), self.mesh, gathered, 0), d_weights

@@ -27,12 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm.primitives import (
@@ -59,14 +58,55 @@ class TwoD(Layout):
         super().__init__(sizes, mesh)
         self.group: dist.ProcessGroup = tp_group(mesh)
 
-    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return cast(tuple[Tensor, ...], _Columns.apply(self, x, *weights))
+    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        ys = [x.new_zeros(x.shape[0] * x.shape[1], len(weight)) for weight in weights]
+        casts = [weight.to(x.dtype) for weight in weights]
+        for (x_t,), weights_t in zip(
+            self.panels("tp_col", x), self.panels("tp_row", *casts), strict=True
+        ):
+            for y, weight_t in zip(ys, weights_t, strict=True):
+                y.addmm_(x_t.flatten(0, 1), weight_t.T)
+        return [y.unflatten(0, x.shape[:2]) for y in ys]
+
+    def columns_backward(
+        self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        casts = [weight.to(x.dtype) for weight in weights]
+        d_x = _Reductions(self, "tp_col")
+        d_weights = [_Reductions(self, "tp_row") for _ in weights]
+        for (x_t,), weights_t in zip(
+            self.panels("tp_col", x), self.panels("tp_row", *casts), strict=True
+        ):
+            products = [d_y @ weight_t for d_y, weight_t in zip(d_ys, weights_t, strict=True)]
+            d_x.add(cast(Tensor, sum(products)))
+            for d_weight, d_y, weight in zip(d_weights, d_ys, weights, strict=True):
+                d_weight.add(weight_gradient(d_y, x_t, weight.dtype))
+        return d_x.mine(), [d_weight.mine() for d_weight in d_weights]
 
     def back(self, x: Tensor, weight: Tensor) -> Tensor:
-        return cast(Tensor, _Back.apply(self, x, weight))
+        y = _Reductions(self, "tp_col")
+        for (weight_t,) in self.panels("tp_row", weight.to(x.dtype)):
+            y.add(x @ weight_t.T)
+        return y.mine()
+
+    def back_backward(self, x: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        d_x = x.new_zeros(x.shape[0] * x.shape[1], x.shape[2])
+        d_weight = _Reductions(self, "tp_row")
+        for (d_y_t,), (weight_t,) in zip(
+            self.panels("tp_col", d_y), self.panels("tp_row", weight.to(x.dtype)), strict=True
+        ):
+            d_x.addmm_(d_y_t.flatten(0, 1), weight_t)
+            d_weight.add(weight_gradient(d_y_t, x, weight.dtype))
+        return d_x.view(x.shape), d_weight.mine()
 
     def enter(self, partial: Tensor) -> Tensor:
-        return cast(Tensor, _Enter.apply(self, partial))
+        # [B, T, D_row]{sum col} -> [B_col, T, D_row] -> [B_row, T, D_col]
+        part = reduce_scatter(partial, self.mesh, "tp_col", 0)
+        return swap(part, self.group, self.partner)
+
+    def enter_backward(self, d_x: Tensor) -> Tensor:
+        d_part = swap(d_x, self.group, self.partner)
+        return all_gather(d_part, self.mesh, "tp_col", 0)
 
     @cached_property
     def partner(self) -> int:
@@ -95,7 +135,7 @@ class TwoD(Layout):
 
 
 class _Reductions:
-    """Sums over `axis` in turn, the t-th for the rank at coordinate t; one at a time is under way."""
+    """Sums over `axis` in turn, the t-th for the rank at coordinate t; one at a time under way."""
 
     def __init__(self, layout: TwoD, axis: str) -> None:
         self._layout, self._axis = layout, axis
@@ -120,76 +160,3 @@ class _Reductions:
             if self._turn == self._layout.coords[self._axis]:
                 self._mine = total
             self._turn += 1
-
-
-class _Columns(Function):
-    @staticmethod
-    def forward(ctx: Any, layout: TwoD, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout = layout
-        ctx.save_for_backward(x, *weights)
-        ys = [x.new_zeros(x.shape[0] * x.shape[1], len(weight)) for weight in weights]
-        casts = [weight.to(x.dtype) for weight in weights]
-        for (x_t,), weights_t in zip(
-            layout.panels("tp_col", x), layout.panels("tp_row", *casts), strict=True
-        ):
-            for y, weight_t in zip(ys, weights_t, strict=True):
-                y.addmm_(x_t.flatten(0, 1), weight_t.T)
-        return tuple(y.unflatten(0, x.shape[:2]) for y in ys)
-
-    @staticmethod
-    def backward(ctx: Any, *d_ys: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        layout: TwoD = ctx.layout
-        casts = [weight.to(x.dtype) for weight in weights]
-        d_x = _Reductions(layout, "tp_col")
-        d_weights = [_Reductions(layout, "tp_row") for _ in weights]
-        for (x_t,), weights_t in zip(
-            layout.panels("tp_col", x), layout.panels("tp_row", *casts), strict=True
-        ):
-            products = [d_y @ weight_t for d_y, weight_t in zip(d_ys, weights_t, strict=True)]
-            d_x.add(cast(Tensor, sum(products)))
-            for d_weight, d_y, weight in zip(d_weights, d_ys, weights, strict=True):
-                d_weight.add(weight_gradient(d_y, x_t, weight.dtype))
-        return None, d_x.mine(), *(d_weight.mine() for d_weight in d_weights)
-
-
-class _Back(Function):
-    @staticmethod
-    def forward(ctx: Any, layout: TwoD, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.layout = layout
-        ctx.save_for_backward(x, weight)
-        y = _Reductions(layout, "tp_col")
-        for (weight_t,) in layout.panels("tp_row", weight.to(x.dtype)):
-            y.add(x @ weight_t.T)
-        return y.mine()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        layout: TwoD = ctx.layout
-        d_x = torch.zeros_like(x, memory_format=torch.contiguous_format).flatten(0, 1)
-        d_weight = _Reductions(layout, "tp_row")
-        for (d_y_t,), (weight_t,) in zip(
-            layout.panels("tp_col", grad_outputs[0]),
-            layout.panels("tp_row", weight.to(x.dtype)),
-            strict=True,
-        ):
-            d_x.addmm_(d_y_t.flatten(0, 1), weight_t)
-            d_weight.add(weight_gradient(d_y_t, x, weight.dtype))
-        return None, d_x.view(x.shape), d_weight.mine()
-
-
-class _Enter(Function):
-    """[B, T, D_row]{sum col} -> [B_col, T, D_row] -> [B_row, T, D_col]."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: TwoD, partial: Tensor) -> Tensor:
-        ctx.layout = layout
-        part = reduce_scatter(partial, layout.mesh, "tp_col", 0)
-        return swap(part, layout.group, layout.partner)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        layout: TwoD = ctx.layout
-        d_part = swap(grad_outputs[0], layout.group, layout.partner)
-        return None, all_gather(d_part, layout.mesh, "tp_col", 0)
