@@ -33,18 +33,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.agree import agree, agree_on_first, root_of
-from phalanx.checkpoint.files import HashingFiles, RunLock, make_partial, publish, remove_older
+from phalanx.checkpoint.files import RunLock, TensorWriter, make_partial, publish, remove_older
 from phalanx.checkpoint.manifest import Checksum, Manifest
 from phalanx.checkpoint.state import state_of
 from phalanx.comm.objects import gather_objects
@@ -75,9 +72,8 @@ class Part:
 class Saver:
     """Saves the checkpoints of a run; as a context it ends with the last of them on the disk.
 
-    Every rank makes one, and calls `begin` and `finish` together with the others. The writer
-    turns `torch.serialization.set_crc32_options` off while it writes tensors: for its own thread
-    alone in torch 2.13; in a torch that keeps one setting for the process, for all of it meanwhile.
+    Every rank makes one, and calls `begin` and `finish` together with the others. For what it does
+    to `torch.serialization.set_crc32_options` see `TensorWriter`.
     """
 
     def __init__(self, run: Path, *, keep: int | None = None) -> None:
@@ -267,30 +263,9 @@ def _write_tensors(
     Raises:
         CheckpointException: a rank failed; on every rank alike.
     """
-    files = HashingFiles()
-    # Copied ahead already; with copies ahead of its own, the writer would open a GPU.
-    writer = _Writer(partial, sync_files=False, per_thread_copy_ahead=0)
-    writer.fs = files  # which syncs them itself
+    writer = TensorWriter(partial)
     dcp.save({}, storage_writer=writer, planner=_Planner(parts), process_group=group)
-    return files.checksums
-
-
-_crc32 = threading.Lock()
-"""Held while CRC-32 is off: where the setting is the process's, two savers would restore each
-other's, and leave it off for good."""
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Writes the tensors without CRC-32, a fifth of the time: sha256 finds what it would."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with _crc32:
-            has_crc32 = torch.serialization.get_crc32_options()
-            torch.serialization.set_crc32_options(False)
-            try:
-                return super().write_data(plan, planner)  # written when it returns
-            finally:
-                torch.serialization.set_crc32_options(has_crc32)
+    return writer.files.checksums
 
 
 class _Planner(DefaultSavePlanner):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from phalanx.checkpoint.agree import root_of
-from phalanx.checkpoint.files import HashingFiles
+from phalanx.checkpoint.files import TensorWriter
 from phalanx.checkpoint.manifest import Checksum
 from phalanx.checkpoint.reader import Reader
 from phalanx.errors import CheckpointError
@@ -102,21 +101,18 @@ def write_weights(
         model = {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
     planner = _LazyPlanner(read)
     planner.set_up_planner({"model": model}, is_coordinator=True)
-    writer = FileSystemWriter(
-        folder, single_file_per_rank=False, per_thread_copy_ahead=0, sync_files=False
-    )  # HashingFiles syncs
-    writer.fs = files = HashingFiles()
+    writer = TensorWriter(folder, single_file_per_rank=False)
     try:
         writer.finish(*_write(writer, planner))
     except RuntimeError as error:  # torch's words for a disk that is full
-        if files.failure is None:
+        if writer.files.failure is None:
             raise
-        raise files.failure from error
-    return files.checksums
+        raise writer.files.failure from error
+    return writer.files.checksums
 
 
 def _write(
-    writer: FileSystemWriter, planner: DefaultSavePlanner
+    writer: TensorWriter, planner: DefaultSavePlanner
 ) -> tuple[Metadata, list[list[WriteResult]]]:
     local_plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([local_plan])
