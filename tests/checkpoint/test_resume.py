@@ -3,51 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from phalanx.checkpoint import manifest
-from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
 from phalanx.launch.local import run_ranks
 from phalanx.train.job import Job, resolve
 from phalanx.train.loop import train
 from phalanx.train.session import open_session
+from small_run import SHAPE, losses, small_run
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    folder = tmp_path_factory.mktemp("resume")
-    text = "".join(f"The square of {n} is {n * n}, and its cube {n**3}.\n" for n in range(150))
-    (folder / "squares.txt").write_text(text)
-    return TrainConfig(
-        data=str(folder / "squares.txt"),
-        precision="float64",
-        device="cpu",
+    return small_run(
+        tmp_path_factory.mktemp("resume"),
+        num_lines=150,
         steps=24,
         seed=5,
-        threads=1,
         save_every=4,
         keep_checkpoints=6,
-        eval_every=0,
         eval_samples=2,
-        shape=ShapeConfig(
-            num_layers=2, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
-            vocab_size=301, max_seq_len=32, tied=True, dropout=0.1,
-        ),
-        corpus=CorpusConfig(seq_len=24, cache=str(folder / "cache"), validation=0.1),
+        shape=dataclasses.replace(SHAPE, num_layers=2, vocab_size=301, tied=True),  # rows to pad
         batch=BatchConfig(global_size=12),
         optimizer=OptimizerConfig(lr=1e-2),
-    )  # fmt: skip
-
-
-def losses(folder: Path) -> list[float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["kind"] == "step"]
+    )
 
 
 STRATEGIES = ["dp2", "fsdp2", "fsdp2:zero2", "fsdp2:zero1", "dp2,fsdp2"]

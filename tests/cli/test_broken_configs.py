@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from phalanx.cli.main import main
+from small_run import tokenizer_of
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 20
 
@@ -25,16 +25,6 @@ class Broken(NamedTuple):
     thing: str
     fix: str
     files: dict[str, str | bytes] = {}  # noqa: RUF012 (never changed)
-
-
-def tokenizer_of(num_tokens: int) -> str:
-    """Return a byte-level tokenizer.json with this many tokens."""
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens += ["<|endoftext|>", *(f"<{i}>" for i in range(num_tokens - 257))]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizer.to_str()
 
 
 SMALL = "--data text.txt --model demo --shape.num-layers 1 --shape.hidden 32 --shape.num-heads 2"

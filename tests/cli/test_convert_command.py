@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -28,18 +28,9 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.train.job import Job, resolve
 from phalanx.train.session import open_session
+from small_run import tokenizer_of
 
 logging.disable_progress_bar()
-
-
-def tokenizer_of(num_tokens: int) -> str:
-    """Return a byte-level tokenizer.json with this many tokens."""
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens += ["<|endoftext|>", *(f"<{i}>" for i in range(num_tokens - 257))]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizer.to_str()
 
 
 def llama(folder: Path, **options: Any) -> LlamaForCausalLM:
@@ -272,7 +263,7 @@ def test_from_weights_to_a_run_and_back(folder: Path, capsys: pytest.CaptureFixt
     convert(folder / "saved", folder / "ours")
     run_ranks(step_and_save, 2, resolve(config_of(strategy="fsdp2")), threads=1)
     again = resolve(config_of(init=None, resume="run", out=None))
-    assert again.start is not None and again.start[1].steps_done == 1
+    assert again.start is not None and again.start.about.steps_done == 1
     run_ranks(step_and_save, 2, again, threads=1)
     assert main(["convert", "run", "back", "--check"]) == 0
     assert "wrote back: a Hugging Face folder (llama), 21" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """A collective that ranks do not call alike is found before it runs, and legal programs pass."""
 
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -25,11 +24,12 @@ from phalanx.comm import exchange
 from phalanx.comm.check import CollectiveCheck
 from phalanx.comm.fingerprint import Fingerprint, difference
 from phalanx.comm.ledger import Ledger
-from phalanx.config import BatchConfig, CorpusConfig, ShapeConfig, TrainConfig
+from phalanx.config import TrainConfig
 from phalanx.errors import CollectiveMismatch, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.mesh import job_store
 from phalanx.train.loop import train
+from small_run import losses, small_run
 
 # Renamed in torch 2.13.
 all_gather_whole = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -492,8 +492,8 @@ def train_sharded(is_checked: bool) -> tuple[list[float], list[str]]:
 @pytest.mark.filterwarnings("default")
 def test_sharded_training_is_seen_named_and_unchanged() -> None:
     plain, _ = run_ranks(train_sharded, 2, False)[0]
-    for losses, seen in run_ranks(train_sharded, 2, True)[:1]:
-        assert losses == plain
+    for checked, seen in run_ranks(train_sharded, 2, True)[:1]:
+        assert checked == plain
         assert "all_gather bfloat16 FSDP module 1" in seen  # forward; pins _module_fqn
         assert "reduce_scatter float32 FSDP module 1" in seen  # backward
 
@@ -514,38 +514,14 @@ def test_each_connection_to_the_store_is_its_callers_own() -> None:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    folder = tmp_path_factory.mktemp("job")
-    text = "".join(f"The square of {n} is {n * n}, and its cube {n**3}.\n" for n in range(300))
-    (folder / "squares.txt").write_text(text)
-    return TrainConfig(
-        data=str(folder / "squares.txt"),
-        strategy="dp2",
-        precision="float64",
-        device="cpu",
-        steps=4,
-        threads=1,
-        save_every=2,
-        eval_every=0,
-        out=str(folder / "plain"),
-        shape=ShapeConfig(
-            num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
-            vocab_size=300, max_seq_len=64, dropout=0.1,
-        ),
-        corpus=CorpusConfig(seq_len=24, cache=str(folder / "cache"), validation=0.1),
-        batch=BatchConfig(global_size=8, microbatch=2),
-    )  # fmt: skip
-
-
-def losses(folder: str | Path) -> list[float]:
-    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["kind"] == "step"]
+    return small_run(tmp_path_factory.mktemp("job"), strategy="dp2", steps=4, save_every=2)
 
 
 def test_training_gives_the_same_losses(config: TrainConfig, tmp_path: Path) -> None:
     train(config)
     train(dataclasses.replace(config, debug_comm=True, out=str(tmp_path)))
     assert len(losses(tmp_path)) == 4
-    assert losses(tmp_path) == losses(config.out or "")
+    assert losses(tmp_path) == losses(config.out)
 
 
 ONE_CALL_MORE = """

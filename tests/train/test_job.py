@@ -15,7 +15,7 @@ import pytest
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.companions import TOKENIZER, keep_tokenizer
 from phalanx.cli.main import main
-from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job import (
@@ -28,29 +28,23 @@ from phalanx.train.job import (
 from phalanx.train.loop import train
 from phalanx.train.precision import resolve as resolve_precision
 from phalanx.train.run_folder import checkpoint_bytes, count_checkpoints
+from small_run import SHAPE, small_run
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """A small run, in a working folder of its own."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "squares.txt").write_text("".join(f"{n} {n * n} {n**3}\n" for n in range(400)))
-    return TrainConfig(
+    return small_run(
+        tmp_path,
         data="squares.txt",
-        device="cpu",
         precision="float32",
         strategy="dp1",
         steps=4,
-        threads=1,
         out="run",
-        eval_every=0,
-        shape=ShapeConfig(
-            num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
-            vocab_size=300, max_seq_len=32,
-        ),
-        corpus=CorpusConfig(seq_len=16, cache=str(tmp_path / "cache"), validation=0),
+        shape=dataclasses.replace(SHAPE, dropout=None),
         batch=BatchConfig(global_size=4),
-    )  # fmt: skip
+    )
 
 
 def with_checkpoints(config: TrainConfig, *steps: int) -> Path:
@@ -94,7 +88,7 @@ def test_a_step_that_is_not_the_last_goes_on_only_elsewhere(config: TrainConfig)
     assert resolve(dataclasses.replace(early, out="elsewhere")).out == Path("elsewhere")
     job = resolve(dataclasses.replace(config, resume="run", out=None))
     assert job.out == Path("run")
-    assert job.start is not None and job.start[1].steps_done == 3
+    assert job.start is not None and job.start.about.steps_done == 3
 
 
 def test_resume_from_inside_the_step_folder(

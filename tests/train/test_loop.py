@@ -9,51 +9,31 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.checkpoint import manifest
+from phalanx.config import OptimizerConfig, TrainConfig
 from phalanx.errors import CheckpointError
 from phalanx.train.loop import train
+from small_run import losses, records, small_run
 
 TERMS = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    folder = tmp_path_factory.mktemp("job")
-    text = "".join(f"The square of {n} is {n * n}, and its cube {n**3}.\n" for n in range(600))
-    (folder / "squares.txt").write_text(text)
-    return TrainConfig(
-        data=str(folder / "squares.txt"),
-        precision="float64",
-        device="cpu",
+    return small_run(
+        tmp_path_factory.mktemp("job"),
+        num_lines=600,
         steps=6,
         seed=5,
-        threads=1,
         save_every=3,
-        eval_every=0,
-        out=str(folder / "whole"),
-        shape=ShapeConfig(
-            num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
-            vocab_size=300, max_seq_len=64, dropout=0.1,
-        ),
-        corpus=CorpusConfig(seq_len=24, cache=str(folder / "cache"), validation=0.1),
-        batch=BatchConfig(global_size=8, microbatch=2),
         optimizer=OptimizerConfig(lr=1e-2),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(config: TrainConfig) -> dict[str, Any]:
     """The summary of an uninterrupted run over two ranks."""
     return train(config).as_dict()
-
-
-def records(folder: str | Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == kind]
-
-
-def losses(folder: str | Path) -> list[float]:
-    return [record["loss"] for record in records(folder, "step")]
 
 
 def test_a_run_learns_and_writes_what_it_says(config: TrainConfig, whole: dict[str, Any]) -> None:
@@ -63,14 +43,14 @@ def test_a_run_learns_and_writes_what_it_says(config: TrainConfig, whole: dict[s
     assert whole["speed_up"] > 0
     (tensorboard,) = Path(whole["paths"]["tensorboard"]).iterdir()
     assert tensorboard.stat().st_size > 0
-    assert len(losses(config.out or "")) == 6
+    assert len(losses(config.out)) == 6
 
 
 def test_the_terms_of_each_step_sum_to_its_wall_time(
     config: TrainConfig, whole: dict[str, Any]
 ) -> None:
     assert whole["steps"]["num_steps"] == 3
-    for record in records(config.out or "", "step"):
+    for record in records(config.out, "step"):
         assert sum(record[term] for term in TERMS) == pytest.approx(record["wall_s"], rel=0.02)
 
 
@@ -102,8 +82,8 @@ def test_a_run_goes_on_from_a_checkpoint(
         config, resume=str(middle), out=str(tmp_path), strategy=strategy, save_every=0
     )
     train(again)
-    expected = losses(config.out or "")[3:]
-    last = [records(folder, "evaluation")[-1]["loss"] for folder in (tmp_path, config.out or "")]
+    expected = losses(config.out)[3:]
+    last = [records(folder, "evaluation")[-1]["loss"] for folder in (tmp_path, config.out)]
     assert last[0] == pytest.approx(last[1], rel=1e-10)  # uneven shares over 1, 2 and 4 ranks
     if strategy == "dp2":
         assert losses(tmp_path) == expected  # to the bit
@@ -142,24 +122,26 @@ def test_an_epoch_takes_each_sample_once_with_an_uneven_end(
     assert len(taken) > 1
 
 
-def test_the_same_run_under_torchrun(
+def test_a_run_goes_on_under_torchrun_and_says_what_differs(
     config: TrainConfig, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     del whole
     toml = tmp_path / "run.toml"
     shape = {k: v for k, v in dataclasses.asdict(config.shape).items() if v is not None}
     lines = [
-        f'data = "{config.data}"\nprecision = "float64"\ndevice = "cpu"\nsteps = 6\nseed = 5',
+        f'data = "{config.data}"\nprecision = "float64"\ndevice = "cpu"\nseed = 5',
         "eval_every = 0\n[shape]",
         *(f"{key} = {value}" for key, value in shape.items()),
         f'[corpus]\nseq_len = 24\nvalidation = 0.1\ncache = "{config.corpus.cache}"',
-        "[batch]\nglobal_size = 8\nmicrobatch = 2\n[optimizer]\nlr = 1e-2",
+        'tail = "drop"\n[optimizer]\nlr = 1e-2',  # within an epoch no tail is met
     ]
     toml.write_text("\n".join(lines))
+    middle = manifest.folder_of(Path(config.out or ""), 3)
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "phalanx",
-            "train", f"--config={toml}", f"--out={tmp_path / 'out'}", "--json",
+            "train", f"--config={toml}", f"--resume={middle}", f"--out={tmp_path / 'out'}",
+            "--json",
         ],
         capture_output=True,
         text=True,
@@ -167,4 +149,6 @@ def test_the_same_run_under_torchrun(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["run"].startswith("demo")
-    assert losses(tmp_path / "out") == losses(config.out or "")
+    assert losses(tmp_path / "out") == losses(config.out)[3:]
+    assert done.stdout.count("goes on with other settings than before: corpus.tail keep -> dr") == 1
+    assert done.stdout.count("other settings") == done.stdout.count("dp2 on cpu; global batch") == 1

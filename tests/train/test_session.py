@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from phalanx.config import BatchConfig, CorpusConfig, ShapeConfig, TrainConfig
 from phalanx.launch.local import run_ranks
 from phalanx.train import session as sessions
 from phalanx.train.job import Job, resolve
 from phalanx.train.precision import Precision
+from small_run import small_run
 
 
 def state_after(job: Job, num_steps: int, save: bool) -> tuple[dict[str, Any], list[float]]:
@@ -31,17 +31,7 @@ def state_after(job: Job, num_steps: int, save: bool) -> tuple[dict[str, Any], l
 
 
 def test_the_scale_of_the_loss_is_saved_and_loaded(tmp_path: Path) -> None:
-    (tmp_path / "squares.txt").write_text("".join(f"{n} {n * n} {n**3}\n" for n in range(400)))
-    config = TrainConfig(
-        data=str(tmp_path / "squares.txt"), device="cpu", precision="float32", strategy="dp2",
-        steps=5, threads=1, out=str(tmp_path / "whole"),
-        shape=ShapeConfig(
-            num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
-            vocab_size=300, max_seq_len=32,
-        ),
-        corpus=CorpusConfig(seq_len=16, cache=str(tmp_path / "cache"), validation=0),
-        batch=BatchConfig(global_size=4),
-    )  # fmt: skip
+    config = small_run(tmp_path, precision="float32", strategy="dp2", steps=5)
     (whole, losses), _ = run_ranks(state_after, 2, resolve(config), 5, False, threads=1)
     job = resolve(dataclasses.replace(config, out=str(tmp_path / "part")))
     (part, _), _ = run_ranks(state_after, 2, job, 3, True, threads=1)

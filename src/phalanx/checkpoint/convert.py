@@ -196,8 +196,7 @@ def open_checkpoint(path: Path) -> Weights:
         CheckpointError: there is none, a file is missing or damaged, or a weight is missing or of
             another size.
     """
-    folder = manifest.find(path)
-    about = manifest.read(folder)
+    folder, about = manifest.find_and_read(path)
     try:
         files.verify(folder, about)
     except CheckpointError as error:

@@ -16,7 +16,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
@@ -110,6 +110,18 @@ class Manifest:
                 "the checkpoint holds weights alone, without an optimizer's state, so no run can "
                 "be resumed from it; begin a run with its weights by --init"
             )
+
+
+class Checkpoint(NamedTuple):
+    """A whole checkpoint on the disk.
+
+    Attributes:
+        folder: where it is.
+        about: its manifest.
+    """
+
+    folder: Path
+    about: Manifest
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -224,3 +236,13 @@ def find(path: Path) -> Path:
             "such a step folder itself"
         )
     return found[max(found)]
+
+
+def find_and_read(path: Path) -> Checkpoint:
+    """Return the checkpoint that `path` means, see `find`, with its manifest.
+
+    Raises:
+        CheckpointError: there is none, or its manifest cannot be read.
+    """
+    folder = find(path)
+    return Checkpoint(folder, read(folder))

@@ -44,8 +44,8 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
             "is running"
         )
     try:
+        _check_space(destination, num_bytes)
         final.parent.mkdir(parents=True, exist_ok=True)
-        _check_space(destination, final.parent, num_bytes)
         partial.mkdir()
         try:
             yield partial
@@ -63,10 +63,20 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
         ) from error
 
 
-def _check_space(destination: Path, parent: Path, num_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(parent).free
-    if free_bytes < num_bytes:
+def existing(path: Path) -> Path:
+    """Return the path if it is there, else the nearest folder above that is."""
+    return next(place for place in (path, *path.resolve().parents) if place.exists())
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes left on the disk that a path is on, or would be."""
+    return shutil.disk_usage(existing(path)).free
+
+
+def _check_space(destination: Path, num_bytes: int) -> None:
+    left_bytes = free_bytes(destination)
+    if left_bytes < num_bytes:
         raise CheckpointError(
-            f"{destination} needs {num_bytes / 2**30:.2f} GiB, but {parent} has "
-            f"{free_bytes / 2**30:.2f} GiB left; make room, or choose a folder on another disk"
+            f"{destination} needs {num_bytes / 2**30:.2f} GiB, but {destination.resolve().parent} "
+            f"has {left_bytes / 2**30:.2f} GiB left; make room, or choose a folder on another disk"
         )

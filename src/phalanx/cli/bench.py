@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.screen import screen
+from phalanx.cli.screen import print_json, screen
 from phalanx.errors import ConfigError
 from phalanx.measure.ceiling import LARGEST_SIZE, Ceiling, measure_ceiling
 from phalanx.measure.environment import environment, has_fast_bfloat16
@@ -114,7 +114,7 @@ def _bench_ceiling(config: CeilingConfig, console: Console) -> int:
             advice = "no picture: matplotlib is missing; pip install 'phalanx-train[plot]'"
             console.print(Text(advice))
     if config.json:
-        print(json_text(document))
+        print_json(document)
     return 0
 
 
@@ -140,7 +140,7 @@ def _bench_mfu(config: MfuConfig, console: Console) -> int:
             folder / f"mfu-{result.device}-{result.arithmetic}{compiled}.json", document, console
         )
     if config.json:
-        print(json_text(document))
+        print_json(document)
     return 0
 
 

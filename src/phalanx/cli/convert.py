@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.text import Text
 
-from phalanx.cli.screen import screen
-from phalanx.cli.train import Preparation
+from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config_load import read_command_line
 from phalanx.errors import ConfigError
 
@@ -79,9 +78,7 @@ def run(argv: list[str]) -> int:
         console.print(Text(f"checked: {agreement}", style=style), soft_wrap=True)
     console.print(Text(_closing(converted, took_s)), soft_wrap=True)
     if config.json:
-        from phalanx.measure.logs import json_text
-
-        print(json_text(_document(converted, agreement, took_s)), flush=True)
+        print_json(_document(converted, agreement, took_s))
     return 0 if agreement is None or agreement.is_within else 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -14,7 +13,7 @@ import tyro
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.screen import screen
+from phalanx.cli.screen import print_json, screen
 from phalanx.config_load import read_command_line
 from phalanx.errors import PhalanxError
 
@@ -46,7 +45,7 @@ def run(argv: list[str]) -> int:
     config = read_command_line(argv, DoctorConfig(), prog="phalanx doctor")
     found = examine()
     if config.json:
-        print(json.dumps(found))
+        print_json(found)
     else:
         _print(found)
     return 0 if found["self_test"]["passed"] else 1

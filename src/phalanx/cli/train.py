@@ -5,45 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from phalanx.cli.config_view import show_config
-from phalanx.cli.screen import screen
+from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import TrainConfig
 from phalanx.config_check import check, value_at
 from phalanx.config_load import Loaded, load_config
 from phalanx.config_load import resolve as resolve_config
 from phalanx.errors import PhalanxError
 
-
-class Preparation:
-    """Shows how far the data is prepared: a bar for each of its parts, on a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(console=console, disable=not console.is_terminal, transient=True)
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Preparation:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def report(self, what: str, done_bytes: int, all_bytes: int) -> None:
-        """Show that `done_bytes` of `all_bytes` of one part are done; 0 in all is unknown."""
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what)
-        self._progress.update(self._tasks[what], completed=done_bytes, total=all_bytes or None)
+if TYPE_CHECKING:
+    from phalanx.train.job import Job
 
 
 def run(argv: list[str]) -> int:
@@ -79,8 +55,8 @@ def _as_before(loaded: Loaded[TrainConfig], num_data_ranks: int) -> Loaded[Train
     from phalanx.checkpoint import manifest
     from phalanx.train.resume import as_before
 
-    folder = manifest.find(Path(loaded.config.resume))
-    config = as_before(loaded.config, manifest.read(folder), num_data_ranks)
+    folder, about = manifest.find_and_read(Path(loaded.config.resume))
+    config = as_before(loaded.config, about, num_data_ranks)
     sources = {
         key: source if value_at(config, key) == value_at(loaded.config, key) else str(folder)
         for key, source in loaded.sources.items()
@@ -91,23 +67,29 @@ def _as_before(loaded: Loaded[TrainConfig], num_data_ranks: int) -> Loaded[Train
 def _run(config: TrainConfig, as_json: bool) -> int:
     from phalanx.launch.local import prepare_server
     from phalanx.launch.torchrun import is_under_torchrun
-    from phalanx.measure.logs import json_text
-    from phalanx.train.job import remarks_on, resolve
+    from phalanx.train.job import resolve
     from phalanx.train.loop import start, train
 
     console = screen()
     if is_under_torchrun():
-        summary = train(config)
+        summary = train(config, lambda job: _announce(job, console))
     else:
         prepare_server()
         with Preparation(console) as preparation:
             job = resolve(config, preparation.report)
-        console.print(Text(f"{job.strategy} on {job.device}; {job.batch}; {job.num_steps} steps"))
-        for line in remarks_on(job):
-            console.print(Text(line, style="yellow"), soft_wrap=True)
+        _announce(job, console)
         summary = start(job)
     if os.environ.get("RANK", "0") == "0":
         console.print(summary.render())
         if as_json:
-            print(json_text(summary.as_dict()), flush=True)
+            print_json(summary.as_dict())
     return 0
+
+
+def _announce(job: Job, console: Console) -> None:
+    """Say what is about to run, and how that differs from the run it goes on with."""
+    from phalanx.train.job import remarks_on
+
+    console.print(Text(f"{job.strategy} on {job.device}; {job.batch}; {job.num_steps} steps"))
+    for line in remarks_on(job):
+        console.print(Text(line, style="yellow"), soft_wrap=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.config_view import show_config
-from phalanx.cli.screen import screen
+from phalanx.cli.screen import print_json, screen
 from phalanx.config import OptimizerConfig, ShapeConfig
 from phalanx.config_load import load_config
 from phalanx.errors import ConfigError
@@ -58,9 +58,7 @@ def run(argv: list[str]) -> int:
     console.print(f"{verdict.strategy} against one process: largest relative errors")
     console.print(_table(verdict, loaded.config.steps), _closing(verdict), sep="\n")
     if loaded.json:
-        from phalanx.measure.logs import json_text
-
-        print(json_text(_document(verdict)), flush=True)
+        print_json(_document(verdict))
     return 0 if verdict.is_equal else 1
 
 

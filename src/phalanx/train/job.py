@@ -8,22 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint import hugging_face, manifest
-from phalanx.checkpoint.companions import TOKENIZER, tokenizer_of
-from phalanx.checkpoint.convert import shape_in
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.data.loader import total_steps
 from phalanx.data.samples import Samples
 from phalanx.data.tokens import Progress, TokenFiles, prepare
-from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.errors import ConfigError, DataError
 from phalanx.launch.torchrun import is_under_torchrun
-from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.precision import Precision
 from phalanx.train.precision import resolve as resolve_precision
-from phalanx.train.resume import as_before, remarks, settings_of
+from phalanx.train.resume import (
+    as_before,
+    checkpoint_of,
+    name_of,
+    remarks,
+    settings_of,
+    shape_of,
+    tokenizer_of,
+)
 from phalanx.train.run_folder import (
     check_space,
     check_unused,
@@ -32,9 +36,6 @@ from phalanx.train.run_folder import (
     count_checkpoints,
     out_folder,
 )
-
-DEFAULT_MODEL = "demo"
-"""Preset of a run that names no model and begins with no checkpoint."""
 
 DEFAULT_STEPS = 560
 """Optimizer steps of a run that names neither steps nor epochs: as many as suit the demo."""
@@ -54,7 +55,7 @@ class Job:
         num_steps: optimizer steps of the whole run, those of an earlier part included.
         tokens: the prepared data.
         out: folder that the run writes to.
-        start: folder and manifest of the checkpoint to go on from, or None.
+        start: the checkpoint to go on from, or None.
         init: folder of the checkpoint that the first weights come from, or None.
     """
 
@@ -67,7 +68,7 @@ class Job:
     num_steps: int
     tokens: TokenFiles
     out: Path
-    start: tuple[Path, Manifest] | None
+    start: Checkpoint | None
     init: Path | None = None
 
 
@@ -125,14 +126,14 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     Raises:
         PhalanxError: anything that would fail later, in one message.
     """
-    start, init = _checkpoint(config.resume, "resume"), _checkpoint(config.init, "init")
+    start, init = checkpoint_of(config.resume, "resume"), checkpoint_of(config.init, "init")
     if start is not None:
-        start[1].check_optimizer()
+        start.about.check_optimizer()
     strategy, device = choose_strategy(config)
     if start is not None:
-        config = as_before(config, start[1], strategy.data_ranks)
-    name = _name_of(config, start, init)
-    shape = _shape_of(config, start, init)
+        config = as_before(config, start.about, strategy.data_ranks)
+    name = name_of(config, start, init)
+    shape = shape_of(config, start, init)
     if config.corpus.seq_len > shape.max_seq_len:
         raise ConfigError(
             f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "
@@ -149,20 +150,20 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         config.data,
         config.corpus,
         model_vocab_size=shape.vocab_size,
-        tokenizer=_tokenizer_of(config, start, init),
+        tokenizer=tokenizer_of(config, start, init),
         progress=progress,
     )
     if start is not None:
-        start[1].check(shape, _stream_of(config, tokens))
+        start.about.check(shape, _stream_of(config, tokens))
     num_samples = len(Samples(tokens.train, config.corpus.seq_len))
     if num_samples < 1:
         raise DataError(
             f"the data leaves {tokens.train.num_tokens} tokens to train on, too few for one "
             "sample; give more text, or a smaller corpus.validation"
         )
-    num_steps = count_steps(config, batch, num_samples, None if start is None else start[1])
+    num_steps = count_steps(config, batch, num_samples, None if start is None else start.about)
     _check_warmup(config, num_steps)
-    steps_done = 0 if start is None else start[1].steps_done
+    steps_done = 0 if start is None else start.about.steps_done
     num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=steps_done)
     check_space(out, num_checkpoints, config.keep_checkpoints, checkpoint_bytes(shape, precision))
     return Job(
@@ -176,89 +177,8 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         tokens=tokens,
         out=out,
         start=start,
-        init=None if init is None else init[0],
+        init=None if init is None else init.folder,
     )
-
-
-def _checkpoint(path: str | None, setting: str) -> tuple[Path, Manifest] | None:
-    """Return folder and manifest of the checkpoint that a setting names.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if path is None:
-        return None
-    if hugging_face.is_hugging_face(Path(path)):
-        raise CheckpointError(
-            f"{setting} is {path}, a Hugging Face folder; make a checkpoint of it by `phalanx "
-            f"convert {path} DST`, and begin a run with --init DST"
-        )
-    folder = manifest.find(Path(path))
-    return folder, manifest.read(folder)
-
-
-def _name_of(
-    config: TrainConfig, start: tuple[Path, Manifest] | None, init: tuple[Path, Manifest] | None
-) -> str:
-    """Return what the run's model is called; one that goes on keeps its name."""
-    if config.model is not None:
-        return config.model
-    if start is not None and "model" in start[1].settings:
-        return start[1].settings["model"]
-    if (origin := start or init) is None:
-        return DEFAULT_MODEL
-    return (manifest.run_of(origin[0]) or origin[0].resolve()).name
-
-
-def _shape_of(
-    config: TrainConfig, start: tuple[Path, Manifest] | None, init: tuple[Path, Manifest] | None
-) -> ModelShape:
-    """Return the model's shape: as the settings say, or that of the weights it begins with.
-
-    Dropout is no property of weights, so it may differ from that of the checkpoint.
-
-    Raises:
-        ConfigError: the settings contradict each other, or the weights of `init`.
-    """
-    named = None if config.model is None else shape_of(config.model)
-    if init is None:
-        held = None if start is None else shape_in(start[1], start[0])
-        return with_sizes(named or held or shape_of(DEFAULT_MODEL), config.shape)
-    held = shape_in(init[1], init[0])
-    wanted = with_sizes(named or held, config.shape)
-    for name, value in dataclasses.asdict(held).items():
-        asked = getattr(wanted, name)
-        if asked != value and name != "dropout":
-            words = f"model {config.model} with the given shape" if named else "the given shape"
-            raise ConfigError(
-                f"init is {config.init}, weights of a model whose {name} is {value}, but {words} "
-                f"has {asked}; the run takes the checkpoint's shape, so leave model and shape out"
-            )
-    dropout = config.shape.dropout
-    return held if dropout is None else dataclasses.replace(held, dropout=dropout)
-
-
-def _tokenizer_of(
-    config: TrainConfig, start: tuple[Path, Manifest] | None, init: tuple[Path, Manifest] | None
-) -> str | None:
-    """Return the tokenizer.json to use: the one that is given, else the checkpoint's, if any.
-
-    Settings for a tokenizer that is to be trained go before the checkpoint's.
-
-    Raises:
-        ConfigError: there is none for the weights of `init`, and none was asked for.
-    """
-    origin = start or init
-    if config.tokenizer is not None or origin is None or config.corpus.vocab_size is not None:
-        return config.tokenizer
-    found = tokenizer_of(origin[0])
-    if found is None and init is not None:
-        raise ConfigError(
-            f"init is {config.init}, which has no {TOKENIZER}, so nothing says which tokens the "
-            "rows of its embedding stand for; give it by --tokenizer, or train another one by "
-            "--corpus.vocab-size"
-        )
-    return None if found is None else str(found)
 
 
 def count_steps(
@@ -333,5 +253,5 @@ def remarks_on(job: Job) -> list[str]:
     """Return what a person should know of a job that goes on with a run, in a line each."""
     if job.start is None:
         return []
-    settings = settings_of(job.config, job.batch, job.name, job.shape.dropout)
-    return remarks(job.start[1], settings, job.num_steps)
+    before = job.start.about
+    return remarks(before, manifest_of(job, before.steps_done, before.consumed))

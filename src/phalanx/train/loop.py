@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +24,16 @@ from phalanx.train.observer import Observer
 from phalanx.train.session import Session, open_session
 from phalanx.train.summary import Summary, summarize_run
 
+Announce = Callable[[Job], None]
+"""Told the job before its first step."""
 
-def train(config: TrainConfig) -> Summary:
+
+def train(config: TrainConfig, announce: Announce | None = None) -> Summary:
     """Train as `config` says: start the processes, or join those that torchrun started.
 
     Args:
         config: see `TrainConfig`; its defaults are the demo.
+        announce: called once in the whole job, under torchrun by rank 0.
 
     Returns:
         What was measured.
@@ -41,12 +46,15 @@ def train(config: TrainConfig) -> Summary:
         return run_here(
             lambda: resolve(config),
             facts_of,
-            _train_here,
+            functools.partial(_train_here, announce),
             device=config.device,
             threads=config.threads,
             timeout_s=config.timeout_s,
         )
-    return start(resolve(config))
+    job = resolve(config)
+    if announce is not None:
+        announce(job)
+    return start(job)
 
 
 def start(job: Job) -> Summary:
@@ -118,7 +126,7 @@ def facts_of(job: Job) -> dict[str, Any]:
     """Return what must be the same on every rank, each of which has resolved the job by itself."""
     steps_done, consumed = 0, 0
     if job.start is not None:
-        steps_done, consumed = job.start[1].steps_done, job.start[1].consumed
+        steps_done, consumed = job.start.about.steps_done, job.start.about.consumed
     return {
         **manifest_of(job, steps_done, consumed).stream,
         "device": job.device,
@@ -131,9 +139,11 @@ def facts_of(job: Job) -> dict[str, Any]:
     }
 
 
-def _train_here(job: Job) -> Summary:
+def _train_here(announce: Announce | None, job: Job) -> Summary:
     # A folder named after the time must have one name.
     job = dataclasses.replace(job, out=share(job.out))
+    if announce is not None and dist.get_rank() == 0:
+        announce(job)
     try:
         return train_rank(job)
     except CollectiveMismatch as error:

@@ -1,17 +1,105 @@
-"""How a run goes on: what it takes from its checkpoint's manifest, and what differs from it."""
+"""What a run takes from the checkpoint it begins with or goes on from, and what differs from it.
+
+`start` is a checkpoint to go on from (--resume), `init` one whose weights a run begins with.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any, Final
 
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint import companions, hugging_face, manifest
+from phalanx.checkpoint.convert import shape_in
+from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.config import BatchConfig, BatchPlan, TrainConfig
-from phalanx.errors import BatchError
+from phalanx.errors import BatchError, CheckpointError, ConfigError
+from phalanx.models.registry import shape_of as preset
+from phalanx.models.registry import with_sizes
+from phalanx.models.shape import ModelShape
+
+DEFAULT_MODEL: Final = "demo"
+"""Preset of a run that names no model and begins with no checkpoint."""
 
 _FREE: Final = ("model", "epochs", "batch.microbatch")
 """Settings in a manifest that change no number of the run, or show in those that do."""
+
+
+def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
+    """Return the checkpoint that a setting names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if path is None:
+        return None
+    if hugging_face.is_hugging_face(Path(path)):
+        raise CheckpointError(
+            f"{setting} is {path}, a Hugging Face folder; make a checkpoint of it by `phalanx "
+            f"convert {path} DST`, and begin a run with --init DST"
+        )
+    return manifest.find_and_read(Path(path))
+
+
+def name_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | None) -> str:
+    """Return what the run's model is called; one that goes on keeps its name."""
+    if config.model is not None:
+        return config.model
+    if start is not None and "model" in start.about.settings:
+        return start.about.settings["model"]
+    if (origin := start or init) is None:
+        return DEFAULT_MODEL
+    return (manifest.run_of(origin.folder) or origin.folder.resolve()).name
+
+
+def shape_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | None) -> ModelShape:
+    """Return the model's shape: as the settings say, or that of the weights it begins with.
+
+    Dropout is no property of weights, so it may differ from that of the checkpoint.
+
+    Raises:
+        ConfigError: the settings contradict each other, or the weights of `init`.
+    """
+    named = None if config.model is None else preset(config.model)
+    if init is None:
+        held = None if start is None else shape_in(start.about, start.folder)
+        return with_sizes(named or held or preset(DEFAULT_MODEL), config.shape)
+    held = shape_in(init.about, init.folder)
+    wanted = with_sizes(named or held, config.shape)
+    for name, value in dataclasses.asdict(held).items():
+        asked = getattr(wanted, name)
+        if asked != value and name != "dropout":
+            words = f"model {config.model} with the given shape" if named else "the given shape"
+            raise ConfigError(
+                f"init is {config.init}, weights of a model whose {name} is {value}, but {words} "
+                f"has {asked}; the run takes the checkpoint's shape, so leave model and shape out"
+            )
+    dropout = config.shape.dropout
+    return held if dropout is None else dataclasses.replace(held, dropout=dropout)
+
+
+def tokenizer_of(
+    config: TrainConfig, start: Checkpoint | None, init: Checkpoint | None
+) -> str | None:
+    """Return the tokenizer.json to use: the one that is given, else the checkpoint's, if any.
+
+    Settings for a tokenizer that is to be trained go before the checkpoint's.
+
+    Raises:
+        ConfigError: there is none for the weights of `init`, and none was asked for.
+    """
+    origin = start or init
+    if config.tokenizer is not None or origin is None or config.corpus.vocab_size is not None:
+        return config.tokenizer
+    found = companions.tokenizer_of(origin.folder)
+    if found is None and init is not None:
+        raise ConfigError(
+            f"init is {config.init}, which has no {companions.TOKENIZER}, so nothing says which "
+            "tokens the rows of its embedding stand for; give it by --tokenizer, or train another "
+            "one by --corpus.vocab-size"
+        )
+    return None if found is None else str(found)
 
 
 def settings_of(config: TrainConfig, batch: BatchPlan, name: str, dropout: float) -> dict[str, Any]:
@@ -77,27 +165,26 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def remarks(about: Manifest, settings: dict[str, Any], num_steps: int) -> list[str]:
+def remarks(before: Manifest, now: Manifest) -> list[str]:
     """Return what a person should know of a run that goes on, in a line each.
 
     Args:
-        about: of the checkpoint it goes on from.
-        settings: those it goes on with, as `settings_of` gives them.
-        num_steps: optimizer steps of the whole run.
+        before: of the checkpoint it goes on from.
+        now: of the run, where it goes on.
     """
     lines: list[str] = []
-    before = {**about.settings, "steps": about.num_steps}
-    now = json.loads(json.dumps({**settings, "steps": num_steps}))  # as a manifest has them
+    earlier = {**before.settings, "steps": before.num_steps}
+    settings = {**now.settings, "steps": now.num_steps}
     differing = [
-        f"{key} {before[key]} -> {value}"
-        for key, value in now.items()
-        if key not in _FREE and key in before and before[key] != value
+        f"{key} {earlier[key]} -> {value}"
+        for key, value in json.loads(json.dumps(settings)).items()  # as a manifest has them
+        if key not in _FREE and key in earlier and earlier[key] != value
     ]
     if differing:
         lines.append(f"goes on with other settings than before: {', '.join(differing)}")
-    if about.steps_done >= num_steps:
+    if before.steps_done >= now.num_steps:
         lines.append(
-            f"nothing left to do: the checkpoint is after step {about.steps_done}, and the run "
-            f"takes {num_steps} in all; --steps says how many"
+            f"nothing left to do: the checkpoint is after step {before.steps_done}, and the run "
+            f"takes {now.num_steps} in all; --steps says how many"
         )
     return lines

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.manifest import Checkpoint
+from phalanx.checkpoint.place import existing, free_bytes
 from phalanx.config import TrainConfig
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
@@ -48,25 +48,26 @@ def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
     return Path("runs") / new.replace(":", "_").replace("/", "_").replace(",", "-")
 
 
-def check_unused(out: Path, start: tuple[Path, Manifest] | None) -> None:
+def check_unused(out: Path, start: Checkpoint | None) -> None:
     """Refuse to mix the checkpoints of two runs, of which --resume would take the wrong one.
 
     Raises:
         ConfigError: `out` holds checkpoints of another run, or later ones of this.
     """
-    existing = manifest.whole(out)
-    if not existing:
+    checkpoints = manifest.whole(out)
+    if not checkpoints:
         return
-    last = max(existing)
-    if start is None or manifest.run_of(start[0]) != out.resolve():
+    last = max(checkpoints)
+    if start is None or manifest.run_of(start.folder) != out.resolve():
         raise ConfigError(
             f"{out} holds checkpoints of another run, the last after step {last}; give another "
             f"--out, or go on with that run by --resume {out}"
         )
-    if last > start[1].steps_done:
+    if last > start.about.steps_done:
         raise ConfigError(
-            f"resume is from step {start[1].steps_done}, but {out} holds a checkpoint after step "
-            f"{last}; give another --out, resume from the last one, {existing[last]}, or remove it"
+            f"resume is from step {start.about.steps_done}, but {out} holds a checkpoint after "
+            f"step {last}; give another --out, resume from the last one, {checkpoints[last]}, or "
+            "remove it"
         )
 
 
@@ -77,8 +78,7 @@ def check_writable(out: Path) -> None:
         ConfigError: with the reason.
     """
     try:
-        nearest = next(path for path in (out, *out.resolve().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=nearest) as probe:
+        with tempfile.TemporaryFile(dir=existing(out)) as probe:
             probe.write(b"x")
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror}; give another --out") from error
@@ -113,12 +113,11 @@ def check_space(out: Path, num_checkpoints: int, keep: int | None, one_bytes: in
     """
     if keep is not None:  # the next is whole before the oldest goes
         num_checkpoints = min(num_checkpoints, max(1, keep + 1 - len(manifest.whole(out))))
-    nearest = next(path for path in (out, *out.resolve().parents) if path.exists())
-    free_bytes = shutil.disk_usage(nearest).free
-    if free_bytes < num_checkpoints * one_bytes:
+    left_bytes = free_bytes(out)
+    if left_bytes < num_checkpoints * one_bytes:
         raise ConfigError(
             f"the run's checkpoints ({num_checkpoints}, of {one_bytes / 2**30:.2f} GiB each) need "
             f"{num_checkpoints * one_bytes / 2**30:.2f} GiB, but {out} has "
-            f"{free_bytes / 2**30:.2f} GiB left; give another --out, make room, save less often "
+            f"{left_bytes / 2**30:.2f} GiB left; give another --out, make room, save less often "
             "(--save-every) or keep fewer (--keep-checkpoints)"
         )
