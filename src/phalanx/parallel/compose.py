@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -18,7 +18,9 @@ from phalanx.mesh import device_of
 from phalanx.parallel import data, recompute, sharded
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.holding import Holding
+from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor import apply as tensor
+from phalanx.parallel.tensor.layout import Extent
 from phalanx.parallel.tensor.replicas import ReplicaReducer
 from phalanx.strategy import Strategy, require_built
 
@@ -75,7 +77,7 @@ def layout(
     compute: torch.dtype | None = None,
     accumulation: int = 1,
 ) -> Holding:
-    """Return what one rank holds of the trained state of a model that is not split yet.
+    """Return what the first rank holds of the trained state of a model that is not split yet.
 
     Args:
         model: any module, on any device, meta too.
@@ -83,6 +85,8 @@ def layout(
         compute: data type of the arithmetic; that of the parameters if None.
         accumulation: microbatches a step.
     """
+    if strategy.tp.degree > 1:
+        model = account.part_of_first(model, strategy)
     if strategy.fsdp.degree > 1:
         kind = cast(sharded.Kind, strategy.fsdp.kind)
         groups = sharded.groups_of(model, compute)
@@ -101,21 +105,33 @@ def layout(
 def traffic(
     model: nn.Module,
     strategy: Strategy,
+    microbatches: Sequence[tuple[int, int]],
     *,
     compute: torch.dtype | None = None,
-    accumulation: int = 1,
 ) -> list[Entry]:
-    """Return what one rank sends in one step; the arguments are those of `layout`."""
+    """Return what the first rank sends in one step.
+
+    Args:
+        model: not split yet, on any device, meta too.
+        strategy: how it is to be split.
+        microbatches: rows and places of each of this rank's microbatches.
+        compute: data type of the arithmetic; that of the parameters if None.
+    """
+    entries: list[Entry] = []
+    if strategy.tp.degree > 1:
+        extents = [Extent(*microbatch) for microbatch in microbatches]
+        entries = account.traffic(model, strategy, extents, compute=compute)
+        model = account.part_of_first(model, strategy)
     if strategy.fsdp.degree > 1:
-        return sharded.traffic(
+        return entries + sharded.traffic(
             sharded.groups_of(model, compute),
             strategy.fsdp.degree,
             cast(sharded.Kind, strategy.fsdp.kind),
             num_copies=strategy.dp.degree,
-            accumulation=accumulation,
+            accumulation=len(microbatches),
         )
     kind = cast(data.Kind, strategy.dp.kind)
-    return data.traffic(_trained_sizes(model), strategy.dp.degree, kind)
+    return entries + data.traffic(_trained_sizes(model), strategy.dp.degree, kind)
 
 
 def _trained_sizes(model: nn.Module) -> list[int]:

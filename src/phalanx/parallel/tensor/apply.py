@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
@@ -45,7 +46,7 @@ def apply(
         StrategyError: see `sites_of` and `check`.
     """
     sites = sites_of(model, patterns)
-    layout = LAYOUTS[strategy.tp.kind](strategy.grid(), mesh)
+    layout = layout_of(strategy, mesh)
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for site in sites:
         for name, placements in placements_of(site, layout).items():
@@ -56,6 +57,24 @@ def apply(
     for site in sites:
         _bind(site, layout)
     return layout
+
+
+def layout_of(strategy: Strategy, mesh: DeviceMesh | None = None) -> Layout:
+    """Return the layout of a strategy; without a mesh, one that only says what would be."""
+    return LAYOUTS[strategy.tp.kind](strategy.grid(), mesh)
+
+
+def part_shape(
+    shape: Sequence[int], layout: Layout, placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """Return the shape of this rank's part of a parameter."""
+    part = list(shape)
+    for axis, placement in zip(layout.sizes, placements, strict=True):
+        if isinstance(placement, Shard):
+            size = -(-part[placement.dim] // layout.sizes[axis])
+            first = min(part[placement.dim], layout.coords[axis] * size)
+            part[placement.dim] = min(size, part[placement.dim] - first)
+    return tuple(part)
 
 
 def placements_of(site: Site, layout: Layout) -> dict[str, tuple[Placement, ...]]:

@@ -68,6 +68,27 @@ class Extent:
     length: int
 
 
+@dataclass(frozen=True)
+class Move:
+    """A collective of one phase, or several alike.
+
+    Attributes:
+        phase: "forward" or "backward".
+        axis: the sub-axis; "tp" is all ranks.
+        op: its name in the ledger.
+        calls: how many.
+        elements: of the whole tensors, all calls together.
+        is_master: they are of the data type of the masters, not of the arithmetic.
+    """
+
+    phase: str
+    axis: str
+    op: str
+    calls: int
+    elements: int
+    is_master: bool = False
+
+
 class Layout(ABC):
     """One layout on the ranks of a job. A file of this folder each.
 
@@ -76,7 +97,6 @@ class Layout(ABC):
         entry: how ids lie when they are looked up in a table of the vocabulary.
         column, row: how weights lie.
         sizes: size of each sub-axis, in the order of the mesh.
-        mesh: the mesh of the job.
         extent: of the microbatch at work; the embedding sets it, and backward sets it back.
         key: the number by which operators know this layout.
     """
@@ -87,11 +107,17 @@ class Layout(ABC):
     column: ClassVar[Matrix]
     row: ClassVar[Matrix]
 
-    def __init__(self, sizes: Mapping[str, int], mesh: DeviceMesh) -> None:
+    def __init__(self, sizes: Mapping[str, int], mesh: DeviceMesh | None = None) -> None:
         self.sizes = dict(sizes)
-        self.mesh = mesh
+        self._mesh = mesh
         self.extent = Extent(0, 0)
         self.key = products.register(self)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the job; a layout without one only says what would be."""
+        assert self._mesh is not None
+        return self._mesh
 
     # What a layout file supplies.
 
@@ -126,6 +152,23 @@ class Layout(ABC):
     def enter_backward(self, d_x: Tensor) -> Tensor:
         """Return the gradient of `partial`."""
 
+    @abstractmethod
+    def columns_moves(self, num_in: int, nums_out: Sequence[int]) -> list[Move]:
+        """Return what the column products of one branch move, for the extent at work.
+
+        Args:
+            num_in: features of the residual, D.
+            nums_out: features of each product.
+        """
+
+    @abstractmethod
+    def back_moves(self, num_in: int, num_out: int) -> list[Move]:
+        """Return what a row product of F to D features moves, for the extent at work."""
+
+    @abstractmethod
+    def enter_moves(self, num_features: int) -> list[Move]:
+        """Return what an embedding of D features moves, for the extent at work."""
+
     # What follows from it.
 
     def placements(self, matrix: Matrix) -> tuple[Placement, ...]:
@@ -145,8 +188,10 @@ class Layout(ABC):
 
     @cached_property
     def coords(self) -> dict[str, int]:
-        """This rank's coordinate on each sub-axis."""
-        return {axis: self.mesh.get_local_rank(axis) for axis in self.sizes}
+        """This rank's coordinate on each sub-axis; those of the first rank without a mesh."""
+        if self._mesh is None:
+            return dict.fromkeys(self.sizes, 0)
+        return {axis: self._mesh.get_local_rank(axis) for axis in self.sizes}
 
     def num_parts(self, axes: Sequence[str]) -> int:
         """Return the number of parts over `axes`."""
@@ -158,6 +203,15 @@ class Layout(ABC):
         for axis in axes:
             number = number * self.sizes[axis] + self.coords[axis]
         return number, self.num_parts(axes)
+
+    def elements(self, spread: Spread, num_features: int) -> int:
+        """Return the elements of this rank's part of an activation of the extent at work."""
+        num_rows = self.padded_rows // self.num_parts(spread.rows)
+        num_places, num_part = (
+            self.place_range(spread)[1],
+            self.feature_range(spread, num_features)[1],
+        )
+        return num_rows * num_places * num_part
 
     @property
     def padded_rows(self) -> int:
@@ -238,6 +292,16 @@ class Layout(ABC):
             num_features: D.
         """
         return cast(Tensor, _Whole.apply(x, self, spread, num_features))
+
+    def whole_moves(self, spread: Spread, num_features: int) -> list[Move]:
+        """Return what `whole` moves, for the extent at work."""
+        moves: list[Move] = []
+        parts = [spread.features, spread.places, *reversed(spread.rows)]
+        elements = self.elements(spread, num_features)
+        for axis in filter(None, parts):
+            elements *= self.sizes[axis]
+            moves.append(Move("forward", axis, "all_gather", 1, elements))
+        return moves
 
 
 class _Whole(Function):

@@ -23,9 +23,10 @@ from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from phalanx.comm.primitives import all_gather, reduce_scatter
-from phalanx.parallel.tensor.layout import Layout, Matrix, Spread, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, weight_gradient
 
 
 class OneD(Layout):
@@ -36,10 +37,12 @@ class OneD(Layout):
     column = Matrix(out=("tp",), inner=())
     row = Matrix(out=(), inner=("tp",))
 
+    @override
     def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         whole = self.gather(x)
         return [F.linear(whole, weight.to(x.dtype)) for weight in weights]
 
+    @override
     def columns_backward(
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
@@ -48,18 +51,47 @@ class OneD(Layout):
         whole = self.gather(x)
         return d_x, [weight_gradient(d_y, whole, weight.dtype) for d_y, weight in pairs]
 
+    @override
     def back(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.scatter(F.linear(x, weight.to(x.dtype)))
 
+    @override
     def back_backward(self, x: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
         whole = self.gather(d_y)
         return whole @ weight.to(x.dtype), weight_gradient(whole, x, weight.dtype)
 
+    @override
     def enter(self, partial: Tensor) -> Tensor:
         return self.scatter(partial)
 
+    @override
     def enter_backward(self, d_x: Tensor) -> Tensor:
         return self.gather(d_x)
+
+    @override
+    def columns_moves(self, num_in: int, nums_out: Sequence[int]) -> list[Move]:
+        whole = self.extent.num_rows * self.padded_length * num_in
+        return [
+            Move("forward", "tp", "all_gather", 1, whole),
+            Move("backward", "tp", "all_gather", 1, whole),
+            Move("backward", "tp", "reduce_scatter", 1, whole),
+        ]
+
+    @override
+    def back_moves(self, num_in: int, num_out: int) -> list[Move]:
+        whole = self.extent.num_rows * self.padded_length * num_out
+        return [
+            Move("forward", "tp", "reduce_scatter", 1, whole),
+            Move("backward", "tp", "all_gather", 1, whole),
+        ]
+
+    @override
+    def enter_moves(self, num_features: int) -> list[Move]:
+        whole = self.extent.num_rows * self.padded_length * num_features
+        return [
+            Move("forward", "tp", "reduce_scatter", 1, whole, is_master=True),
+            Move("backward", "tp", "all_gather", 1, whole, is_master=True),
+        ]
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather the places of x[B, T_tp, D], and cut padding off."""

@@ -25,14 +25,14 @@ Limits    q divides D, heads, key-value heads and F. B is padded to a multiple o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from phalanx.comm.primitives import (
     Pending,
@@ -43,7 +43,7 @@ from phalanx.comm.primitives import (
     swap,
 )
 from phalanx.mesh import tp_group
-from phalanx.parallel.tensor.layout import Layout, Matrix, Spread, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, weight_gradient
 
 
 class TwoD(Layout):
@@ -54,10 +54,12 @@ class TwoD(Layout):
     column = Matrix(out=("tp_col",), inner=("tp_row",))
     row = Matrix(out=("tp_row",), inner=("tp_col",))
 
-    def __init__(self, sizes: Mapping[str, int], mesh: DeviceMesh) -> None:
-        super().__init__(sizes, mesh)
-        self.group: dist.ProcessGroup = tp_group(mesh)
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of tp."""
+        return tp_group(self.mesh)
 
+    @override
     def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         ys = [x.new_zeros(x.shape[0] * x.shape[1], len(weight)) for weight in weights]
         casts = [weight.to(x.dtype) for weight in weights]
@@ -68,6 +70,7 @@ class TwoD(Layout):
                 y.addmm_(x_t.flatten(0, 1), weight_t.T)
         return [y.unflatten(0, x.shape[:2]) for y in ys]
 
+    @override
     def columns_backward(
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
@@ -83,12 +86,14 @@ class TwoD(Layout):
                 d_weight.add(weight_gradient(d_y, x_t, weight.dtype))
         return d_x.mine(), [d_weight.mine() for d_weight in d_weights]
 
+    @override
     def back(self, x: Tensor, weight: Tensor) -> Tensor:
         y = _Reductions(self, "tp_col")
         for (weight_t,) in self.panels("tp_row", weight.to(x.dtype)):
             y.add(x @ weight_t.T)
         return y.mine()
 
+    @override
     def back_backward(self, x: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
         d_x = x.new_zeros(x.shape[0] * x.shape[1], x.shape[2])
         d_weight = _Reductions(self, "tp_row")
@@ -99,14 +104,55 @@ class TwoD(Layout):
             d_weight.add(weight_gradient(d_y_t, x, weight.dtype))
         return d_x.view(x.shape), d_weight.mine()
 
+    @override
     def enter(self, partial: Tensor) -> Tensor:
         # [B, T, D_row]{sum col} -> [B_col, T, D_row] -> [B_row, T, D_col]
         part = reduce_scatter(partial, self.mesh, "tp_col", 0)
         return swap(part, self.group, self.partner)
 
+    @override
     def enter_backward(self, d_x: Tensor) -> Tensor:
         d_part = swap(d_x, self.group, self.partner)
         return all_gather(d_part, self.mesh, "tp_col", 0)
+
+    @override
+    def columns_moves(self, num_in: int, nums_out: Sequence[int]) -> list[Move]:
+        size, num_products = self.sizes["tp_row"], len(nums_out)
+        x = size * self.elements(self.residual, num_in)
+        outs = sum(self.feature_range(self.inner, num_out)[1] for num_out in nums_out)
+        weights = outs * num_in
+        return [
+            Move("forward", "tp_col", "broadcast", size, x),
+            Move("forward", "tp_row", "broadcast", size * num_products, weights),
+            Move("backward", "tp_col", "broadcast", size, x),
+            Move("backward", "tp_row", "broadcast", size * num_products, weights),
+            Move("backward", "tp_col", "reduce", size, x),
+            Move("backward", "tp_row", "reduce", size * num_products, weights, is_master=True),
+        ]
+
+    @override
+    def back_moves(self, num_in: int, num_out: int) -> list[Move]:
+        size = self.sizes["tp_row"]
+        y = size * self.elements(self.residual, num_out)
+        weight = num_in * num_out // size
+        return [
+            Move("forward", "tp_row", "broadcast", size, weight),
+            Move("forward", "tp_col", "reduce", size, y),
+            Move("backward", "tp_col", "broadcast", size, y),
+            Move("backward", "tp_row", "broadcast", size, weight),
+            Move("backward", "tp_row", "reduce", size, weight, is_master=True),
+        ]
+
+    @override
+    def enter_moves(self, num_features: int) -> list[Move]:
+        part = self.elements(self.residual, num_features)
+        whole = part * self.sizes["tp_col"]
+        return [
+            Move("forward", "tp_col", "reduce_scatter", 1, whole, is_master=True),
+            Move("forward", "tp", "all_to_all", 1, part, is_master=True),
+            Move("backward", "tp", "all_to_all", 1, part, is_master=True),
+            Move("backward", "tp_col", "all_gather", 1, whole, is_master=True),
+        ]
 
     @cached_property
     def partner(self) -> int:

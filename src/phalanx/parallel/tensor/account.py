@@ -1,0 +1,176 @@
+"""What tensor parallelism holds and sends, said before any process starts.
+
+`part_of_first` gives the model as the first rank of tp holds it, to which the formulas of the data
+axes then apply; `traffic` adds up what layers and replicas move.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from phalanx.comm.ledger import Entry, sent_bytes
+from phalanx.models.decoder import Head
+from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.data import BUCKET_BYTES, buckets
+from phalanx.parallel.tensor.apply import layout_of, part_shape, placements_of
+from phalanx.parallel.tensor.layers import is_transposed
+from phalanx.parallel.tensor.layout import Extent, Layout, Move
+from phalanx.parallel.tensor.roles import Patterns, Site, sites_of
+from phalanx.strategy import Strategy
+
+
+def part_of_first(
+    model: nn.Module, strategy: Strategy, patterns: Patterns | None = None
+) -> nn.Module:
+    """Return a copy of a model, on the meta device, whose parameters are those of the first rank.
+
+    Args:
+        model: not split yet, on any device.
+        strategy: its tp is above 1.
+        patterns: names of modules to roles; those known for the model if None.
+    """
+    layout = layout_of(strategy)
+    parts: dict[int, object] = {}
+    for site in sites_of(model, patterns):
+        for name, placements in placements_of(site, layout).items():
+            whole = site.module.get_parameter(name)
+            shape = part_shape(whole.shape, layout, placements)
+            part = torch.empty(shape, dtype=whole.dtype, device="meta")
+            parts[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    return copy.deepcopy(model, memo=parts)
+
+
+def traffic(
+    model: nn.Module,
+    strategy: Strategy,
+    extents: Sequence[Extent],
+    *,
+    compute: torch.dtype | None = None,
+    patterns: Patterns | None = None,
+) -> list[Entry]:
+    """Return what the first rank of tp sends over tp in one step.
+
+    Args:
+        model: not split yet, on any device.
+        strategy: its tp is above 1.
+        extents: of each microbatch of the step.
+        compute: data type of the arithmetic; that of the parameters if None.
+        patterns: names of modules to roles; those known for the model if None.
+    """
+    layout = layout_of(strategy)
+    sites = sites_of(model, patterns)
+    master = next(model.parameters()).dtype
+    compute = compute or master
+    blocks = tuple(f"{name}." for name, _ in blocks_of(model))
+    sums: Counter[tuple[str, str, str]] = Counter()
+    calls: Counter[tuple[str, str, str]] = Counter()
+
+    def count(phase: str, move: Move, item_bytes: int) -> None:
+        if layout.sizes.get(move.axis, strategy.tp.degree) > 1 and move.elements:
+            calls[phase, move.axis, move.op] += move.calls
+            sums[phase, move.axis, move.op] += move.elements * item_bytes
+
+    for extent, site in itertools.product(extents, sites):
+        layout.extent = extent
+        again = strategy.recompute.kind if site.name.startswith(blocks) else "none"
+        for move in _product_moves(site, sites, layout):
+            item_bytes = (master if move.is_master else compute).itemsize
+            count(move.phase, move, item_bytes)
+            if move.phase == "forward" and again not in ("none", "selective"):
+                count("backward", move, item_bytes)
+        for move in _statistic_moves(site, layout):
+            item_bytes = torch.promote_types(compute, torch.float32).itemsize
+            count(move.phase, move, item_bytes)
+            if move.phase == "forward" and again != "none":
+                count("backward", move, item_bytes)
+    for axes, sizes in _replicas(sites, layout, strategy.fsdp.degree).items():
+        for axis in axes:
+            move = Move("reduce", axis, "all_reduce", len(buckets(sizes, BUCKET_BYTES)), sum(sizes))
+            count("reduce", move, 1)
+    degrees = {"tp": strategy.tp.degree, **layout.sizes}
+    return [
+        Entry(*key, calls[key], payload, sent_bytes(key[2], payload, degrees[key[1]]))
+        for key, payload in sums.items()
+    ]
+
+
+def _product_moves(site: Site, sites: Sequence[Site], layout: Layout) -> list[Move]:
+    """Return what the products and the look-up of a module move."""
+    if site.role == "branch":
+        shapes = [_matrix_shape(column) for _, column in site.columns]
+        return layout.columns_moves(shapes[0][1], [num_out for num_out, _ in shapes])
+    if site.role == "row":
+        num_out, num_in = _matrix_shape(site.module)
+        return layout.back_moves(num_in, num_out)
+    if site.role == "embedding":
+        return layout.enter_moves(_matrix_shape(site.module)[1])
+    if site.role == "head":
+        num_ids, num_in = _matrix_shape(_table(site, sites))
+        moves = layout.columns_moves(num_in, [num_ids])
+        is_loss = isinstance(site.module, Head)
+        return moves if is_loss else moves + layout.whole_moves(layout.inner, num_ids)
+    return []
+
+
+def _statistic_moves(site: Site, layout: Layout) -> list[Move]:
+    """Return the sums over features of norms, and those of the loss."""
+    if site.role == "norm" and layout.residual.features is not None:
+        axis = layout.residual.features
+        num_rows = layout.elements(layout.residual, layout.sizes[axis])
+        count = 1 if getattr(site.module, "bias", None) is None else 2
+        return [
+            Move("forward", axis, "all_reduce", count, count * num_rows),
+            Move("backward", axis, "all_reduce", 1, count * num_rows),
+        ]
+    if isinstance(site.module, Head):
+        axis = layout.inner.features
+        assert axis is not None
+        num_rows = layout.elements(layout.inner, layout.sizes[axis])
+        of_rows = [Move("forward", row, "all_reduce", 1, 1) for row in layout.inner.rows]
+        return [Move("forward", axis, "all_reduce", 2, 3 * num_rows), *of_rows]
+    return []
+
+
+def _replicas(
+    sites: Sequence[Site], layout: Layout, num_shares: int
+) -> dict[tuple[str, ...], list[int]]:
+    """Return the bytes of each gradient that owes a sum, by the axes over which it does.
+
+    Args:
+        sites: modules with roles.
+        layout: how parameters lie.
+        num_shares: degree of fsdp, which splits the rows of this rank's part again.
+    """
+    sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    seen: set[nn.Parameter] = set()
+    for site in sites:
+        for name, placements in placements_of(site, layout).items():
+            parameter = site.module.get_parameter(name)
+            pairs = zip(layout.sizes, placements, strict=True)
+            axes = tuple(axis for axis, placement in pairs if placement.is_replicate())
+            if axes and parameter.requires_grad and parameter not in seen:
+                rows, *rest = part_shape(parameter.shape, layout, placements)
+                share = -(-rows // num_shares) * math.prod(rest)
+                sizes[axes].append(share * parameter.dtype.itemsize)
+            seen.add(parameter)
+    return sizes
+
+
+def _matrix_shape(module: nn.Module) -> tuple[int, int]:
+    """Return (out, in) of a linear map, or (ids, features) of a table."""
+    num_out, num_in = module.get_parameter("weight").shape
+    return (num_in, num_out) if is_transposed(module) else (num_out, num_in)
+
+
+def _table(site: Site, sites: Sequence[Site]) -> nn.Module:
+    """Return the module that holds the weight of an output projection: the embedding if tied."""
+    if getattr(site.module, "weight", None) is not None:
+        return site.module
+    return next(other.module for other in sites if other.role == "embedding")
