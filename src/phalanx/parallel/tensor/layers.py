@@ -15,7 +15,8 @@ Modules stay, and so do the names of their parameters, which become DTensors. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
 
@@ -23,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.func import functional_call
 
 from phalanx.comm.primitives import local_part
 from phalanx.models.decoder import Head
@@ -42,7 +42,7 @@ def bind_embedding(module: nn.Module, layout: Layout) -> None:
         first, _ = layout.feature_range(layout.inner, cast(Tensor, self.weight).shape[0])
         ids = layout.rows_of(ids_BT, layout.entry)
         return products.enter(
-            layout, cast(Tensor, _LookUp.apply(ids - first, local_part(self.weight)))
+            layout, cast(Tensor, _LookUp.apply(ids - first, _part(self, "weight")))
         )
 
     _replace(module, forward)
@@ -53,7 +53,7 @@ def bind_table(module: nn.Module, layout: Layout) -> None:
 
     def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
         ids = layout.rows_of(ids_BT, layout.residual)
-        return F.embedding(layout.places_of(ids, layout.residual, 1), local_part(self.weight))
+        return F.embedding(layout.places_of(ids, layout.residual, 1), _part(self, "weight"))
 
     _replace(module, forward)
 
@@ -110,9 +110,10 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
     )
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        bias = getattr(self, "bias", None)
-        part = local_part(self.weight), None if bias is None else local_part(bias)
-        return cast(Tensor, _SplitNorm.apply(x, *part, eps, self.weight.shape[0], layout))
+        num_features = cast(Tensor, self.weight).shape[0]
+        bias = None if getattr(self, "bias", None) is None else _part(self, "bias")
+        out = _SplitNorm.apply(x, _part(self, "weight"), bias, eps, num_features, layout)
+        return cast(Tensor, out)
 
     _replace(module, forward)
 
@@ -123,14 +124,10 @@ def bind_local(module: nn.Module, layout: Layout) -> None:
     own = module.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        module.forward = own
-        try:
-            parts = {name: local_part(p) for name, p in self.named_parameters()}
-            return functional_call(self, parts, args, kwargs)
-        finally:
-            module.forward = bound
+        with _parts_in_place(self):
+            return own(*args, **kwargs)
 
-    bound = _replace(module, forward)
+    _replace(module, forward)
 
 
 def bind_dropout(module: nn.Module, layout: Layout) -> None:
@@ -243,20 +240,44 @@ class _SplitNorm(Function):
         return grad.mul_(scale).to(x.dtype), d_weight, d_bias, None, None, None
 
 
+@contextmanager
+def _parts_in_place(module: nn.Module) -> Generator[None]:
+    """Let a module see this rank's parts instead of its parameters."""
+    # Private, as a module's attribute of a parameter's name takes nothing but a parameter.
+    homes: list[dict[str, Any]] = [
+        inner._parameters  # pyright: ignore[reportPrivateUsage]
+        for inner in module.modules()
+    ]
+    before = [dict(home) for home in homes]
+    try:
+        for home in homes:
+            home.update({n: local_part(p) for n, p in home.items() if p is not None})
+        yield
+    finally:
+        for home, parameters in zip(homes, before, strict=True):
+            home.update(parameters)
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Tell whether a linear map holds its weight as [in, out], as transformers' Conv1D does."""
     return type(module).__name__ == "Conv1D"
 
 
+def _part(module: nn.Module, name: str) -> Tensor:
+    """Return this rank's part of a parameter, through which gradients flow to it."""
+    return local_part(cast(Tensor, getattr(module, name)))
+
+
 def _matrix(module: nn.Module) -> Tensor:
     """Return this rank's part of a linear map's weight as [out, in]."""
-    weight = local_part(module.weight)
+    weight = _part(module, "weight")
     return weight.T if is_transposed(module) else weight
 
 
 def _with_bias(module: nn.Module, y: Tensor) -> Tensor:
-    bias = getattr(module, "bias", None)
-    return y if bias is None else y + local_part(bias).to(y.dtype)
+    if getattr(module, "bias", None) is None:
+        return y
+    return y + _part(module, "bias").to(y.dtype)
 
 
 def _rows_of(value: Any, layout: Layout) -> Any:
@@ -269,7 +290,5 @@ def _rows_of(value: Any, layout: Layout) -> Any:
     return value
 
 
-def _replace(module: nn.Module, forward: Callable[..., Any]) -> MethodType:
-    bound = MethodType(forward, module)
-    module.forward = bound
-    return bound
+def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = MethodType(forward, module)

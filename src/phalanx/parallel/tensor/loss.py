@@ -1,8 +1,8 @@
 """Cross-entropy over logits whose vocabulary is split; they are never gathered.
 
-    m = max over all parts          all_reduce of a number a row
-    s = sum over all parts of exp(logits - m), and the label's logit: all_reduce of two numbers a row
-    loss = log s - (logit - m)      d loss / d logits = exp(logits - m) / s - onehot(label)
+    m = max of the logits                                 all_reduce of a number a row
+    s = sum of exp(logits - m), t = the label's logit     all_reduce of two numbers a row
+    loss = log s - (t - m)      d loss / d logits = exp(logits - m) / s - onehot(label)
 
 The gradient is made in forward and lies where the logits lay; backward only scales it (see
 models/loss.py, whose rule it is; Shoeybi et al. 2019, section 3, for the split).

@@ -1,0 +1,89 @@
+"""Refuse what a layout cannot split, before any process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from phalanx.errors import StrategyError
+from phalanx.parallel.tensor.apply import layout_of, placements_of
+from phalanx.parallel.tensor.layers import is_transposed
+from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.roles import Patterns, Site, sites_of
+from phalanx.strategy import Axis, Strategy
+
+
+def check(model: nn.Module, strategy: Strategy, patterns: Patterns | None = None) -> None:
+    """Refuse sizes that the layout of tp does not divide.
+
+    Args:
+        model: not split yet, on any device, meta too.
+        strategy: how it is to be split.
+        patterns: names of modules to roles; those known for the model if None.
+
+    Raises:
+        StrategyError: names the first that does not fit and the nearest degree with which all do;
+            or see `sites_of`.
+    """
+    if strategy.tp.degree == 1:
+        return
+    sites = sites_of(model, patterns)
+    problem = _problem(sites, layout_of(strategy))
+    if problem is None:
+        return
+    nearest = _nearest(sites, strategy.tp)
+    advice = (
+        f"the nearest is {Strategy(tp=nearest)}" if nearest else "no degree of this kind fits it"
+    )
+    raise StrategyError(f"{Strategy(tp=strategy.tp)}: {problem}; {advice}")
+
+
+def _nearest(sites: Sequence[Site], tp: Axis) -> Axis | None:
+    """Return the nearest degree that fits, the smaller of two as near; None if only 1 does."""
+    degrees = sorted(range(2, 2 * tp.degree), key=lambda d: (abs(d - tp.degree), d))
+    for degree in degrees:
+        axis = dataclasses.replace(tp, degree=degree)
+        try:
+            strategy = Strategy(tp=axis)
+        except StrategyError:  # its ranks cannot stand in the grid of the kind
+            continue
+        if _problem(sites, layout_of(strategy)) is None:
+            return axis
+    return None
+
+
+def _problem(sites: Sequence[Site], layout: Layout) -> str | None:
+    """Return what does not fit, in words."""
+    for site in sites:
+        for name, placements in placements_of(site, layout).items():
+            shape = site.module.get_parameter(name).shape
+            for dim, size in enumerate(shape):
+                pairs = zip(layout.sizes.values(), placements, strict=True)
+                parts = 1
+                for axis_size, placement in pairs:
+                    if isinstance(placement, Shard) and placement.dim == dim:
+                        parts *= axis_size
+                if size % parts and not (dim == 0 and site.role in ("embedding", "head")):
+                    return (
+                        f"'{site.name}.{name}' is of shape {tuple(shape)}, and {size} is not a "
+                        f"multiple of {parts}"
+                    )
+        parts = layout.num_parts(layout.column.out)
+        width = head_width(site.module)
+        for name, column in site.columns if width > 1 else ():
+            weight = column.get_parameter("weight")
+            num_heads = weight.shape[1 if is_transposed(column) else 0] // width
+            if num_heads % parts:
+                return f"'{name}' has {num_heads} heads, which is not a multiple of {parts}"
+    return None
+
+
+def head_width(branch: nn.Module) -> int:
+    """Return the width of an attention's heads, which must stay whole; 1 for other branches."""
+    for name in ("head_dim", "attention_head_size"):
+        if isinstance(width := getattr(branch, name, None), int):
+            return width
+    return 1
