@@ -19,7 +19,8 @@ from phalanx.parallel import data, recompute, sharded
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.tensor import account
-from phalanx.parallel.tensor import apply as tensor
+from phalanx.parallel.tensor.apply import apply as apply_tensor
+from phalanx.parallel.tensor.check import check as check_tensor
 from phalanx.parallel.tensor.layout import Extent
 from phalanx.parallel.tensor.replicas import ReplicaReducer
 from phalanx.strategy import Strategy, require_built
@@ -55,7 +56,7 @@ def parallelize(
     require_built(strategy)
     recompute.apply(model, strategy.recompute)
     if strategy.tp.degree > 1:
-        tensor.apply(model, mesh, strategy)
+        apply_tensor(model, mesh, strategy)
     reducer = None
     if strategy.fsdp.degree > 1:
         kind = cast(sharded.Kind, strategy.fsdp.kind)
@@ -68,6 +69,24 @@ def parallelize(
     if strategy.tp.degree > 1:
         return ReplicaReducer(model.parameters(), mesh, reducer)
     return reducer
+
+
+def check(model: nn.Module, strategy: Strategy) -> None:
+    """Refuse what `parallelize` would refuse of a model, before any process starts.
+
+    Args:
+        model: not split yet, on any device, meta too.
+        strategy: how it is to be split.
+
+    Raises:
+        StrategyError: a part of the strategy is not built yet, or the model does not allow it.
+    """
+    require_built(strategy)
+    check_tensor(model, strategy)
+    if strategy.fsdp.degree > 1:
+        sharded.groups_of(model)
+    if strategy.recompute.kind != "none":
+        strategy.recompute.segment_size(len(blocks_of(model)))
 
 
 def layout(

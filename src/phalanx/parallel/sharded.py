@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
@@ -303,17 +304,28 @@ def apply(
         for tensor in (*model.parameters(), *model.buffers()):
             for axis in axes if not tensor.is_meta else ():
                 broadcast(local_part(tensor), mesh, axis)
-    data_mesh = mesh["fsdp"] if axes == ("fsdp",) else mesh[axes]
+    where = _where(model, mesh, axes)
     for name, module in (*blocks_of(model), ("", model)):
         group = groups.get(name)
         is_freed = kind == "zero3" and group is not None and not group.is_kept
         fully_shard(
             module,
-            mesh=data_mesh,
             reshard_after_forward=is_freed,
             mp_policy=_precision(group),
+            **where,
         )
     return ShardedReducer(model, mesh, kind)
+
+
+def _where(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the arguments by which FSDP2 knows its axes among those that split parameters."""
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return {"mesh": mesh["fsdp"] if axes == ("fsdp",) else mesh[axes]}
+    # From torch 2.13 on; before, FSDP2 shards a DTensor of two axes at most.
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    copies = "dp" if "dp" in axes else None
+    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="fsdp", replicate=copies)}
 
 
 def _precision(group: Group | None) -> MixedPrecisionPolicy:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.primitives import broadcast
-from phalanx.mesh import tp_axes
 from phalanx.parallel.tensor import layers
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.one_d import OneD
@@ -104,9 +103,10 @@ def _axes(axis: str | None) -> tuple[str, ...]:
 def _part(
     parameter: nn.Parameter, layout: Layout, placements: tuple[Placement, ...]
 ) -> nn.Parameter:
-    """Return this rank's part of a parameter, as a DTensor."""
-    mesh = layout.mesh[tp_axes(layout.mesh)]
-    whole = parameter.detach()
+    """Return this rank's part of a parameter, as a DTensor of the whole mesh."""
+    mesh, whole = layout.mesh, parameter.detach()
+    of_axis = dict(zip(layout.sizes, placements, strict=True))
+    placements = tuple(of_axis.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ())
     if not whole.is_meta:
         for axis in layout.sizes:
             broadcast(whole, layout.mesh, axis)
