@@ -76,15 +76,21 @@ def summary_table(summary: StepSummary) -> Table:
     return table
 
 
-def advice(summary: StepSummary) -> str:
-    """Name the largest term that is not the model's own arithmetic, and what would shrink it."""
+def advice(summary: StepSummary, *, sends_inside: bool = False) -> str:
+    """Name the largest term that is not the model's own arithmetic, and what would shrink it.
+
+    Args:
+        summary: where the time went.
+        sends_inside: forward and backward hold communication of their own, as under tp.
+    """
     term = max(_ADVICE, key=lambda term: summary.shares[term])
     share = summary.shares[term]
     model_share = summary.shares["forward"] + summary.shares["backward"]
     if share < 0.05:
         return (
             f"Forward and backward take {100 * model_share:.0f} % of the step and no other term 5 "
-            "% or more: what is left to gain is in the model's own arithmetic, which MFU measures."
+            "% or more: what is left to gain is in the model's own arithmetic, which MFU measures"
+            + (", and in what its layers send." if sends_inside else ".")
         )
     words = "Exposed communication" if term == "communication" else term.capitalize()
     return (

@@ -20,6 +20,7 @@ from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import apply as apply_tensor
+from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.check import check as check_tensor
 from phalanx.parallel.tensor.layout import Extent
 from phalanx.parallel.tensor.replicas import ReplicaReducer
@@ -87,6 +88,14 @@ def check(model: nn.Module, strategy: Strategy) -> None:
         sharded.groups_of(model)
     if strategy.recompute.kind != "none":
         strategy.recompute.segment_size(len(blocks_of(model)))
+
+
+def row_parts(strategy: Strategy) -> int:
+    """Return in how many parts tp splits the rows of a microbatch; others are padded."""
+    if strategy.tp.degree == 1:
+        return 1
+    layout = layout_of(strategy)
+    return layout.num_parts(layout.residual.rows)
 
 
 def layout(

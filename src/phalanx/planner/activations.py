@@ -21,7 +21,9 @@ and the policies keep, of L blocks in segments of K,
 
 Besides blocks: tokens and positions, angles of the rotation, the bias between documents, the mask
 of the embedding's dropout; and of the end of the model the last norm's input and what the chunked
-loss has made ahead, the gradients of its input and of the output projection (fp32). Not counted are
+loss has made ahead, the gradients of its input and of the output projection (fp32). Under tp each
+rank keeps its share of all this, but tokens, angles and the bias whole, and no casts; of the loss
+it keeps the gradient of its logits. Not counted are
 buffers that pass: the gradients inside the block at work, which are up to 6 F elements a token.
 Compiled blocks keep what the compiler chooses.
 """
@@ -77,6 +79,7 @@ def activations(
     device: Literal["cpu", "cuda"] = "cpu",
     has_documents: bool = False,
     has_casts: bool | None = None,
+    num_parts: int = 1,
 ) -> Activations:
     """Count what one rank holds; see [Note: What a block keeps].
 
@@ -90,12 +93,13 @@ def activations(
         has_documents: several documents stand in a row, so that there is a bias between them.
         has_casts: whether blocks cast their weights; if None, where precision is below 32 bits.
             Sharding that gathers weights in the compute dtype leaves nothing to cast.
+        num_parts: ranks that share each activation, the degree of tp; its products keep no casts.
 
     Raises:
         StrategyError: segments of more blocks than there are.
     """
     if has_casts is None:
-        has_casts = ITEM_BYTES[precision] < 4
+        has_casts = ITEM_BYTES[precision] < 4 and num_parts == 1
     of = _block(shape, seq_len * num_sequences, precision, device, has_documents)
     if has_casts:
         of["remade"] += _casts(shape) * ITEM_BYTES[precision]
@@ -108,9 +112,12 @@ def activations(
     elif recompute.kind == "selective":
         kept = shape.num_layers * (of["input"] + of["product"] + of["unread"] + of["last"])
         recomputed = of["remade"] - of["unread"] - (of["last"] if shape.dropout else 0)
-    inputs, head = _outside(shape, seq_len, num_sequences, precision, has_documents)
     return Activations(
-        blocks=kept, recomputed=recomputed, inputs=inputs, head=head, gradient=of["input"]
+        blocks=kept // num_parts,
+        recomputed=recomputed // num_parts,
+        inputs=_inputs(shape, seq_len, num_sequences, precision, has_documents, num_parts),
+        head=_head(shape, seq_len * num_sequences, precision, num_parts),
+        gradient=of["input"] // num_parts,
     )
 
 
@@ -165,21 +172,37 @@ def _casts(shape: ModelShape) -> int:
     return matrices // shape.num_layers + (4 * shape.hidden if shape.norm == "layer" else 0)
 
 
-def _outside(
-    shape: ModelShape, seq_len: int, num_sequences: int, precision: str, has_documents: bool
-) -> tuple[int, int]:
-    """Return the bytes of what is held besides blocks: until the end, and by the head."""
+def _inputs(
+    shape: ModelShape,
+    seq_len: int,
+    num_sequences: int,
+    precision: str,
+    has_documents: bool,
+    num_parts: int,
+) -> int:
+    """Return the bytes of what all blocks share, and of the embedding, held until the end."""
     item_bytes = ITEM_BYTES[precision]
-    wide_bytes = max(4, item_bytes)
     num_tokens = seq_len * num_sequences
     num_positions = num_tokens if has_documents else seq_len
-    inputs = 8 * num_tokens + num_tokens * (shape.hidden if shape.dropout else 0)
+    inputs = 8 * num_tokens + num_tokens * (shape.hidden if shape.dropout else 0) // num_parts
     if shape.position == "rope":
-        inputs += num_positions * shape.head_dim * wide_bytes
+        inputs += num_positions * shape.head_dim * max(4, item_bytes)
     else:
         inputs += 8 * num_positions
     if has_documents:
         inputs += num_tokens * seq_len * item_bytes
+    return inputs
+
+
+def _head(shape: ModelShape, num_tokens: int, precision: str, num_parts: int) -> int:
+    """Return the bytes of the last norm, and of what the loss has made ahead.
+
+    That is the gradients of its input and of the output projection; or, where ranks share the
+    vocabulary, that of their logits.
+    """
+    item_bytes = ITEM_BYTES[precision]
     stream = shape.hidden * item_bytes
     head = num_tokens * (2 * stream + _statistics(shape, item_bytes))
-    return inputs, head + shape.vocab_size * shape.hidden * wide_bytes
+    if num_parts > 1:
+        return (head + num_tokens * shape.vocab_size * item_bytes) // num_parts
+    return head + shape.vocab_size * shape.hidden * max(4, item_bytes)

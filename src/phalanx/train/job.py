@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +141,8 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
             f"{shape.max_seq_len}; set corpus.seq_len to at most {shape.max_seq_len}, or "
             "shape.max_seq_len higher"
         )
-    strategy.recompute.segment_size(shape.num_layers)  # raises where there are too few blocks
     batch = solve_batch(config.batch, strategy.data_ranks)
+    _check_split(config, strategy, shape, batch)
     precision = _precision_of(config, device)
     out = out_folder(config, strategy, name)
     check_unused(out, start)
@@ -179,6 +180,36 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         start=start,
         init=None if init is None else init.folder,
     )
+
+
+def _check_split(
+    config: TrainConfig, strategy: Strategy, shape: ModelShape, batch: BatchPlan
+) -> None:
+    """Refuse a model or microbatches that the strategy does not split evenly.
+
+    Raises:
+        StrategyError: sizes are not divisible, or there are too few blocks for a segment.
+        ConfigError: rows of a microbatch would be padded, or blocks split by tp compiled.
+    """
+    import torch
+
+    from phalanx.models.decoder import Decoder
+    from phalanx.parallel import compose
+
+    with torch.device("meta"):
+        compose.check(Decoder(shape), strategy)
+    num_parts = compose.row_parts(strategy)
+    if batch.microbatch % num_parts:
+        legal = math.ceil(batch.microbatch / num_parts) * num_parts
+        raise ConfigError(
+            f"batch.microbatch is {batch.microbatch}, but {Strategy(tp=strategy.tp)} splits its "
+            f"rows in {num_parts} and would pad them at each step; set it to {legal}"
+        )
+    if config.compile and strategy.tp.degree > 1:
+        raise ConfigError(
+            f"compile is set, but the products of tp{strategy.tp.degree} are not made to be "
+            "compiled; leave compile out, or use dp or fsdp"
+        )
 
 
 def count_steps(

@@ -41,8 +41,8 @@ class Summary:
         steps: where the steps' time went; None if no step was taken.
         utilization: of the median step.
         tokens_per_s: of the median step, over all ranks.
-        speed_up: over one process with all cores (or one GPU) for the same global batch; None with
-            one rank, and where no rank holds the whole model.
+        speed_up: over one process with all cores (or one GPU) for the same global batch; None but
+            for dp alone, where every rank holds the whole model.
         loss: training loss of the last step, in nats a token.
         bits_per_byte: validation, first and last measurement; None without validation text.
         sent: what one rank sends in one step, as the ledger counted it.
@@ -84,7 +84,9 @@ class Summary:
         """Return tables and lines for a console, at most 100 columns."""
         parts: list[RenderableType] = [Text()]
         if self.steps is not None and self.utilization is not None:
-            parts += [summary_table(self.steps), Text(advice(self.steps)), Text()]
+            sends_inside = any(e.axis.startswith("tp") and e.phase == "forward" for e in self.sent)
+            words = advice(self.steps, sends_inside=sends_inside)
+            parts += [summary_table(self.steps), Text(words), Text()]
             if self.sent:
                 parts += [_sent_table(self.sent), Text()]
             if self.memory is not None:
@@ -118,7 +120,7 @@ def summarize_run(observer: Observer) -> Summary:
     session, job = observer.session, observer.session.job
     times = observer.measured()
     speed_up = None
-    if times and job.strategy.num_ranks > 1 and job.strategy.fsdp.degree == 1:
+    if times and 1 < job.strategy.num_ranks == job.strategy.dp.degree:
         step_s = statistics.median(t.wall_s for t in times)
         speed_up = _time_alone_s(observer) / step_s
     scores = [evaluation.bits_per_byte for _, evaluation in observer.evaluations]
@@ -170,6 +172,7 @@ def _memory(observer: Observer) -> MemoryReport | None:
         device="cuda" if session.device.type == "cuda" else "cpu",
         has_documents=job.config.corpus.document_mask,
         has_casts=False,  # they have a row of their own
+        num_parts=job.strategy.tp.degree,
     ).peak
     return MemoryReport(account, predicted, int(largest), resident_peak_bytes())
 

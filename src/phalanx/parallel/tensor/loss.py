@@ -4,8 +4,8 @@
     s = sum of exp(logits - m), t = the label's logit     all_reduce of two numbers a row
     loss = log s - (t - m)      d loss / d logits = exp(logits - m) / s - onehot(label)
 
-The gradient is made in forward and lies where the logits lay; backward only scales it (see
-models/loss.py, whose rule it is; Shoeybi et al. 2019, section 3, for the split).
+The gradient is made in forward and lies where the logits lay; backward only scales it, in place
+(see models/loss.py, whose rule it is; Shoeybi et al. 2019, section 3, for the split).
 """
 
 from __future__ import annotations
@@ -72,12 +72,14 @@ class _SplitLoss(Function):
                 p_bV.mul_((is_valid_N[rows] / sum_N[rows])[:, None])
                 p_bV.scatter_add_(1, target_N1[rows], -is_mine_N[rows, None].to(wide))
                 logits_NV[rows] = p_bV.to(logits_NV.dtype)
-            ctx.save_for_backward(logits_NV)
+            ctx.d_logits_NV = logits_NV
         return layout.sum_rows(loss, layout.inner)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (d_logits_NV,) = ctx.saved_tensors
-        # With one dimension the factor takes part in type promotion: it is not rounded to bf16.
-        scaled_NV = (d_logits_NV * grad_outputs[0][None]).to(d_logits_NV.dtype)
-        return scaled_NV, None, None, None
+        d_logits_NV: Tensor | None = ctx.d_logits_NV
+        if d_logits_NV is None:
+            raise RuntimeError("the gradient of the split loss is given once; call forward again")
+        ctx.d_logits_NV = None  # it is the largest tensor of the step: it goes as it is used
+        # In fp32 and back: the factor is not rounded to bf16 before.
+        return d_logits_NV.mul_(grad_outputs[0]), None, None, None
