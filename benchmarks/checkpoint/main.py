@@ -6,13 +6,11 @@ python benchmarks/checkpoint/main.py [--rounds 7] [--folder DIR] [--out FILE.jso
 import argparse
 import dataclasses
 import gc
-import json
 import os
 import shutil
-import statistics
+import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,11 @@ from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.state import state_of
 from phalanx.config import BatchConfig, CorpusConfig, ShapeConfig, TrainConfig
 from phalanx.launch.local import run_ranks
-from phalanx.measure.environment import environment
 from phalanx.train.job import Job, resolve
 from phalanx.train.session import Session, open_session
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import ROOT, spread, write_result
 
 NUM_MATRICES, WIDTH = 20, 2048
 """Of the state whose saving is timed: 20 x 2048 x 2048 weights and two moments each, 1.007 GB."""
@@ -182,18 +180,9 @@ def main() -> None:
         ("steps while it is written", rows["num_steps"]),
         ("copy of the state, s", rows["copy_s"]),
     ):
-        numbers = (statistics.median(values), min(values), max(values))
-        print(f"| {label} |", " | ".join(f"{number:.2f}" for number in numbers), "|")
-    if args.out is not None:
-        document = {
-            "date": date.today().isoformat(),
-            "environment": environment(),
-            "precision": args.precision,
-            "saves": saves,
-            "steps": steps,
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"| {label} | {spread(values, '.2f')} |")
+    document = {"precision": args.precision, "saves": saves, "steps": steps, "rows": rows}
+    write_result(args.out, document)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ python benchmarks/data_parallel/collectives.py [--ranks 2 4] [--mib 4 64] [--out
 """
 
 import argparse
-import json
-import statistics
+import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -15,7 +13,9 @@ import torch.distributed as dist
 
 from phalanx.comm import exchange
 from phalanx.launch.local import run_ranks
-from phalanx.measure.environment import environment
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import spread, write_result
 
 ROUNDS = 15
 
@@ -58,16 +58,9 @@ def main() -> None:
         for mib in args.mib:
             for name, values in run_ranks(measure, num_ranks, mib, threads=1)[0].items():
                 rows.append({"ranks": num_ranks, "mib": mib, "call": name, "seconds": values})
-                numbers = (statistics.median(values), min(values), max(values))
-                print(
-                    f"| {num_ranks} | {mib} | {name} |",
-                    " | ".join(f"{1e3 * n:.1f}" for n in numbers),
-                    "|",
-                    flush=True,
-                )
-    if args.out is not None:
-        document = {"date": date.today().isoformat(), "environment": environment(), "rows": rows}
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
+                cells = spread([1e3 * seconds for seconds in values], ".1f")
+                print(f"| {num_ranks} | {mib} | {name} | {cells} |", flush=True)
+    write_result(args.out, {"rows": rows})
 
 
 if __name__ == "__main__":

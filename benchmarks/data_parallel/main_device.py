@@ -8,11 +8,10 @@ python benchmarks/data_parallel/main_device.py [--parameters 34e6] [--ranks 2 4 
 """
 
 import argparse
-import json
 import resource
 import statistics
+import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -20,7 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.launch.local import run_ranks
-from phalanx.measure.environment import environment
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import write_result
 
 ROUNDS = 5
 
@@ -105,15 +106,7 @@ def main() -> None:
                     f"| {own['step_s']:.2f} |",
                     flush=True,
                 )
-    if args.out is not None:
-        document = {
-            "date": date.today().isoformat(),
-            "environment": environment(),
-            "parameters": num_parameters,
-            "rounds": ROUNDS,
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    write_result(args.out, {"parameters": num_parameters, "rounds": ROUNDS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,36 +8,23 @@ memory account of `phalanx train` sees in a step of the same shape.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
 
-from phalanx.measure.environment import environment
 from phalanx.models.decoder import Decoder
-from phalanx.models.shape import ModelShape
 from phalanx.parallel import recompute
 from phalanx.planner.model_shape import step_flops
 from phalanx.strategy import Strategy
 
-SHAPE = ModelShape(
-    vocab_size=8192,
-    num_layers=8,
-    hidden=512,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=64,
-    ffn=1408,
-    max_seq_len=256,
-)
-SIZES = ("vocab_size", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
-NUM_ROWS, SEQ_LEN = 8, 256
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import SHAPE, last_json, train_command, write_result
+
+NUM_ROWS, SEQ_LEN = 8, 256  # those of train_command
 POLICIES = ("none", "selective", "full", "sqrt")
 
 
@@ -68,17 +55,7 @@ def time_steps(num_rounds: int) -> dict[str, list[tuple[float, float]]]:
 def account(policy: str, threads: int) -> dict[str, float]:
     """Return the bytes of activations that a step of `phalanx train` held and had predicted."""
     with tempfile.TemporaryDirectory() as out:
-        command = [
-            sys.executable, "-m", "phalanx", "train", "--json", f"--strategy=recompute:{policy}",
-            *(f"--shape.{name.replace('_', '-')}={getattr(SHAPE, name)}" for name in SIZES),
-            f"--shape.max-seq-len={SEQ_LEN}", "--shape.tied=false", "--corpus.no-document-mask",
-            "--steps=4", "--eval-every=0", "--eval-samples=2", "--precision=bfloat16",
-            f"--threads={threads}", f"--batch.microbatch={NUM_ROWS}", f"--out={out}",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr}")
-    memory = json.loads(done.stdout.splitlines()[-1])["memory"]
+        memory = last_json(train_command(f"recompute:{policy}", 4, out, threads))["memory"]
     return {
         "measured_bytes": memory["at_most"]["activations"],
         "predicted_bytes": memory["predicted"]["activations"],
@@ -116,14 +93,7 @@ def main() -> None:
             f"| {sizes} |",
             flush=True,
         )
-    if args.out is not None:
-        document = {
-            "date": date.today().isoformat(),
-            "environment": environment(),
-            "command": " ".join(sys.argv),
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    write_result(args.out, {"command": " ".join(sys.argv), "rows": rows})
 
 
 if __name__ == "__main__":
