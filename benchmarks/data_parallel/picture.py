@@ -57,7 +57,7 @@ def draw(path: Path) -> None:
     for row, (text, words) in enumerate(FORMS.items()):
         strategy = Strategy.parse(text)
         held = compose.layout(model, strategy, accumulation=2)
-        entries = compose.traffic(model, strategy, accumulation=1)
+        entries = compose.traffic(model, strategy, [(1, 1)])
         sent = sum(e.sent_bytes for e in entries if e.phase != "agree") / size
         y = -1.55 * row
         axes.text(-0.15, y + 0.5, text, ha="right", va="center", family="monospace", fontsize=11)

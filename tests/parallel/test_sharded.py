@@ -235,7 +235,8 @@ def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
     mesh = build_mesh(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE)
-        predicted = compose.traffic(model, strategy, compute=torch.bfloat16, accumulation=2)
+        sizes = [(8 // strategy.data_ranks // 2, 12)] * 2
+        predicted = compose.traffic(model, strategy, sizes, compute=torch.bfloat16)
     model.compute_dtype = torch.bfloat16
     reducer = compose.parallelize(model, strategy, mesh, compute=torch.bfloat16, first_weights=fill)
     config = OptimizerConfig(warmup_steps=0)
@@ -283,7 +284,7 @@ def gradients_of_mixed(text: str) -> tuple[dict[str, float | None], bool]:
     mesh = build_mesh(strategy)
     torch.manual_seed(dist.get_rank())  # apply() must make weights and buffers equal
     model = Mixed().double()
-    predicted = compose.traffic(model, strategy, accumulation=2)
+    predicted = compose.traffic(model, strategy, [(2, 6)] * 2)
     reducer = compose.parallelize(model, strategy, mesh)
     samples = torch.arange(48, dtype=torch.float64).view(4, 2, 6).sin()
     with Ledger(mesh) as ledger:

@@ -84,7 +84,9 @@ def split_over_ranks(case: Case, strategy: Strategy) -> list[Batch]:
 
 def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     """The bytes that the ledger counted are those that traffic() predicted."""
-    predicted = compose.traffic(case.build(), strategy, accumulation=case.accumulation)
+    microbatches = split(case.batches[-1], 0, strategy.data_ranks, case.accumulation)
+    sizes = [tuple(microbatch.tokens_BT.shape) for microbatch in microbatches]
+    predicted = compose.traffic(case.build(), strategy, sizes)
     of_the_loss = {"count", "metrics"}
     assert {e for e in entries if e.phase not in of_the_loss} == set(predicted)
     # Two numbers of the loss law, 8 bytes each, over every axis of different samples.
