@@ -24,6 +24,7 @@ from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.check import check as check_tensor
 from phalanx.parallel.tensor.layout import Extent
 from phalanx.parallel.tensor.replicas import ReplicaReducer
+from phalanx.parallel.tensor.roles import Patterns
 from phalanx.strategy import Strategy, require_built
 
 FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
@@ -37,6 +38,7 @@ def parallelize(
     *,
     compute: torch.dtype | None = None,
     first_weights: FirstWeights | None = None,
+    roles: Patterns | None = None,
 ) -> data.GradientReducer | None:
     """Split `model`, in place, as `strategy` says.
 
@@ -47,6 +49,8 @@ def parallelize(
         mesh: the mesh that `build_mesh(strategy)` made.
         compute: data type of the arithmetic; that of the parameters if None.
         first_weights: what fills the parameters of a model on the meta device.
+        roles: patterns of module names to roles for tp, see `parallel.tensor.roles`; they come
+            before those that are known for the model.
 
     Returns:
         What reduces the gradients, or None where there is nothing to reduce.
@@ -57,7 +61,7 @@ def parallelize(
     require_built(strategy)
     recompute.apply(model, strategy.recompute)
     if strategy.tp.degree > 1:
-        apply_tensor(model, mesh, strategy)
+        apply_tensor(model, mesh, strategy, roles)
     reducer = None
     if strategy.fsdp.degree > 1:
         kind = cast(sharded.Kind, strategy.fsdp.kind)
@@ -72,20 +76,23 @@ def parallelize(
     return reducer
 
 
-def check(model: nn.Module, strategy: Strategy) -> None:
+def check(model: nn.Module, strategy: Strategy, roles: Patterns | None = None) -> None:
     """Refuse what `parallelize` would refuse of a model, before any process starts.
 
     Args:
         model: not split yet, on any device, meta too.
         strategy: how it is to be split.
+        roles: see `parallelize`.
 
     Raises:
         StrategyError: a part of the strategy is not built yet, or the model does not allow it.
     """
     require_built(strategy)
-    check_tensor(model, strategy)
+    check_tensor(model, strategy, roles)
     if strategy.fsdp.degree > 1:
         sharded.groups_of(model)
+        if strategy.tp.degree > 1:
+            sharded.mesh_dims()
     if strategy.recompute.kind != "none":
         strategy.recompute.segment_size(len(blocks_of(model)))
 

@@ -321,11 +321,24 @@ def _where(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> dict[st
     """Return the arguments by which FSDP2 knows its axes among those that split parameters."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return {"mesh": mesh["fsdp"] if axes == ("fsdp",) else mesh[axes]}
-    # From torch 2.13 on; before, FSDP2 shards a DTensor of two axes at most.
-    from torch.distributed.fsdp import DataParallelMeshDims
-
     copies = "dp" if "dp" in axes else None
-    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="fsdp", replicate=copies)}
+    return {"mesh": mesh, "dp_mesh_dims": mesh_dims()(shard="fsdp", replicate=copies)}
+
+
+def mesh_dims() -> type[Any]:
+    """Return the type by which FSDP2 is told its axes of a mesh that has others too.
+
+    Raises:
+        StrategyError: this PyTorch is older than 2.12, whose FSDP2 splits few layouts further.
+    """
+    try:
+        from torch.distributed.fsdp import DataParallelMeshDims
+    except ImportError:
+        raise StrategyError(
+            f"fsdp beside tp needs PyTorch 2.12 or newer, and this is {torch.__version__}; use dp "
+            "beside tp"
+        ) from None
+    return DataParallelMeshDims
 
 
 def _precision(group: Group | None) -> MixedPrecisionPolicy:
