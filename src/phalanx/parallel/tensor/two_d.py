@@ -4,8 +4,8 @@ Idea      Both factors of a product and its result lie on a q x q mesh, and noth
           whole: panels of what moves are broadcast along rows or columns, one after another (van de
           Geijn and Watts, SUMMA, 1997; Xu et al., Optimus, 2021, arXiv 2104.05343, section 3).
           Of the three matrices one stays where it is. Optimus keeps the result of every forward
-          product; we keep the largest: the result of a column product, the factor of a row product, so that
-          what is F wide never moves.
+          product; we keep the largest, the result of a column product and the factor of a row
+          product, so that what is F wide never moves.
 Layout    residual x[B_row, T, D_col]  inner y[B_row, T, F_col]  column W[F_col, D_row]
           row W[D_row, F_col]
 Forward   column  for t in q:  y += broadcast_col(x, t) @ broadcast_row(W, t)^T
@@ -16,8 +16,8 @@ Backward  column  for t in q:  dx{sum col} = dy @ broadcast_row(W, t) -> reduce 
                                dW{sum row} = broadcast_col(dz, t)^T @ y -> reduce to row t
           The next panels travel while the present ones are multiplied.
 Cost      A rank sends (q-1)/q of the bytes of each panel. A column and a row product move q panels
-          of B T D / q^2 elements five times, and q of each weight's O I / q^2 three times: 2/q of
-          what one dimension moves of activations, nearly, and weights besides.
+          of B T D / q^2 elements five times, and q of each weight's O I / q^2 three times: of
+          activations 1/(q+1) of what one dimension sends, and weights besides.
           Embedding: B T D / q reduced to rows, then swapped with the rank across the diagonal.
           Norms: one or two numbers a row. One panel more of each matrix is held.
 Limits    q divides D, heads, key-value heads and F. B is padded to a multiple of q; V may be any.
