@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,31 +18,40 @@ from rich.text import Text
 
 from phalanx.cli.screen import print_json, screen
 from phalanx.errors import ConfigError
+from phalanx.launch.local import num_cores
 from phalanx.measure.ceiling import LARGEST_SIZE, Ceiling, measure_ceiling
 from phalanx.measure.environment import environment, has_fast_bfloat16
 from phalanx.measure.logs import json_text
 from phalanx.measure.mlp import MlpRun, measure_mlp
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.picture import draw_ceiling, has_matplotlib
+from phalanx.measure.tensor import DEFAULT_LAYOUTS, DEFAULT_SIZES, LayoutPoint, measure_tensor
+from phalanx.measure.tensor_theory import Amounts
 from phalanx.measure.utilization import percent
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
+class ResultConfig:
     """What every verb of bench takes."""
+
+    threads: int | None = None
+    """CPU threads; torch's own choice if unset, or the cores shared evenly by several ranks."""
+    out: str | None = None
+    """Folder for the results; nothing is written if unset."""
+    json: bool = False
+    """Print the result as one JSON document on the last line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(ResultConfig):
+    """What the verbs of one device take."""
 
     device: str = "auto"
     """cpu, cuda or cuda:INDEX; auto: the first GPU, else the CPU."""
     dtype: Literal["auto", "bfloat16", "float16", "tf32", "float32", "float64"] = "auto"
     """Data type of the products; auto: bfloat16 where the device has it, else float32."""
-    threads: int | None = None
-    """CPU threads; torch's own choice if unset."""
     budget_s: float = 60.0
     """Seconds to spend on measuring, about."""
-    out: str | None = None
-    """Folder for the results; nothing is written if unset."""
-    json: bool = False
-    """Print the result as one JSON document on the last line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +74,24 @@ class MfuConfig(BenchConfig):
     """Compile the perceptron with torch.compile."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorConfig(ResultConfig):
+    """Measure one decoder block under layouts of tensor parallelism, on CPU ranks of this host."""
+
+    layouts: tuple[str, ...] = DEFAULT_LAYOUTS
+    """Strategies of tp alone."""
+    sizes: tuple[str, ...] = DEFAULT_SIZES
+    """Width of the block and its microbatch, each HIDDENxROWSxPLACES."""
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """Data type of the arithmetic; auto: bfloat16 where the CPU has it, else float32."""
+    repeats: int = 5
+    """Steps to time of each layout, which take turns; 0 only counts."""
+
+
 Verb = (
     Annotated[CeilingConfig, tyro.conf.subcommand(name="ceiling")]
     | Annotated[MfuConfig, tyro.conf.subcommand(name="mfu")]
+    | Annotated[TensorConfig, tyro.conf.subcommand(name="tensor")]
 )
 
 
@@ -85,9 +112,11 @@ def run(argv: list[str]) -> int:
         if config.threads < 1:
             raise ConfigError(f"threads is {config.threads}; it must be at least 1")
         torch.set_num_threads(config.threads)
+    console = screen()
+    if isinstance(config, TensorConfig):
+        return _bench_tensor(config, console)
     if config.budget_s <= 0:
         raise ConfigError(f"budget_s is {config.budget_s}; it must be above 0")
-    console = screen()
     if isinstance(config, CeilingConfig):
         return _bench_ceiling(config, console)
     return _bench_mfu(config, console)
@@ -139,6 +168,46 @@ def _bench_mfu(config: MfuConfig, console: Console) -> int:
         _write(
             folder / f"mfu-{result.device}-{result.arithmetic}{compiled}.json", document, console
         )
+    if config.json:
+        print_json(document)
+    return 0
+
+
+def _bench_tensor(config: TensorConfig, console: Console) -> int:
+    folder = _folder(config.out)
+    precision = config.dtype
+    if precision == "auto":
+        precision = "bfloat16" if has_fast_bfloat16("cpu") else "float32"
+    result = measure_tensor(
+        config.layouts,
+        config.sizes,
+        precision=precision,
+        repeats=config.repeats,
+        threads=config.threads,
+    )
+    for size, points in groupby(result.points, lambda point: point.size):
+        words = (
+            f"One block, hidden {size.hidden}, ffn {size.shape.ffn}, {size.num_rows} rows of "
+            f"{size.length} places ({size.num_tokens} tokens), {precision}; a rank, a step"
+        )
+        console.print(Text(words))
+        console.print(_tensor_table(list(points)))
+    for crossing in result.crossings:
+        words = (
+            f"hidden {crossing.hidden}: {crossing.strategy} sends less than one dimension "
+            f"from {crossing.num_tokens:,.0f} tokens a microbatch on"
+        )
+        console.print(Text(words))
+    if config.repeats:
+        words = (
+            f"times are of {config.repeats} steps in turns on {num_cores()} cores; compare those "
+            "of as many ranks. The theory of a time is its products with weights alone, at the "
+            "rate that all ranks together reach."
+        )
+        console.print(Text(words))
+    document = _document("tensor", result.as_dict())
+    if folder is not None:
+        _write(folder / f"tensor-cpu-{precision}.json", document, console)
     if config.json:
         print_json(document)
     return 0
@@ -239,3 +308,40 @@ def _mfu_table(result: MlpRun) -> Table:
         table.add_row("MFU of data sheet", percent(utilization.mfu("data sheet")))
     table.add_row("MFU of ceiling", percent(utilization.mfu("ceiling")))
     return table
+
+
+def _tensor_table(points: Sequence[LayoutPoint]) -> Table:
+    table = Table()
+    table.add_column("layout")
+    table.add_column("")
+    for heading in ("sent MiB", "calls", "weights MiB", "kept MiB", "peak MiB", "ms"):
+        table.add_column(heading, justify="right")
+    table.add_column("min - max", justify="right")
+    for point in points:
+        times_ms = [1e3 * time_s for time_s in point.times_s]
+        table.add_row(
+            point.strategy,
+            "measured",
+            *_amounts_cells(point.measured),
+            f"{point.peak_bytes / 2**20:.2f}",
+            _ms(statistics.median(times_ms)) if times_ms else "-",
+            f"{_ms(min(times_ms))} - {_ms(max(times_ms))}" if times_ms else "-",
+        )
+        products_ms = "-" if point.products_s is None else _ms(1e3 * point.products_s)
+        table.add_row(
+            "", "theory", *_amounts_cells(point.theory), "-", products_ms, "", end_section=True
+        )
+    return table
+
+
+def _ms(time_ms: float) -> str:
+    return f"{time_ms:.1f}" if time_ms < 100 else f"{time_ms:.0f}"
+
+
+def _amounts_cells(amounts: Amounts) -> list[str]:
+    return [
+        f"{amounts.sent_bytes / 2**20:.2f}",
+        str(amounts.num_calls),
+        f"{amounts.weight_bytes / 2**20:.2f}",
+        f"{amounts.kept_bytes / 2**20:.2f}",
+    ]

@@ -1,0 +1,442 @@
+"""One decoder block under layouts of tensor parallelism: bytes moved and held, calls and time.
+
+Each layout runs on real ranks, gloo processes on this host. What moves is counted by the ledger,
+what is kept for backward by what autograd saves, and time is that of the slowest rank. Layouts of
+as many ranks take turns, step by step, so that a change of the machine's load meets all alike.
+Those of other numbers of ranks share the same cores among other numbers of processes, so that their
+times say nothing to one another. Beside each stands `tensor_theory`.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
+from phalanx.comm.primitives import barrier, local_part
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.measure.ceiling import quick_ceiling
+from phalanx.measure.environment import free_memory_bytes
+from phalanx.measure.memory import MemoryLedger
+from phalanx.measure.tensor_theory import (
+    Amounts,
+    ItemBytes,
+    crossing_tokens,
+    product_flops,
+    theory,
+)
+from phalanx.mesh import build_mesh
+from phalanx.models.attention import rotation
+from phalanx.models.decoder import Block
+from phalanx.models.initial import fill_initial
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.compose import part_of
+from phalanx.parallel.tensor.apply import apply, layout_of
+from phalanx.parallel.tensor.check import check
+from phalanx.parallel.tensor.layout import Extent, Layout
+from phalanx.parallel.tensor.replicas import ReplicaReducer
+from phalanx.parallel.tensor.roles import Patterns
+from phalanx.strategy import Axis, Strategy, require_built
+
+Precision = Literal["bfloat16", "float32", "float64"]
+
+DEFAULT_LAYOUTS = ("tp4", "tp4:2d", "tp8", "tp8:2.5d/2", "tp8:3d")
+DEFAULT_SIZES = ("512x8x32", "512x8x128", "512x8x512")
+
+_PATTERNS: Patterns = {
+    "block.attention_norm": "norm",
+    "block.attention": "branch",
+    "block.attention.q": "column",
+    "block.attention.k": "column",
+    "block.attention.v": "column",
+    "block.attention.output": "row",
+    "block.mlp_norm": "norm",
+    "block.mlp": "branch",
+    "block.mlp.gate": "column",
+    "block.mlp.up": "column",
+    "block.mlp.down": "row",
+}
+
+_WIDE = 3072
+"""From this width on Llama's heads are twice as wide (Llama 3.2 1B and 3B)."""
+_MEMORY_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """A block of the Llama family, and a microbatch for it.
+
+    Attributes:
+        hidden: features of the residual; heads and MLP follow.
+        num_rows: of the microbatch.
+        length: places of a row.
+    """
+
+    hidden: int
+    num_rows: int
+    length: int
+
+    @classmethod
+    def parse(cls, text: str) -> BlockSize:
+        """Read HIDDENxROWSxPLACES.
+
+        Raises:
+            ConfigError: it is written otherwise, or the width is not a whole number of heads.
+        """
+        if re.fullmatch(r"[1-9][0-9]{0,7}(x[1-9][0-9]{0,7}){2}", text) is None:
+            raise ConfigError(
+                f"size is '{text}'; it must be HIDDENxROWSxPLACES, such as {DEFAULT_SIZES[0]}"
+            )
+        size = cls(*map(int, text.split("x")))
+        width = size.head_dim
+        if size.hidden % width:
+            nearest = max(1, round(size.hidden / width)) * width
+            raise ConfigError(
+                f"size {text}: hidden is {size.hidden}; it must be a multiple of {width}, the "
+                f"width of a head, and {nearest} is the nearest"
+            )
+        return size
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return 128 if self.hidden >= _WIDE else 64
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the microbatch."""
+        return self.num_rows * self.length
+
+    @property
+    def shape(self) -> ModelShape:
+        """The block's shape: the MLP is 8/3 as wide, up to the next 256 (Touvron et al. 2023)."""
+        num_heads = self.hidden // self.head_dim
+        return ModelShape(
+            vocab_size=1,  # a block has no vocabulary
+            num_layers=1,
+            hidden=self.hidden,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=self.head_dim,
+            ffn=-(-8 * self.hidden // (3 * 256)) * 256,
+            max_seq_len=self.length,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.hidden}x{self.num_rows}x{self.length}"
+
+
+class OneBlock(nn.Module):
+    """A block alone, so that what stands around it costs nothing; on the meta device."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.block = Block(shape, 0)
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Map the residual to one like it."""
+        return self.block(x_BTD, angles)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutPoint:
+    """One layout on one size.
+
+    Attributes:
+        strategy: its text.
+        size: the block and the microbatch.
+        measured: what the first rank moved and held.
+        theory: what it should.
+        entries: its collectives, by phase, axis and op.
+        peak_bytes: most it held at one time: weights, gradients, activations and all buffers.
+        times_s: of each step, by the slowest rank; empty if none was timed.
+        products_s: what the products with weights alone would take at the ceiling.
+    """
+
+    strategy: str
+    size: BlockSize
+    measured: Amounts
+    theory: Amounts
+    entries: list[Entry]
+    peak_bytes: int
+    times_s: list[float]
+    products_s: float | None
+
+    @property
+    def median_s(self) -> float | None:
+        """Median time of a step."""
+        return statistics.median(self.times_s) if self.times_s else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """From how many tokens a microbatch on a layout sends less than one dimension does."""
+
+    strategy: str
+    hidden: int
+    num_tokens: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRun:
+    """What `measure_tensor` found, in the order asked for: sizes, and the layouts of each."""
+
+    precision: Precision
+    num_repeats: int
+    threads: int | None
+    points: tuple[LayoutPoint, ...]
+    crossings: tuple[Crossing, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values for JSON."""
+        return {
+            "dtype": self.precision,
+            "repeats": self.num_repeats,
+            "threads_per_rank": self.threads,
+            "points": [
+                {**asdict(point), "size": str(point.size), "median_s": point.median_s}
+                for point in self.points
+            ],
+            "crossings": [asdict(crossing) for crossing in self.crossings],
+        }
+
+
+def measure_tensor(
+    layouts: Sequence[str] = DEFAULT_LAYOUTS,
+    sizes: Sequence[str] = DEFAULT_SIZES,
+    *,
+    precision: Precision = "float32",
+    repeats: int = 5,
+    threads: int | None = None,
+) -> TensorRun:
+    """Measure one block, forward and backward, under each layout at each size.
+
+    Args:
+        layouts: strategies of tp alone.
+        sizes: each HIDDENxROWSxPLACES.
+        precision: data type of the arithmetic; masters are float32, or float64 with float64.
+        repeats: steps to time, after one that warms up; 0 only counts.
+        threads: CPU threads of each rank; the cores shared evenly if None.
+
+    Raises:
+        ConfigError: a text cannot be read, a layout does not divide a size, or memory is short.
+    """
+    if repeats < 0:
+        raise ConfigError(f"repeats is {repeats}; it must be at least 0, which only counts")
+    strategies = [parse_layout(text) for text in layouts]
+    block_sizes = [BlockSize.parse(text) for text in sizes]
+    item = item_bytes(precision)
+    for size in block_sizes:
+        for strategy in strategies:
+            check_size(strategy, size, item)
+    by_ranks: defaultdict[int, list[str]] = defaultdict(list)
+    for strategy in strategies:
+        by_ranks[strategy.num_ranks].append(str(strategy))
+    found: dict[tuple[str, str], LayoutPoint] = {}
+    for num_ranks, texts in by_ranks.items():
+        ranks: list[list[LayoutPoint]] = run_ranks(
+            measure_rank, num_ranks, texts, block_sizes, precision, repeats, threads=threads
+        )
+        found |= {(str(point.size), point.strategy): point for point in ranks[0]}
+    return TensorRun(
+        precision=precision,
+        num_repeats=repeats,
+        threads=threads,
+        points=tuple(found[str(size), str(s)] for size in block_sizes for s in strategies),
+        crossings=tuple(
+            Crossing(
+                strategy=str(strategy),
+                hidden=hidden,
+                num_tokens=crossing_tokens(strategy.tp, BlockSize(hidden, 1, 1).shape, item),
+            )
+            for hidden in dict.fromkeys(size.hidden for size in block_sizes)
+            for strategy in strategies
+            if strategy.tp.kind != "1d"
+        ),
+    )
+
+
+def parse_layout(text: str) -> Strategy:
+    """Read the strategy of a layout.
+
+    Raises:
+        StrategyError: it cannot be read.
+        ConfigError: it has more than tp, or no tp.
+    """
+    strategy = Strategy.parse(text)
+    if strategy != Strategy(tp=strategy.tp) or strategy.tp.degree == 1:
+        nearest = Strategy(tp=strategy.tp if strategy.tp.degree > 1 else Axis(2, "1d"))
+        raise ConfigError(
+            f"layout is '{text}'; it must be tp alone with a degree above 1, such as {nearest}"
+        )
+    require_built(strategy)
+    return strategy
+
+
+def check_size(strategy: Strategy, size: BlockSize, item: ItemBytes) -> None:
+    """Refuse what the layout does not divide, which would be padded, and what does not fit.
+
+    Raises:
+        ConfigError: see above.
+    """
+    check(OneBlock(size.shape), strategy, _PATTERNS)
+    layout = layout_of(strategy)
+    places = layout.residual.places
+    for what, number, parts in (
+        ("rows", size.num_rows, layout.num_parts(layout.residual.rows)),
+        ("places", size.length, layout.sizes[places] if places else 1),
+    ):
+        if number % parts:
+            raise ConfigError(
+                f"size {size}: {strategy} splits {what} in {parts}, and {number} is not a multiple "
+                f"of that; the nearest is {max(1, round(number / parts)) * parts}"
+            )
+    amounts = theory(strategy.tp, size.shape, size.num_tokens, item)
+    whole = size.num_tokens * size.hidden * item.compute
+    rank_bytes = 2 * amounts.weight_bytes + 2 * amounts.kept_bytes + 3 * whole
+    need_bytes, free_bytes = strategy.num_ranks * rank_bytes, free_memory_bytes("cpu")
+    if need_bytes > _MEMORY_SHARE * free_bytes:
+        raise ConfigError(
+            f"size {size}: the ranks of {strategy} need about {need_bytes / 2**30:.1f} GiB, "
+            f"{_MEMORY_SHARE:.0%} of the free {free_bytes / 2**30:.1f} GiB are allowed; take "
+            "fewer rows or a smaller width"
+        )
+
+
+def item_bytes(precision: Precision) -> ItemBytes:
+    """Return the bytes of numbers; masters are at least float32."""
+    dtype: torch.dtype = getattr(torch, precision)
+    return ItemBytes(dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize)
+
+
+class SplitBlock:
+    """A block split over the ranks of this job, with this rank's part of one microbatch."""
+
+    def __init__(self, strategy: Strategy, size: BlockSize, precision: Precision) -> None:
+        """Split it, and make its weights and a microbatch; every rank calls this."""
+        self.strategy, self.size, self.precision = strategy, size, precision
+        mesh = build_mesh(strategy)
+        dtype: torch.dtype = getattr(torch, precision)
+        shape = size.shape
+        self.model = OneBlock(shape).to(torch.promote_types(dtype, torch.float32))
+        self.layout = apply(self.model, mesh, strategy, _PATTERNS)
+        self.layout.extent = Extent(size.num_rows, size.length)
+        self.model.to_empty(device="cpu")
+        for name, parameter in self.model.named_parameters():
+            part, offset = part_of(parameter)
+            fill_initial(part, shape, name, 0, whole=parameter.shape, offset=offset)
+        self.angles = rotation(shape, torch.arange(size.length)[None], dtype)
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(size.num_rows, size.length, size.hidden, generator=generator)
+        self.x = _residual_part(self.layout, whole).to(dtype).requires_grad_()
+        self.d_y = torch.randn(self.x.shape, generator=generator).to(dtype)
+        self.reducer = ReplicaReducer(self.model.parameters(), mesh, None)
+
+    def step(self, phase: Phase = no_phase) -> None:
+        """Run forward and backward, and add up the gradients of what several ranks hold."""
+        self.x.grad = None
+        self.model.zero_grad()
+        with phase("forward"):
+            y = self.model(self.x, self.angles)
+        with phase("backward"):
+            y.backward(self.d_y)
+        self.reducer.finish(phase)
+
+    def count(self) -> tuple[Amounts, list[Entry], int]:
+        """Return what this rank moves and holds, its collectives, and the peak in bytes."""
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(local_part(tensor))
+            return tensor
+
+        ledger = Ledger(self.layout.mesh)
+        with ledger, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self.step(ledger.phase)
+        weights = [local_part(parameter) for parameter in self.model.parameters()]
+        known = {_storage(tensor)[0] for tensor in (*weights, *(self.angles or ()))}
+        storages = dict(_storage(tensor) for tensor in kept)
+        entries = ledger.entries()
+        amounts = Amounts(
+            sent_bytes=sum(entry.sent_bytes for entry in entries),
+            num_calls=sum(entry.calls for entry in entries),
+            weight_bytes=sum(weight.nbytes for weight in weights),
+            kept_bytes=sum(size for place, size in storages.items() if place not in known),
+        )
+        kept.clear()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        with MemoryLedger(self.model, optimizer, "cpu") as memory:
+            self.step(memory.phase)
+        return amounts, entries, memory.account().peak_bytes
+
+
+def measure_rank(
+    texts: Sequence[str], sizes: Sequence[BlockSize], precision: Precision, repeats: int
+) -> list[LayoutPoint]:
+    """Measure on one rank of as many as each strategy has; times are those of this rank."""
+    barrier()
+    rate = quick_ceiling("cpu", precision, torch.get_num_threads()) if repeats else None
+    points: list[LayoutPoint] = []
+    for size in sizes:
+        blocks = [SplitBlock(Strategy.parse(text), size, precision) for text in texts]
+        counts = [block.count() for block in blocks]
+        times_s = time_in_turns(blocks, repeats)
+        for block, (amounts, entries, peak_bytes), own_times_s in zip(
+            blocks, counts, times_s, strict=True
+        ):
+            tp = block.strategy.tp
+            flops = product_flops(tp, size.shape, size.num_tokens)
+            points.append(
+                LayoutPoint(
+                    strategy=str(block.strategy),
+                    size=size,
+                    measured=amounts,
+                    theory=theory(tp, size.shape, size.num_tokens, item_bytes(precision)),
+                    entries=entries,
+                    peak_bytes=peak_bytes,
+                    times_s=own_times_s,
+                    products_s=None if rate is None else flops / rate,
+                )
+            )
+    return points
+
+
+def time_in_turns(blocks: Sequence[SplitBlock], repeats: int) -> list[list[float]]:
+    """Return the seconds of `repeats` steps of each block, which take turns, after one to warm up.
+
+    A step begins when all ranks are ready and ends when all have ended theirs.
+    """
+    times_s: list[list[float]] = [[] for _ in blocks]
+    for turn in range(repeats + 1 if repeats else 0):
+        for block, own_times_s in zip(blocks, times_s, strict=True):
+            barrier()
+            begin_s = time.perf_counter()
+            block.step()
+            barrier()
+            if turn:
+                own_times_s.append(time.perf_counter() - begin_s)
+    return times_s
+
+
+def _residual_part(layout: Layout, whole: Tensor) -> Tensor:
+    """Return this rank's part of a residual [B, T, D]."""
+    rows = layout.rows_of(whole, layout.residual)
+    first, size = layout.feature_range(layout.residual, whole.shape[2])
+    places = layout.places_of(rows, layout.residual, 1)
+    return places[:, :, first : first + size].clone(memory_format=torch.contiguous_format)
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's storage lies, and its bytes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()

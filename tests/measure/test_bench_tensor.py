@@ -1,0 +1,159 @@
+"""One block under each layout: what the ledger counts is what arithmetic says, and the verb."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import phalanx.cli.bench as bench
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.measure.tensor import (
+    BlockSize,
+    Precision,
+    SplitBlock,
+    TensorRun,
+    measure_tensor,
+    parse_layout,
+)
+from phalanx.measure.tensor_theory import ItemBytes, crossing_tokens, sent_bytes
+from phalanx.models.registry import shape_of
+from phalanx.strategy import Axis
+
+SIZE = "128x4x16"
+
+
+def check_points(run: TensorRun) -> None:
+    for point in run.points:
+        measured = dataclasses.astuple(point.measured)
+        assert measured == pytest.approx(dataclasses.astuple(point.theory), rel=1e-12), point
+        assert sum(entry.calls for entry in point.entries) == point.measured.num_calls
+        assert {entry.phase for entry in point.entries} == {"forward", "backward", "reduce"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "layouts"),
+    [
+        ("bfloat16", ["tp2", "tp4:2d", "tp8:2.5d/2", "tp8:3d"]),  # masters are float32
+        ("float32", ["tp2", "tp4:2d"]),
+        ("float64", ["tp2", "tp4:2d"]),
+    ],
+)
+def test_a_block_moves_and_holds_what_arithmetic_says(
+    precision: Precision, layouts: list[str]
+) -> None:
+    run = measure_tensor(layouts, [SIZE], precision=precision, repeats=0, threads=1)
+    assert [point.strategy for point in run.points] == layouts
+    check_points(run)
+
+
+def test_a_square_of_nine_and_two_sizes() -> None:
+    run = measure_tensor(["tp9:2d"], ["576x3x8", "576x9x5"], repeats=0, threads=1)
+    check_points(run)
+    assert run.points[0].theory != run.points[1].theory
+
+
+def test_around_the_crossing_the_other_layout_sends_less() -> None:
+    """512 wide, two dimensions send less than one from 999 tokens on; both sides are counted."""
+    item = ItemBytes(4, 4)
+    crossing = crossing_tokens(Axis(4, "2d"), BlockSize.parse("512x8x32").shape, item)
+    assert 960 < crossing < 1024
+    sizes = [f"512x8x{length}" for length in (120, 128)]
+    run = measure_tensor(["tp4", "tp4:2d"], sizes, repeats=0, threads=1)
+    plain_below, square_below, plain_above, square_above = (
+        point.measured.sent_bytes for point in run.points
+    )
+    assert plain_below < square_below
+    assert plain_above > square_above
+
+
+@pytest.mark.parametrize("text", ["4x2d", "8x2.5d", "8x3d", "64x3d", "16x2d", "64x2d"])
+@pytest.mark.parametrize("item", [ItemBytes(4, 4), ItemBytes(2, 4)])
+def test_at_the_crossing_both_send_the_same(text: str, item: ItemBytes) -> None:
+    degree, _, kind = text.partition("x")
+    tp = Axis(int(degree), kind, 2 if kind == "2.5d" else None)
+    shape = shape_of("llama2-7b")
+    tokens = crossing_tokens(tp, shape, item)
+    plain = sent_bytes(Axis(tp.degree, "1d"), shape, tokens, item)
+    assert sent_bytes(tp, shape, tokens, item) == pytest.approx(plain)
+
+
+def test_a_layout_may_never_cross() -> None:
+    """Statistics of norms outweigh a residual of one feature."""
+    shape = dataclasses.replace(
+        shape_of("llama2-7b"), hidden=1, num_heads=1, num_kv_heads=1, head_dim=2
+    )
+    assert crossing_tokens(Axis(4, "2d"), shape, ItemBytes(1, 4)) == math.inf
+
+
+def test_sizes_follow_the_llama_family() -> None:
+    llama = shape_of("llama2-7b")
+    shape = BlockSize.parse("4096x1x8").shape
+    for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "ffn"):
+        assert getattr(shape, name) == getattr(llama, name)
+    assert BlockSize.parse("2048x1x8").shape.num_heads == shape_of("llama3-1b").num_heads
+
+
+def test_the_verb_prints_both_and_keeps_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"tensor --layouts tp2 tp4 tp4:2d --sizes {SIZE} --dtype float32 --repeats 2"
+    # 128 wide has two heads: one for each rank of tp2, none for two of tp4.
+    with pytest.raises(ConfigError, match=r"tp4: .* has 2 heads.*nearest is tp2"):
+        bench.run(arguments.split())
+    arguments = arguments.replace("tp4 ", "")
+    assert bench.run([*arguments.split(), "--threads", "1", "--json", "--out", str(tmp_path)]) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    document = json.loads(last)
+    assert document == json.loads((tmp_path / "tensor-cpu-float32.json").read_text())
+    assert [point["strategy"] for point in document["points"]] == ["tp2", "tp4:2d"]
+    assert all(
+        len(point["times_s"]) == 2 and point["products_s"] > 0 for point in document["points"]
+    )
+    assert all(len(line) <= 100 for line in shown if "wrote" not in line)
+    text = " ".join(shown)
+    assert "theory" in text and "tp4:2d sends less than one dimension from" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--sizes 512x8", "HIDDENxROWSxPLACES"),
+        ("--sizes 0x8x8", "HIDDENxROWSxPLACES"),
+        ("--sizes 100x8x8", "multiple of 64.*128 is the nearest"),
+        ("--layouts tp4:2d --sizes 256x5x8", "splits rows in 2.*nearest is 4"),
+        ("--layouts tp4 --sizes 256x4x9", "splits places in 4.*nearest is 8"),
+        ("--layouts tp8:3d --sizes 256x6x8", "splits rows in 4.*nearest is 8"),
+        ("--layouts tp8 --sizes 256x4x8", "4 heads.*nearest is tp4"),
+        ("--layouts dp2,tp4:2d", "tp alone.*tp4:2d"),
+        ("--layouts dp2", "tp alone.*tp2"),
+        ("--layouts tp5:2d", "tp4:2d"),
+        ("--layouts tp2 --repeats -1", "repeats is -1"),
+        ("--layouts tp2 --sizes 16384x512x4096", "GiB"),
+        ("--layouts tp2 --out /dev/null/x", "--out"),
+    ],
+)
+def test_bad_settings_are_one_message_before_any_rank(
+    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.measure.tensor.run_ranks", None)
+    with pytest.raises(ConfigError, match=words):
+        bench.run(["tensor", *arguments.split()])
+
+
+def test_every_layout_runs_the_same_block() -> None:
+    """The ranks' parts of the result add up alike."""
+    sums = {
+        text: sum(run_ranks(squares, parse_layout(text).num_ranks, text, threads=1))
+        for text in ("tp2", "tp4:2d", "tp8:3d")
+    }
+    assert sums["tp4:2d"] == pytest.approx(sums["tp2"], rel=1e-12)
+    assert sums["tp8:3d"] == pytest.approx(sums["tp2"], rel=1e-12)
+
+
+def squares(text: str) -> float:
+    """Return the sum of squares of this rank's part of the block's result."""
+    block = SplitBlock(parse_layout(text), BlockSize.parse(SIZE), "float64")
+    return block.model(block.x, block.angles).square().sum().item()
