@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -43,6 +43,7 @@ def verify(
     accumulation: int = 1,
     dtype: str = "float64",
     optimizer: OptimizerConfig | None = None,
+    roles: Mapping[str, str] | None = None,
     debug_comm: bool = False,
 ) -> Verdict:
     """Compare a strategy with one process on your own module and batches.
@@ -59,6 +60,8 @@ def verify(
         dtype: "float64", "float32" or "bfloat16", of weights and arithmetic; floating-point tensors
             of the batches are cast to it.
         optimizer: AdamW's settings; its defaults if None.
+        roles: patterns of module names to roles for tp, as {"layers.*.up": "column"}, see
+            docs/tensor_parallel.md; known for our decoder and transformers' Llama, GPT-2 and BERT.
         debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
 
     Returns:
@@ -74,7 +77,7 @@ def verify(
         raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(TOLERANCE)}")
     if not batches:
         raise ConfigError("verify: no batches; give at least one")
-    case = Case(build, objective, batches, accumulation, dtype, optimizer or OptimizerConfig())
+    case = Case(build, objective, batches, accumulation, dtype, optimizer or OptimizerConfig(), roles)
     return compare_case(case, parsed, debug_comm)[0]
 
 

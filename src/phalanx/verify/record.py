@@ -37,6 +37,7 @@ class Case:
         accumulation: microbatches that each rank cuts its share into.
         dtype: data type of the weights and the arithmetic.
         optimizer: AdamW's settings.
+        roles: patterns of module names to roles for tp; those known for the model if None.
     """
 
     build: Callable[[], nn.Module]
@@ -45,6 +46,7 @@ class Case:
     accumulation: int = 1
     dtype: str = "float64"
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    roles: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def run_case(case: Case, strategy_text: str, visit: Callable[[int, StepRecord], 
     dtype: torch.dtype = getattr(torch, case.dtype)
     model = case.build().to(device_of(mesh), dtype)
     model.train()
-    reducer = parallelize(model, strategy, mesh)  # before the optimizer takes the parameters
+    # Before the optimizer takes the parameters.
+    reducer = parallelize(model, strategy, mesh, roles=case.roles)
     trainer = Trainer(
         model,
         build_optimizer(model, case.optimizer),

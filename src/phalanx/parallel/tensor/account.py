@@ -104,7 +104,7 @@ def traffic(
 def _product_moves(site: Site, sites: Sequence[Site], layout: Layout) -> list[Move]:
     """Return what the products and the look-up of a module move."""
     if site.role == "branch":
-        shapes = [_matrix_shape(column) for _, column in site.columns]
+        shapes = [_matrix_shape(column.module) for column in site.columns]
         return layout.columns_moves(shapes[0][1], [num_out for num_out, _ in shapes])
     if site.role == "row":
         num_out, num_in = _matrix_shape(site.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from phalanx.comm.primitives import broadcast
-from phalanx.parallel.tensor import layers
+from phalanx.parallel.tensor import layers, transformers_models
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.one_d import OneD
-from phalanx.parallel.tensor.roles import Patterns, Site, sites_of
+from phalanx.parallel.tensor.roles import (
+    OF_ALL,
+    Patterns,
+    Site,
+    reads_residual,
+    refuse_fused_rows,
+    sites_of,
+)
 from phalanx.parallel.tensor.three_d import ThreeD
 from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
 from phalanx.parallel.tensor.two_d import TwoD
@@ -45,16 +53,20 @@ def apply(
         StrategyError: see `sites_of` and `check`.
     """
     sites = sites_of(model, patterns)
+    refuse_fused_rows(sites, strategy.fsdp.degree)
     layout = layout_of(strategy, mesh)
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for site in sites:
         for name, placements in placements_of(site, layout).items():
             parameter = site.module.get_parameter(name)
             if parameter not in parts:
-                parts[parameter] = _part(parameter, layout, placements)
-            setattr(site.module, name, parts[parameter])
+                parts[parameter] = _part(parameter, layout, placements, site.parts)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, parts[parameter])
     for site in sites:
         _bind(site, layout)
+    transformers_models.bind(model, layout, functools.partial(reads_residual, sites))
     return layout
 
 
@@ -79,7 +91,9 @@ def part_shape(
 def placements_of(site: Site, layout: Layout) -> dict[str, tuple[Placement, ...]]:
     """Return how each parameter of a module of a role lies over the sub-axes of tp."""
     if site.role in ("embedding", "head", "column"):
-        matrix, vector = layout.placements(layout.column), layout.inner.features
+        # fsdp splits the rows of each part again, which no DTensor can say of a fused vector.
+        axis = layout.inner.features if site.parts == 1 else None
+        matrix, vector = layout.placements(layout.column), axis
     elif site.role == "row":
         matrix, vector = layout.placements(layout.row), layout.residual.features
     elif site.role == "table":
@@ -92,7 +106,7 @@ def placements_of(site: Site, layout: Layout) -> dict[str, tuple[Placement, ...]
         matrix = layout.transposed(matrix)
     return {
         name: matrix if parameter.ndim == 2 else layout.along(_axes(vector))
-        for name, parameter in site.module.named_parameters(recurse=site.role == "local")
+        for name, parameter in site.module.named_parameters(recurse=site.role in OF_ALL)
     }
 
 
@@ -101,31 +115,57 @@ def _axes(axis: str | None) -> tuple[str, ...]:
 
 
 def _part(
-    parameter: nn.Parameter, layout: Layout, placements: tuple[Placement, ...]
+    parameter: nn.Parameter, layout: Layout, placements: tuple[Placement, ...], num_fused: int
 ) -> nn.Parameter:
     """Return this rank's part of a parameter, as a DTensor of the whole mesh."""
     mesh, whole = layout.mesh, parameter.detach()
-    of_axis = dict(zip(layout.sizes, placements, strict=True))
-    placements = tuple(of_axis.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ())
     if not whole.is_meta:
         for axis in layout.sizes:
             broadcast(whole, layout.mesh, axis)
+    stride, lie = whole.stride(), placements
+    if num_fused > 1:
+        whole, lie = _interleaved(whole, layout, placements, num_fused)
+    placements, lie = (
+        tuple(of_axis.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ())
+        for of_axis in (dict(zip(layout.sizes, p, strict=True)) for p in (placements, lie))
+    )
     shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
     index = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
     part = DTensor.from_local(
         whole[index].clone(memory_format=torch.contiguous_format),
         mesh,
-        placements,
+        lie,
         run_check=False,
         shape=whole.shape,
-        stride=whole.stride(),
+        stride=stride,
     )
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
+def _interleaved(
+    whole: torch.Tensor, layout: Layout, placements: tuple[Placement, ...], num_fused: int
+) -> tuple[torch.Tensor, tuple[Placement, ...]]:
+    """Order the columns of fused maps so that a plain part of them is a part of each map.
+
+    Returns:
+        The reordered tensor, and the placements by which DTensor knows the parts of `whole` itself.
+    """
+    lie = list(placements)
+    for number, axis in enumerate(layout.sizes):
+        placement = placements[number]
+        if axis in layout.column.out and isinstance(placement, Shard):
+            dim, size = placement.dim, layout.sizes[axis]
+            split = whole.unflatten(dim, (num_fused, size, -1))
+            whole = split.transpose(dim, dim + 1).flatten(dim, dim + 2)
+            # Private; tests/parallel/tensor/test_transformers.py pins it.
+            lie[number] = _StridedShard(dim, split_factor=num_fused)
+    return whole, tuple(lie)
+
+
 def _bind(site: Site, layout: Layout) -> None:
     if site.role == "branch":
-        layers.bind_branch(site.module, layout, [column for _, column in site.columns])
+        columns = [column.module for column in site.columns]
+        layers.bind_branch(site.module, layout, columns, [c.parts for c in site.columns])
     elif site.role != "column":
         bind: Any = getattr(layers, f"bind_{site.role}")
         bind(site.module, layout)

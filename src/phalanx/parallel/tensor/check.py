@@ -10,9 +10,9 @@ from torch.distributed.tensor import Shard
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.tensor.apply import layout_of, placements_of
-from phalanx.parallel.tensor.layers import is_transposed
+from phalanx.parallel.tensor.layers import HEAD_COUNTS, is_transposed
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.roles import Patterns, Site, sites_of
+from phalanx.parallel.tensor.roles import Patterns, Site, refuse_fused_rows, sites_of
 from phalanx.strategy import Axis, Strategy
 
 
@@ -31,6 +31,7 @@ def check(model: nn.Module, strategy: Strategy, patterns: Patterns | None = None
     if strategy.tp.degree == 1:
         return
     sites = sites_of(model, patterns)
+    refuse_fused_rows(sites, strategy.fsdp.degree)
     problem = _problem(sites, layout_of(strategy))
     if problem is None:
         return
@@ -66,6 +67,8 @@ def _problem(sites: Sequence[Site], layout: Layout) -> str | None:
                 for axis_size, placement in pairs:
                     if isinstance(placement, Shard) and placement.dim == dim:
                         parts *= axis_size
+                if parts > 1 and dim == (1 if is_transposed(site.module) else 0):
+                    parts *= site.parts
                 if size % parts and not (dim == 0 and site.role in ("embedding", "head")):
                     return (
                         f"'{site.name}.{name}' is of shape {tuple(shape)}, and {size} is not a "
@@ -73,11 +76,16 @@ def _problem(sites: Sequence[Site], layout: Layout) -> str | None:
                     )
         parts = layout.num_parts(layout.column.out)
         width = head_width(site.module)
-        for name, column in site.columns if width > 1 else ():
-            weight = column.get_parameter("weight")
-            num_heads = weight.shape[1 if is_transposed(column) else 0] // width
+        for column in site.columns if width > 1 else ():
+            weight = column.module.get_parameter("weight")
+            num_out = weight.shape[1 if is_transposed(column.module) else 0]
+            num_heads = num_out // column.parts // width
             if num_heads % parts:
-                return f"'{name}' has {num_heads} heads, which is not a multiple of {parts}"
+                return f"'{column.name}' has {num_heads} heads, which is not a multiple of {parts}"
+        for name in HEAD_COUNTS if site.role == "branch" else ():
+            count = getattr(site.module, name, None)
+            if isinstance(count, int) and count % parts:
+                return f"'{site.name}.{name}' is {count}, which is not a multiple of {parts}"
     return None
 
 

@@ -11,6 +11,13 @@ Modules stay, and so do the names of their parameters, which become DTensors. Th
     local      acts on each head or element alone, with parameters held whole
     dropout    over the residual, keyed by position
     head       the output projection               residual -> logits, or their loss
+    token      acts on each token by itself        residual -> residual
+    gather     acts on the whole, as a pooler      residual -> whole
+    whole      acts on what is whole already       whole -> whole
+    scatter    makes the residual of what is no id whole[B, T, ...] -> residual
+
+These hold their parameters whole. With the last three every rank computes the same; for the gradient
+to be a sum over ranks, as that of all others is, the first rank gives it and the others zeros.
 """
 
 from __future__ import annotations
@@ -25,13 +32,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from phalanx.comm.primitives import local_part
+from phalanx.comm.primitives import all_gather, local_part, reduce_scatter
 from phalanx.models.decoder import Head
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.tensor import products
 from phalanx.parallel.tensor.layout import Extent, Layout
 from phalanx.parallel.tensor.loss import token_loss_sum
+
+
+HEAD_COUNTS = (
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head",
+    "n_heads",
+    "n_kv_heads",
+    "all_head_size",
+    "split_size",
+)
+"""Attributes by which a branch knows how many heads there are, or how wide all of them are."""
 
 
 def bind_embedding(module: nn.Module, layout: Layout) -> None:
@@ -41,9 +62,10 @@ def bind_embedding(module: nn.Module, layout: Layout) -> None:
         layout.extent = Extent(*ids_BT.shape)
         first, _ = layout.feature_range(layout.inner, cast(Tensor, self.weight).shape[0])
         ids = layout.rows_of(ids_BT, layout.entry)
-        return products.enter(
-            layout, cast(Tensor, _LookUp.apply(ids - first, _part(self, "weight")))
-        )
+        padding = _padding(self)
+        padding = None if padding is None else padding - first
+        rows = _LookUp.apply(ids - first, _part(self, "weight"), padding)
+        return products.enter(layout, cast(Tensor, rows))
 
     _replace(module, forward)
 
@@ -52,18 +74,31 @@ def bind_table(module: nn.Module, layout: Layout) -> None:
     """Look up this rank's rows and places; the table is split by features alone."""
 
     def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
-        ids = layout.rows_of(ids_BT, layout.residual)
-        return F.embedding(layout.places_of(ids, layout.residual, 1), _part(self, "weight"))
+        ids = layout.places_of(layout.rows_of(ids_BT, layout.residual), layout.residual, 1)
+        return F.embedding(ids, _part(self, "weight"), _padding(self))
 
     _replace(module, forward)
 
 
-def bind_branch(module: nn.Module, layout: Layout, columns: Sequence[nn.Module]) -> None:
+def bind_branch(
+    module: nn.Module, layout: Layout, columns: Sequence[nn.Module], parts: Sequence[int]
+) -> None:
     """Multiply by all column weights of a branch before it runs, and cut its other arguments.
 
     The branch then sees, instead of the residual, a tensor of the shape that its column products
-    have: all places of its rows. It has no memory, and any other use of it gives NaN.
+    have: all places of its rows. It has no memory, and any other use of it gives NaN. What it keeps
+    of the number of heads becomes that of this rank.
+
+    Args:
+        module: takes the residual first.
+        layout: how to split.
+        columns: its column maps.
+        parts: the maps that each of them holds, one after another.
     """
+    for name in HEAD_COUNTS:
+        if isinstance(count := getattr(module, name, None), int):
+            setattr(module, name, count // layout.num_parts(layout.column.out))
+    num_parts = dict(zip(columns, parts, strict=True))
     ready: dict[nn.Module, Tensor] = {}
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,7 +117,12 @@ def bind_branch(module: nn.Module, layout: Layout, columns: Sequence[nn.Module])
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def product(self: nn.Module, _: Tensor) -> Tensor:
-        return _with_bias(self, ready.pop(self))
+        y = ready.pop(self)
+        if num_parts[self] == 1 or getattr(self, "bias", None) is None:
+            return _with_bias(self, y)
+        bias = _part(self, "bias").unflatten(0, (num_parts[self], -1))
+        first, size = layout.feature_range(layout.inner, bias.shape[1])
+        return y + bias[:, first : first + size].flatten().to(y.dtype)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     for column in columns:
@@ -103,6 +143,7 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
     if layout.residual.features is None:
         bind_local(module, layout)
         return
+    is_centred = isinstance(module, nn.LayerNorm) or getattr(module, "bias", None) is not None
     eps = next(
         float(value)
         for name in ("eps", "variance_epsilon")
@@ -112,7 +153,8 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         num_features = cast(Tensor, self.weight).shape[0]
         bias = None if getattr(self, "bias", None) is None else _part(self, "bias")
-        out = _SplitNorm.apply(x, _part(self, "weight"), bias, eps, num_features, layout)
+        weight = _part(self, "weight")
+        out = _SplitNorm.apply(x, weight, bias, eps, num_features, is_centred, layout)
         return cast(Tensor, out)
 
     _replace(module, forward)
@@ -170,29 +212,110 @@ def bind_head(module: nn.Module, layout: Layout) -> None:
     _replace(module, loss_or_logits if isinstance(module, Head) else logits)
 
 
+def bind_token(module: nn.Module, layout: Layout) -> None:
+    """Run the module on all features of this rank's tokens, and keep this rank's features."""
+    axis = layout.residual.features
+    if axis is None:
+        bind_local(module, layout)
+        return
+    own = module.forward
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        with _parts_in_place(self):
+            y = own(_Features.apply(x, layout, axis))
+        first, size = layout.feature_range(layout.residual, y.shape[2])
+        return y[..., first : first + size]
+
+    _replace(module, forward)
+
+
+def bind_gather(module: nn.Module, layout: Layout) -> None:
+    """Gather the residual and run the module on the whole, the same on every rank."""
+    own = module.forward
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        axis = layout.residual.features
+        num_features = x.shape[2] * (1 if axis is None else layout.sizes[axis])
+        whole = layout.whole(x, layout.residual, num_features)
+        with _parts_in_place(self, layout.is_first):
+            return own(whole)
+
+    _replace(module, forward)
+
+
+def bind_whole(module: nn.Module, layout: Layout) -> None:
+    """Run the module on the whole, the same on every rank."""
+    own = module.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _parts_in_place(self, layout.is_first):
+            return own(*args, **kwargs)
+
+    _replace(module, forward)
+
+
+def bind_scatter(module: nn.Module, layout: Layout) -> None:
+    """Run the module on the whole, and keep this rank's part of what it returns, [B, T, D]."""
+    own = module.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        with _parts_in_place(self, layout.is_first):
+            whole = own(*args, **kwargs)
+        layout.extent = Extent(*whole.shape[:2])
+        return layout.cut(whole, layout.residual)
+
+    _replace(module, forward)
+
+
+class _Features(Function):
+    """Gather features; backward sums what the ranks have, each of its own features' use."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, axis: str) -> Tensor:
+        ctx.layout, ctx.axis = layout, axis
+        return all_gather(x, layout.mesh, axis, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return reduce_scatter(grad_outputs[0], ctx.layout.mesh, ctx.axis, 2), None, None
+
+
+class _NoGradient(Function):
+    """The same tensor, whose gradient is zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return torch.zeros_like(grad_outputs[0])
+
+
 class _LookUp(Function):
     """Rows of a table, zeros where the id is not of this part."""
 
     @staticmethod
-    def forward(ctx: Any, ids_BT: Tensor, weight_VD: Tensor) -> Tensor:
+    def forward(ctx: Any, ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
         is_mine_BT = (ids_BT >= 0) & (ids_BT < len(weight_VD))
-        ctx.save_for_backward(ids_BT, is_mine_BT)
+        has_grad_BT = is_mine_BT if padding is None else is_mine_BT & (ids_BT != padding)
+        ctx.save_for_backward(ids_BT, has_grad_BT)
         ctx.shape = weight_VD.shape
         out_BTD = weight_VD.new_zeros(*ids_BT.shape, weight_VD.shape[1])
         out_BTD[is_mine_BT] = weight_VD[ids_BT[is_mine_BT]]
         return out_BTD
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor]:
-        ids_BT, is_mine_BT = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        ids_BT, has_grad_BT = ctx.saved_tensors
         (grad_BTD,) = grad_outputs
         d_weight_VD = grad_BTD.new_zeros(ctx.shape)
-        d_weight_VD.index_add_(0, ids_BT[is_mine_BT], grad_BTD[is_mine_BT])
-        return None, d_weight_VD
+        d_weight_VD.index_add_(0, ids_BT[has_grad_BT], grad_BTD[has_grad_BT])
+        return None, d_weight_VD, None
 
 
 class _SplitNorm(Function):
-    """RMSNorm, or LayerNorm where there is a bias, over features that several ranks share."""
+    """RMSNorm, or LayerNorm where it is centred, over features that several ranks share."""
 
     @staticmethod
     def forward(
@@ -202,18 +325,19 @@ class _SplitNorm(Function):
         bias: Tensor | None,
         eps: float,
         num_features: int,
+        is_centred: bool,
         layout: Layout,
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         centred = x.to(wide)
         mean = None
-        if bias is not None:
+        if is_centred:
             mean = layout.sum_features(centred.sum(-1, keepdim=True), layout.residual)
             centred = centred - mean.div_(num_features)
         squares = layout.sum_features(centred.square().sum(-1, keepdim=True), layout.residual)
         scale = squares.div_(num_features).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.num_features, ctx.layout = num_features, layout
+        ctx.num_features, ctx.layout, ctx.has_bias = num_features, layout, bias is not None
         y = (centred * scale).mul_(weight.to(wide))
         if bias is not None:
             y.add_(bias.to(wide))
@@ -227,7 +351,7 @@ class _SplitNorm(Function):
         normal = x.to(wide) if mean is None else x.to(wide) - mean
         normal = normal * scale
         d_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
-        d_bias = None if mean is None else grad.flatten(0, -2).sum(0).to(weight.dtype)
+        d_bias = grad.flatten(0, -2).sum(0).to(weight.dtype) if ctx.has_bias else None
         grad = grad * weight.to(wide)
         sums = [(grad * normal).sum(-1, keepdim=True)]
         if mean is not None:
@@ -237,12 +361,17 @@ class _SplitNorm(Function):
         grad.sub_(normal.mul_(means[..., :1]))
         if mean is not None:
             grad.sub_(means[..., 1:])
-        return grad.mul_(scale).to(x.dtype), d_weight, d_bias, None, None, None
+        return grad.mul_(scale).to(x.dtype), d_weight, d_bias, None, None, None, None
 
 
 @contextmanager
-def _parts_in_place(module: nn.Module) -> Generator[None]:
-    """Let a module see this rank's parts instead of its parameters."""
+def _parts_in_place(module: nn.Module, gives_gradient: bool = True) -> Generator[None]:
+    """Let a module see this rank's parts instead of its parameters.
+
+    Args:
+        module: with all that is in it.
+        gives_gradient: or else zeros for it, as another rank computes the same.
+    """
     # Private, as a module's attribute of a parameter's name takes nothing but a parameter.
     homes: list[dict[str, Any]] = [
         inner._parameters  # pyright: ignore[reportPrivateUsage]
@@ -251,7 +380,10 @@ def _parts_in_place(module: nn.Module) -> Generator[None]:
     before = [dict(home) for home in homes]
     try:
         for home in homes:
-            home.update({n: local_part(p) for n, p in home.items() if p is not None})
+            parts = {name: local_part(p) for name, p in home.items() if p is not None}
+            if not gives_gradient:
+                parts = {name: _NoGradient.apply(part) for name, part in parts.items()}
+            home.update(parts)
         yield
     finally:
         for home, parameters in zip(homes, before, strict=True):
@@ -266,6 +398,11 @@ def is_transposed(module: nn.Module) -> bool:
 def _part(module: nn.Module, name: str) -> Tensor:
     """Return this rank's part of a parameter, through which gradients flow to it."""
     return local_part(cast(Tensor, getattr(module, name)))
+
+
+def _padding(module: nn.Module) -> int | None:
+    """Return the id of a table whose row gets no gradient."""
+    return cast("int | None", getattr(module, "padding_idx", None))
 
 
 def _matrix(module: nn.Module) -> Tensor:

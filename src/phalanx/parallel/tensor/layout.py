@@ -193,6 +193,11 @@ class Layout(ABC):
             return dict.fromkeys(self.sizes, 0)
         return {axis: self._mesh.get_local_rank(axis) for axis in self.sizes}
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of tp."""
+        return not any(self.coords.values())
+
     def num_parts(self, axes: Sequence[str]) -> int:
         """Return the number of parts over `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
@@ -293,6 +298,10 @@ class Layout(ABC):
         """
         return cast(Tensor, _Whole.apply(x, self, spread, num_features))
 
+    def cut(self, x: Tensor, spread: Spread) -> Tensor:
+        """Return this rank's part of x[B, T, D], the same on every rank; so is its gradient."""
+        return cast(Tensor, _Cut.apply(x, self, spread))
+
     def whole_moves(self, spread: Spread, num_features: int) -> list[Move]:
         """Return what `whole` moves, for the extent at work."""
         moves: list[Move] = []
@@ -309,35 +318,59 @@ class _Whole(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, spread: Spread, num_features: int) -> Tensor:
-        ctx.layout, ctx.spread, ctx.shape, ctx.extent = layout, spread, x.shape, layout.extent
-        mesh = layout.mesh
-        if spread.features is not None:
-            size = -(-num_features // layout.sizes[spread.features])
-            x = torch.nn.functional.pad(x, (0, size - x.shape[2]))
-            x = all_gather(x, mesh, spread.features, 2)[:, :, :num_features]
-        if spread.places is not None:
-            x = all_gather(x, mesh, spread.places, 1)
-        for axis in reversed(spread.rows):
-            x = all_gather(x, mesh, axis, 0)
-        return x[: layout.extent.num_rows, : layout.extent.length].contiguous()
+        ctx.layout, ctx.spread, ctx.extent = layout, spread, layout.extent
+        return _gathered(x, layout, spread, num_features)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs
-        layout, spread = ctx.layout, ctx.spread
-        layout.extent = ctx.extent
-        out = grad.new_zeros(ctx.shape)
-        number, count = layout.place(spread.rows)
-        num_rows = layout.padded_rows // count
-        first_place, num_places = layout.place_range(spread)
-        first, size = layout.feature_range(spread, grad.shape[2])
-        part = grad[
-            number * num_rows : (number + 1) * num_rows,
-            first_place : first_place + num_places,
-            first : first + size,
-        ]
-        out[: part.shape[0], : part.shape[1]] = part
-        return out, None, None, None
+        ctx.layout.extent = ctx.extent
+        return _part(grad_outputs[0], ctx.layout, ctx.spread), None, None, None
+
+
+class _Cut(Function):
+    """Take this rank's part; backward gathers, so that every rank has the gradient of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, spread: Spread) -> Tensor:
+        ctx.layout, ctx.spread, ctx.extent = layout, spread, layout.extent
+        ctx.num_features = x.shape[2]
+        return _part(x, layout, spread)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.layout.extent = ctx.extent
+        whole = _gathered(grad_outputs[0], ctx.layout, ctx.spread, ctx.num_features)
+        return whole, None, None
+
+
+def _gathered(x: Tensor, layout: Layout, spread: Spread, num_features: int) -> Tensor:
+    """Return x[B, T, D] of this rank's part."""
+    mesh = layout.mesh
+    if spread.features is not None:
+        size = -(-num_features // layout.sizes[spread.features])
+        x = torch.nn.functional.pad(x, (0, size - x.shape[2]))
+        x = all_gather(x, mesh, spread.features, 2)[:, :, :num_features]
+    if spread.places is not None:
+        x = all_gather(x, mesh, spread.places, 1)
+    for axis in reversed(spread.rows):
+        x = all_gather(x, mesh, axis, 0)
+    return x[: layout.extent.num_rows, : layout.extent.length].contiguous()
+
+
+def _part(x: Tensor, layout: Layout, spread: Spread) -> Tensor:
+    """Return this rank's part of x[B, T, D]; padded rows and places are zeros."""
+    number, count = layout.place(spread.rows)
+    num_rows = layout.padded_rows // count
+    first_place, num_places = layout.place_range(spread)
+    first, size = layout.feature_range(spread, x.shape[2])
+    out = x.new_zeros(num_rows, num_places, size)
+    part = x[
+        number * num_rows : (number + 1) * num_rows,
+        first_place : first_place + num_places,
+        first : first + size,
+    ]
+    out[: part.shape[0], : part.shape[1]] = part
+    return out
 
 
 def weight_gradient(d_y: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

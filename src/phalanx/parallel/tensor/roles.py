@@ -1,25 +1,47 @@
 """Which module plays which part: patterns of module names to the roles of layers.py.
 
 In a pattern, `*` stands for one name between dots: `blocks.*.mlp.up`. The first that matches holds.
+`column/3` is a column map that holds three one after another, as queries, keys and values: each is
+split by itself, so that a rank has its heads of all three.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
+from phalanx.parallel.tensor import transformers_models
+from phalanx.parallel.tensor.layers import is_transposed
 
-Role = Literal["embedding", "table", "branch", "column", "row", "norm", "local", "dropout", "head"]
+Role = Literal[
+    "embedding",
+    "table",
+    "branch",
+    "column",
+    "row",
+    "norm",
+    "local",
+    "dropout",
+    "head",
+    "token",
+    "gather",
+    "whole",
+    "scatter",
+]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-Patterns = Mapping[str, Role]
+Patterns = Mapping[str, str]
+
+OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "whole", "scatter"})
+"""Roles that hold for all modules inside, too."""
 
 DECODER: Patterns = {
     "embedding": "embedding",
@@ -52,28 +74,22 @@ class Site:
         name: of the module in the model.
         role: see layers.py.
         module: itself.
-        columns: of a branch, its column maps by name, in the order of registration.
+        columns: of a branch, its column maps, in the order of registration.
+        parts: maps that a column map holds, one after another.
     """
 
     name: str
     role: Role
     module: nn.Module
-    columns: tuple[tuple[str, nn.Module], ...] = ()
+    columns: tuple[Site, ...] = ()
+    parts: int = 1
 
 
 def default_patterns(model: nn.Module) -> Patterns:
-    """Return the patterns of a model that is known here, without those it has no module for.
-
-    Raises:
-        StrategyError: it is not known.
-    """
-    if isinstance(model, Decoder):
-        names = [name for name, _ in model.named_modules()]
-        return {p: role for p, role in DECODER.items() if any(_matches(p, n) for n in names)}
-    raise StrategyError(
-        f"tp: the roles of the modules of {type(model).__name__} are not known; give patterns of "
-        f"names to roles ({', '.join(ROLES)})"
-    )
+    """Return the patterns of what is known here of a model, without those it has no module for."""
+    patterns = DECODER if isinstance(model, Decoder) else transformers_models.patterns_of(model)
+    names = [name for name, _ in model.named_modules()]
+    return {p: role for p, role in patterns.items() if any(_matches(p, n) for n in names)}
 
 
 def sites_of(model: nn.Module, patterns: Patterns | None = None) -> list[Site]:
@@ -81,57 +97,169 @@ def sites_of(model: nn.Module, patterns: Patterns | None = None) -> list[Site]:
 
     Args:
         model: any module, on any device.
-        patterns: names to roles; those known for the model if None.
+        patterns: names to roles; they come before those that are known for the model.
 
     Raises:
         StrategyError: a pattern matches nothing, a role does not exist, a parameter is in no module
-            with a role, or a column is in no branch.
+            with a role, roles contradict each other, or dropout would differ from one process's.
     """
-    patterns = default_patterns(model) if patterns is None else patterns
+    own, known = dict(patterns or {}), default_patterns(model)
+    if not own and not known:
+        raise StrategyError(
+            f"tp: the roles of the modules of {type(model).__name__} are not known; give patterns "
+            f"of names to roles ({', '.join(ROLES)})"
+        )
     names = [name for name, _ in model.named_modules() if name]
-    for pattern, role in patterns.items():
-        if role not in ROLES:
-            raise StrategyError(
-                f"tp: '{role}' of '{pattern}' is no role; the roles are {', '.join(ROLES)}"
-            )
+    texts = {**own, **{p: role for p, role in known.items() if p not in own}}
+    parsed = {pattern: _parse(pattern, text) for pattern, text in texts.items()}
+    for pattern, text in own.items():
         if not any(_matches(pattern, name) for name in names):
             raise StrategyError(
-                f"tp: the pattern '{pattern}' ({role}) matches no module{_nearest(pattern, names)}"
+                f"tp: the pattern '{pattern}' ({text}) matches no module{_nearest(pattern, names)}"
             )
-    roles = {
-        name: role
-        for name in names
-        if (role := next((r for p, r in patterns.items() if _matches(p, name)), None)) is not None
-    }
     modules = dict(model.named_modules())
-    branches: dict[str, list[tuple[str, nn.Module]]] = {}
-    for name, role in roles.items():
-        if role == "branch":
-            branches[name] = []
-        if role == "column":
-            branch = _enclosing(name, branches)
-            if branch is None:
-                raise StrategyError(
-                    f"tp: the column map '{name}' is in no module with the role branch"
-                )
-            branches[branch].append((name, modules[name]))
-    for name, _ in model.named_parameters():
-        if _enclosing(name, {n: r for n, r in roles.items() if r != "branch"}) is None:
+    sites: dict[str, Site] = {}
+    for name in names:
+        pattern = next((p for p in parsed if _matches(p, name)), None)
+        if pattern is not None:
+            role, parts = parsed[pattern]
+            sites[name] = Site(name, role, modules[name], parts=parts)
+    _check_nesting(sites)
+    _check_parameters(model, sites)
+    transformers_models.refuse_unsupported(model)
+    _refuse_dropout(model, sites)
+    _refuse_tables(sites)
+    columns = {name: _columns(name, sites) for name, site in sites.items() if site.role == "branch"}
+    return [dataclasses.replace(s, columns=columns.get(name, ())) for name, s in sites.items()]
+
+
+def refuse_fused_rows(sites: Iterable[Site], num_shares: int) -> None:
+    """Refuse fused column maps whose rows fsdp would split once more: no DTensor can say that.
+
+    Args:
+        sites: modules with roles.
+        num_shares: degree of fsdp.
+
+    Raises:
+        StrategyError: names the first.
+    """
+    for site in sites:
+        if num_shares > 1 and site.parts > 1 and not is_transposed(site.module):
+            raise StrategyError(
+                f"fsdp{num_shares}: the rows of '{site.name}.weight' are {site.parts} maps that tp "
+                f"splits each by itself, which fsdp cannot split again; hold them as {site.parts} "
+                f"modules, or use dp{num_shares}"
+            )
+
+
+def reads_residual(sites: Iterable[Site], outside: str) -> bool:
+    """Tell whether a module that is not in the module `outside` takes the residual."""
+    prefix = f"{outside}." if outside else ""
+    return any(
+        site.role in ("norm", "branch", "row", "token", "gather", "head")
+        for site in sites
+        if not site.name.startswith(prefix)
+    )
+
+
+def _parse(pattern: str, text: str) -> tuple[Role, int]:
+    """Return a role and the maps it holds."""
+    role, slash, number = text.partition("/")
+    if role not in ROLES:
+        raise StrategyError(
+            f"tp: '{text}' of '{pattern}' is no role; the roles are {', '.join(ROLES)}"
+        )
+    if slash and not (role == "column" and number.isdecimal() and int(number) > 1):
+        raise StrategyError(
+            f"tp: '{text}' of '{pattern}': only a column map holds several, as 'column/3'"
+        )
+    return role, int(number) if slash else 1
+
+
+def _columns(branch: str, sites: Mapping[str, Site]) -> tuple[Site, ...]:
+    columns = tuple(
+        site
+        for name, site in sites.items()
+        if site.role == "column" and _enclosing(name, sites, "branch") == branch
+    )
+    if not columns:
+        raise StrategyError(
+            f"tp: the branch '{branch}' has no column map, so it takes nothing from the residual; "
+            "give one of its linear maps the role column"
+        )
+    return columns
+
+
+def _check_nesting(sites: Mapping[str, Site]) -> None:
+    for name, site in sites.items():
+        if site.role == "column" and _enclosing(name, sites, "branch") is None:
+            raise StrategyError(
+                f"tp: the column map '{name}' is in no module with the role branch"
+            )
+        outer = _enclosing(name, sites, *OF_ALL)
+        if outer is not None:
+            raise StrategyError(
+                f"tp: '{name}' ({site.role}) is inside '{outer}', whose role {sites[outer].role} "
+                "holds for all of it; give a role to one of the two"
+            )
+
+
+def _check_parameters(model: nn.Module, sites: Mapping[str, Site]) -> None:
+    """Refuse parameters without a role; one that is shared needs it in one place."""
+    covered: set[nn.Parameter] = set()
+    for site in sites.values():
+        if site.role != "branch":
+            covered.update(site.module.parameters(recurse=site.role in OF_ALL))
+    for name, parameter in model.named_parameters():
+        if parameter not in covered:
+            home = name.rpartition(".")[0]
             raise StrategyError(
                 f"tp: the parameter '{name}' is in no module that has a role; give a pattern for "
-                f"'{name.rpartition('.')[0]}'"
+                f"{f'{home!r}' if home else 'a module that it is moved into'}"
             )
-    return [
-        Site(name, role, modules[name], tuple(branches.get(name, ())))
-        for name, role in roles.items()
-    ]
 
 
-def _enclosing(name: str, homes: Mapping[str, object]) -> str | None:
-    """Return the innermost of `homes` that the module or parameter `name` is in."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in homes:
+def _refuse_dropout(model: nn.Module, sites: Mapping[str, Site]) -> None:
+    """Refuse dropout that draws from the rank's own generator: no two ranks, no one process."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        keyed = name in sites and sites[name].role == "dropout"
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)  # pyright: ignore[reportPrivateUsage]
+        values = {"p": module.p} if is_dropout else vars(module)
+        rates = {k: v for k, v in values.items() if isinstance(v, float) and v > 0}
+        rates = {k: v for k, v in rates.items() if is_dropout or "dropout" in k}
+        found += [] if keyed else [f"'{name}.{key}' = {rate:g}" for key, rate in rates.items()]
+    if not found:
+        return
+    config: dict[str, Any] = dict(vars(getattr(model, "config", object)))
+    settings = [k for k, v in config.items() if "drop" in k and isinstance(v, float) and v > 0]
+    advice = f" (in its config: {', '.join(settings)})" if settings else ""
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    raise StrategyError(
+        f"tp: {', '.join(found[:3])}{more}: each rank would drop other elements than one process "
+        f"does; set them to 0{advice}"
+    )
+
+
+def _refuse_tables(sites: Mapping[str, Site]) -> None:
+    for name, site in sites.items():
+        if isinstance(site.module, nn.Embedding) and site.role in ("embedding", "table"):
+            table = site.module
+            for option, default in _TABLE_OPTIONS.items():
+                if getattr(table, option) != default:
+                    raise StrategyError(
+                        f"tp: '{name}' has {option} = {getattr(table, option)}, which a part of a "
+                        f"table cannot follow; expected {default}"
+                    )
+
+
+_TABLE_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+
+
+def _enclosing(name: str, sites: Mapping[str, Site], *roles: str) -> str | None:
+    """Return the innermost module of one of `roles` that the module `name` is in."""
+    while name := name.rpartition(".")[0]:
+        if name in sites and sites[name].role in roles:
             return name
     return None
 

@@ -1,0 +1,267 @@
+"""What transformers' Llama, GPT-2 and BERT need besides roles; they are known by their class names.
+
+Their forward takes numbers of rows and places from the embedded tokens, of which a rank has a part.
+So what is made from those numbers is made before, from the whole ids: positions, token types and
+the mask of attention, which they hand on as it is once it has four dimensions. The branches then
+cut its rows, as they cut all that comes beside the residual.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError, StrategyError
+from phalanx.parallel.tensor.layout import Layout
+
+_LLAMA: Final = {
+    "embed_tokens": "embedding",
+    "layers.*.input_layernorm": "norm",
+    "layers.*.self_attn": "branch",
+    "layers.*.self_attn.q_proj": "column",
+    "layers.*.self_attn.k_proj": "column",
+    "layers.*.self_attn.v_proj": "column",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.post_attention_layernorm": "norm",
+    "layers.*.mlp": "branch",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.down_proj": "row",
+    "norm": "norm",
+}
+_GPT2: Final = {
+    "wte": "embedding",
+    "wpe": "table",
+    "h.*.ln_1": "norm",
+    "h.*.attn": "branch",
+    "h.*.attn.c_attn": "column/3",
+    "h.*.attn.c_proj": "row",
+    "h.*.ln_2": "norm",
+    "h.*.mlp": "branch",
+    "h.*.mlp.c_fc": "column",
+    "h.*.mlp.c_proj": "row",
+    "ln_f": "norm",
+}
+_BERT: Final = {
+    "embeddings.word_embeddings": "embedding",
+    "embeddings.position_embeddings": "table",
+    "embeddings.token_type_embeddings": "table",
+    "embeddings.LayerNorm": "norm",
+    "encoder.layer.*.attention.self": "branch",
+    "encoder.layer.*.attention.self.query": "column",
+    "encoder.layer.*.attention.self.key": "column",
+    "encoder.layer.*.attention.self.value": "column",
+    "encoder.layer.*.attention.output.dense": "row",
+    "encoder.layer.*.attention.output.LayerNorm": "norm",
+    "encoder.layer.*.intermediate": "branch",
+    "encoder.layer.*.intermediate.dense": "column",
+    "encoder.layer.*.output.dense": "row",
+    "encoder.layer.*.output.LayerNorm": "norm",
+    "pooler": "gather",
+}
+_BERT_PREDICTIONS: Final = {
+    "cls.predictions.transform": "token",
+    "cls.predictions.decoder": "head",
+}
+
+BASES: Final[Mapping[str, Mapping[str, str]]] = {
+    "LlamaModel": _LLAMA,
+    "GPT2Model": _GPT2,
+    "BertModel": _BERT,
+}
+"""Class of a model without a head -> patterns of names in it."""
+
+HEADS: Final[Mapping[str, Mapping[str, str]]] = {
+    "LlamaForCausalLM": {"lm_head": "head"},
+    "GPT2LMHeadModel": {"lm_head": "head"},
+    "BertForMaskedLM": _BERT_PREDICTIONS,
+    "BertForPreTraining": {**_BERT_PREDICTIONS, "cls.seq_relationship": "whole"},
+    "BertForSequenceClassification": {"classifier": "whole"},
+    "BertForTokenClassification": {"classifier": "gather"},
+}
+"""Class of a model with a head -> patterns of the names that it has beside those of its base."""
+
+IMPLEMENTATIONS: Final = ("sdpa", "eager")
+"""Of attention; the others take no mask of four dimensions."""
+
+
+def patterns_of(model: nn.Module) -> dict[str, str]:
+    """Return the patterns of the models in `model` that are known here, under their names in it."""
+    patterns: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for known in (BASES, HEADS):
+            own = _lookup(known, module)
+            prefix = f"{name}." if name else ""
+            patterns |= {prefix + pattern: role for pattern, role in (own or {}).items()}
+    return patterns
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Refuse settings of a known model that would not compute what one process does.
+
+    Raises:
+        StrategyError: names the setting and what it may be.
+    """
+    for name, base in _bases(model):
+        config: Any = base.config
+        where = f"tp: {type(base).__name__}{f' {name!r}' if name else ''}"
+        implementation = getattr(config, "_attn_implementation", "sdpa")
+        if implementation not in IMPLEMENTATIONS:
+            raise StrategyError(
+                f"{where}: attn_implementation is '{implementation}'; expected one of "
+                f"{', '.join(IMPLEMENTATIONS)}, as in from_pretrained(..., "
+                f"attn_implementation='{IMPLEMENTATIONS[0]}')"
+            )
+        if getattr(config, "chunk_size_feed_forward", 0):
+            raise StrategyError(
+                f"{where}: chunk_size_feed_forward is {config.chunk_size_feed_forward}, which cuts "
+                "places that tp has split already; expected 0"
+            )
+        if getattr(config, "add_cross_attention", False):
+            raise StrategyError(f"{where}: add_cross_attention has no layout under tp; expected no")
+
+
+def bind(model: nn.Module, layout: Layout, reads_residual: Callable[[str], bool]) -> None:
+    """Let the known models in `model` run on parts.
+
+    Args:
+        model: split already.
+        layout: how.
+        reads_residual: tells whether a module outside of the one of this name takes the residual;
+            if none does, what the base model returns is gathered.
+    """
+    for name, base in _bases(model):
+        base.register_forward_pre_hook(_preparation(base), with_kwargs=True)
+        if not reads_residual(name):
+            base.register_forward_hook(_gathering(layout, cast(Any, base).config.hidden_size))
+    for module in model.modules():
+        if _lookup(HEADS, module) is not None:
+            module.register_forward_pre_hook(_refuse_cut_logits, with_kwargs=True)
+
+
+def _bases(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(n, m) for n, m in model.named_modules() if _lookup(BASES, m) is not None]
+
+
+def _lookup(known: Mapping[str, Mapping[str, str]], module: nn.Module) -> Mapping[str, str] | None:
+    """Return what is known of the class of a module, or of one that it is derived from.
+
+    FSDP2 derives a class of its own.
+    """
+    return next((known[c.__name__] for c in type(module).__mro__ if c.__name__ in known), None)
+
+
+def _preparation(base: nn.Module) -> Callable[..., Any]:
+    """Return a hook that gives a base model what it would make from the shape of its residual."""
+    signature = inspect.signature(base.forward)
+    config: Any = cast(Any, base).config
+    is_bert = _lookup(BASES, base) is _BERT
+    is_causal = bool(config.is_decoder if is_bert else getattr(config, "is_causal", True))
+
+    def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = dict(signature.bind_partial(*args, **kwargs).arguments)
+        values |= values.pop("kwargs", {})
+        _refuse_arguments(values, config, is_bert)
+        ids: Tensor = values["input_ids"]
+        length = ids.shape[1]
+        own_positions: Tensor | None = values.get("position_ids")
+        positions = torch.arange(length, device=ids.device)[None]
+        values["position_ids"] = positions if own_positions is None else own_positions
+        if is_bert and values.get("token_type_ids") is None:
+            values["token_type_ids"] = torch.zeros_like(positions)
+        embedding = cast(Any, base).get_input_embeddings()
+        allowed = _allowed(values.get("attention_mask"), own_positions, positions, is_causal)
+        is_eager = config._attn_implementation == "eager"
+        if is_eager and allowed is None and is_causal:
+            allowed = _causal(positions)
+        if is_eager and allowed is not None and allowed.dtype == torch.bool:
+            dtype = embedding.weight.dtype
+            zero = torch.zeros((), dtype=dtype, device=ids.device)
+            allowed = torch.where(allowed, zero, torch.finfo(dtype).min)
+        # Embedded here, as GPT-2 would give its result the shape of the ids, which are whole.
+        values |= {"input_ids": None, "inputs_embeds": embedding(ids)}
+        values |= {"attention_mask": allowed, "use_cache": False}
+        return (), values
+
+    return prepare
+
+
+def _allowed(
+    mask: Tensor | None, own_positions: Tensor | None, positions: Tensor, is_causal: bool
+) -> Tensor | None:
+    """Return which query (third dimension) sees which key (fourth), as transformers has it.
+
+    None stands for all keys, or all up to the query's own place in a causal model.
+
+    Args:
+        mask: of padding [B, T]; or of four dimensions, which holds as it is.
+        own_positions: given by the caller; several sequences in a row if they do not rise by one.
+        positions: 0..T-1.
+        is_causal: a query sees no later place.
+    """
+    if mask is not None and mask.ndim == 4:
+        return mask
+    if mask is not None and mask.ndim != 2:
+        raise ConfigError(
+            f"tp: attention_mask is of shape {tuple(mask.shape)}; expected [rows, places], or a "
+            "mask of four dimensions"
+        )
+    if mask is not None:
+        seen = mask.bool()[:, None, None, :]
+        if not is_causal:
+            return None if bool(seen.all()) else seen
+        # With positions of its own, the model would look for several sequences in a row.
+        is_plain = own_positions is None and bool(seen.all())
+        return None if is_plain else _causal(positions) & seen
+    if own_positions is None or not is_causal:
+        return None
+    steps = torch.diff(own_positions, prepend=own_positions[:, :1] - 1, dim=-1)
+    sequences = (steps != 1).cumsum(-1)
+    return _causal(positions) & (sequences[:, None, :, None] == sequences[:, None, None, :])
+
+
+def _causal(positions: Tensor) -> Tensor:
+    return positions[:, None, :, None] >= positions[:, None, None, :]
+
+
+def _refuse_arguments(values: dict[str, Any], config: Any, is_bert: bool) -> None:
+    if values.get("input_ids") is None:
+        raise ConfigError("tp: expected input_ids; inputs_embeds have no ids to be split by")
+    unsupported = ["past_key_values", "encoder_hidden_states", "inputs_embeds"]
+    if not is_bert:
+        unsupported.append("token_type_ids")
+    for name in unsupported:
+        if values.get(name) is not None:
+            raise ConfigError(f"tp: {name} cannot be given to a model that is split; leave it out")
+    for name in ("use_cache", "output_attentions", "output_hidden_states"):
+        # That use_cache stands in the configuration is the rule, and asks for nothing in training.
+        default = None if name == "use_cache" else getattr(config, name, None)
+        if values.get(name, default):
+            raise ConfigError(f"tp: {name} is on, and each rank has a part alone; turn it off")
+
+
+def _refuse_cut_logits(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    keep = kwargs.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        raise ConfigError(
+            f"tp: logits_to_keep is {keep}, which cuts places that tp has split already; expected "
+            "0: all"
+        )
+
+
+def _gathering(layout: Layout, num_features: int) -> Callable[..., Any]:
+    """Return a hook that makes the last hidden state whole."""
+
+    def gather(_: nn.Module, args: Any, output: Any) -> Any:
+        part = output[0]
+        whole = layout.whole(part, layout.residual, num_features)
+        if isinstance(output, tuple):
+            return (whole, *cast(tuple[Any, ...], output)[1:])
+        output["last_hidden_state"] = whole
+        return output
+
+    return gather
