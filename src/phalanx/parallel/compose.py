@@ -111,6 +111,7 @@ def layout(
     *,
     compute: torch.dtype | None = None,
     accumulation: int = 1,
+    roles: Patterns | None = None,
 ) -> Holding:
     """Return what the first rank holds of the trained state of a model that is not split yet.
 
@@ -119,9 +120,10 @@ def layout(
         strategy: how it is to be split.
         compute: data type of the arithmetic; that of the parameters if None.
         accumulation: microbatches a step.
+        roles: see `parallelize`.
     """
     if strategy.tp.degree > 1:
-        model = account.part_of_first(model, strategy)
+        model = account.part_of_first(model, strategy, roles)
     if strategy.fsdp.degree > 1:
         kind = cast(sharded.Kind, strategy.fsdp.kind)
         groups = sharded.groups_of(model, compute)
@@ -143,6 +145,7 @@ def traffic(
     microbatches: Sequence[tuple[int, int]],
     *,
     compute: torch.dtype | None = None,
+    roles: Patterns | None = None,
 ) -> list[Entry]:
     """Return what the first rank sends in one step.
 
@@ -151,12 +154,13 @@ def traffic(
         strategy: how it is to be split.
         microbatches: rows and places of each of this rank's microbatches.
         compute: data type of the arithmetic; that of the parameters if None.
+        roles: see `parallelize`.
     """
     entries: list[Entry] = []
     if strategy.tp.degree > 1:
         extents = [Extent(*microbatch) for microbatch in microbatches]
-        entries = account.traffic(model, strategy, extents, compute=compute)
-        model = account.part_of_first(model, strategy)
+        entries = account.traffic(model, strategy, extents, compute=compute, patterns=roles)
+        model = account.part_of_first(model, strategy, roles)
     if strategy.fsdp.degree > 1:
         return entries + sharded.traffic(
             sharded.groups_of(model, compute),

@@ -20,6 +20,7 @@ from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.mesh import build_mesh
+from phalanx.parallel import compose
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
 from phalanx.verify.compare import TOLERANCE, Difference, Verdict, compare_step
@@ -61,14 +62,15 @@ def verify(
             of the batches are cast to it.
         optimizer: AdamW's settings; its defaults if None.
         roles: patterns of module names to roles for tp, as {"layers.*.up": "column"}, see
-            docs/tensor_parallel.md; known for our decoder and transformers' Llama, GPT-2 and BERT.
+            docs/tensor.md; known for our decoder and transformers' Llama, GPT-2 and BERT.
         debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
 
     Returns:
         The verdict; `verdict.is_equal` and `str(verdict)` say it all.
 
     Raises:
-        ConfigError: the strategy is not built, or a batch has too few rows.
+        ConfigError: a batch has too few rows.
+        StrategyError: the strategy is not built, or does not split this module.
         CollectiveMismatch: under `debug_comm`, the ranks' calls differ.
     """
     parsed = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy)
@@ -77,7 +79,9 @@ def verify(
         raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(TOLERANCE)}")
     if not batches:
         raise ConfigError("verify: no batches; give at least one")
-    case = Case(build, objective, batches, accumulation, dtype, optimizer or OptimizerConfig(), roles)
+    case = Case(
+        build, objective, batches, accumulation, dtype, optimizer or OptimizerConfig(), roles
+    )
     return compare_case(case, parsed, debug_comm)[0]
 
 
@@ -88,8 +92,13 @@ def compare_case(
 
     Returns:
         The verdict, and what rank 0 sent in the last step under the strategy.
+
+    Raises:
+        ConfigError: a batch has too few rows.
+        StrategyError: the model cannot be split so.
     """
     check_rows(case, strategy.data_ranks)
+    compose.check(case.build(), strategy, case.roles)
     alone = dataclasses.replace(case, accumulation=1)
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
         run_ranks(run_case, 1, alone, "dp1", functools.partial(write_step, folder))

@@ -193,9 +193,7 @@ def _columns(branch: str, sites: Mapping[str, Site]) -> tuple[Site, ...]:
 def _check_nesting(sites: Mapping[str, Site]) -> None:
     for name, site in sites.items():
         if site.role == "column" and _enclosing(name, sites, "branch") is None:
-            raise StrategyError(
-                f"tp: the column map '{name}' is in no module with the role branch"
-            )
+            raise StrategyError(f"tp: the column map '{name}' is in no module with the role branch")
         outer = _enclosing(name, sites, *OF_ALL)
         if outer is not None:
             raise StrategyError(
