@@ -7,6 +7,8 @@ axes then apply; `traffic` adds up what layers and replicas move.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -22,7 +24,8 @@ from phalanx.parallel.data import BUCKET_BYTES, buckets
 from phalanx.parallel.tensor.apply import layout_of, part_shape, placements_of
 from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.layout import Extent, Layout, Move
-from phalanx.parallel.tensor.roles import Patterns, Site, sites_of
+from phalanx.parallel.tensor.roles import Patterns, Role, Site, reads_residual, sites_of
+from phalanx.parallel.tensor.transformers_models import gathered_bases
 from phalanx.strategy import Strategy
 
 
@@ -90,6 +93,11 @@ def traffic(
             count(move.phase, move, item_bytes)
             if move.phase == "forward" and again != "none":
                 count("backward", move, item_bytes)
+    for extent in extents:
+        layout.extent = extent
+        for _ in gathered_bases(model, functools.partial(reads_residual, sites)):
+            for move in layout.whole_moves(layout.residual, _width(sites)):
+                count(move.phase, move, compute.itemsize)
     for axes, sizes in _replicas(sites, layout, strategy.fsdp.degree).items():
         for axis in axes:
             move = Move("reduce", axis, "all_reduce", len(buckets(sizes, BUCKET_BYTES)), sum(sizes))
@@ -116,7 +124,27 @@ def _product_moves(site: Site, sites: Sequence[Site], layout: Layout) -> list[Mo
         moves = layout.columns_moves(num_in, [num_ids])
         is_loss = isinstance(site.module, Head)
         return moves if is_loss else moves + layout.whole_moves(layout.inner, num_ids)
+    if site.role in ("token", "gather", "scatter"):
+        return _whole_moves(site.role, _width(sites), layout)
     return []
+
+
+def _whole_moves(role: Role, num_features: int, layout: Layout) -> list[Move]:
+    """Return what brings the residual together for a module that takes it whole, or back."""
+    moves = layout.whole_moves(layout.residual, num_features)
+    if role == "scatter":
+        return [dataclasses.replace(move, phase="backward") for move in moves]
+    if role == "gather":
+        return moves
+    features = [move for move in moves if move.axis == layout.residual.features]
+    back = [dataclasses.replace(m, phase="backward", op="reduce_scatter") for m in features]
+    return features + back
+
+
+def _width(sites: Sequence[Site]) -> int:
+    """Return the number of features of the residual."""
+    site = next(site for site in sites if site.role in ("row", "embedding"))
+    return _matrix_shape(site.module)[1 if site.role == "embedding" else 0]
 
 
 def _statistic_moves(site: Site, layout: Layout) -> list[Move]:

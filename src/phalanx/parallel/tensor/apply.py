@@ -11,7 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import (
+    Placement,
+    _StridedShard,  # pyright: ignore[reportPrivateUsage]
+)
 
 from phalanx.comm.primitives import broadcast
 from phalanx.parallel.tensor import layers, transformers_models

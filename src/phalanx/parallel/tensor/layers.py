@@ -16,8 +16,8 @@ Modules stay, and so do the names of their parameters, which become DTensors. Th
     whole      acts on what is whole already       whole -> whole
     scatter    makes the residual of what is no id whole[B, T, ...] -> residual
 
-These hold their parameters whole. With the last three every rank computes the same; for the gradient
-to be a sum over ranks, as that of all others is, the first rank gives it and the others zeros.
+The last four hold their parameters whole. In the last three every rank computes the same; for the
+gradient to be a sum over ranks, as all are, the first rank gives it and the others zeros.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from phalanx.models.random import dropout
 from phalanx.parallel.tensor import products
 from phalanx.parallel.tensor.layout import Extent, Layout
 from phalanx.parallel.tensor.loss import token_loss_sum
-
 
 HEAD_COUNTS = (
     "num_heads",

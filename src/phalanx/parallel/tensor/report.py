@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from phalanx.parallel.tensor.apply import layout_of, part_shape, placements_of
-from phalanx.parallel.tensor.roles import Patterns, Site, sites_of
+from phalanx.parallel.tensor.roles import Patterns, sites_of
 from phalanx.strategy import Strategy
 
 
@@ -37,7 +38,8 @@ class Row:
     @property
     def notation(self) -> str:
         """Its shape with the axes that split it, as in `[128_tp_col, 64_tp_row]`."""
-        return f"[{', '.join('_'.join((str(n), *a)) for n, a in zip(self.whole, self.axes))}]"  # noqa: B905
+        sizes = zip(self.whole, self.axes, strict=True)
+        return f"[{', '.join('_'.join((str(size), *axes)) for size, axes in sizes)}]"
 
 
 def report(model: nn.Module, strategy: Strategy, patterns: Patterns | None = None) -> list[Row]:
@@ -52,43 +54,36 @@ def report(model: nn.Module, strategy: Strategy, patterns: Patterns | None = Non
         StrategyError: see `sites_of`.
     """
     layout = layout_of(strategy)
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
     rows: dict[nn.Parameter, Row] = {}
     for site in sites_of(model, patterns):
         for name, placements in placements_of(site, layout).items():
             parameter = site.module.get_parameter(name)
-            if parameter in rows:
-                continue
             pairs = list(zip(layout.sizes, placements, strict=True))
             axes = tuple(
-                tuple(a for a, placement in pairs if placement == Shard(dim))
+                tuple(axis for axis, placement in pairs if placement == Shard(dim))
                 for dim in range(parameter.ndim)
             )
-            rows[parameter] = Row(
-                f"{site.name}.{name}",
-                _role(site),
-                tuple(parameter.shape),
-                part_shape(parameter.shape, layout, placements),
-                axes,
-                tuple(n for n in _names(model, parameter) if n != f"{site.name}.{name}"),
-            )
+            role = site.role if site.parts == 1 else f"{site.role}/{site.parts}"
+            part = part_shape(parameter.shape, layout, placements)
+            first, *tied = names[parameter]
+            row = Row(first, role, tuple(parameter.shape), part, axes, tuple(tied))
+            rows.setdefault(parameter, row)
     return _folded(rows[parameter] for parameter in model.parameters())
 
 
-def _role(site: Site) -> str:
-    return site.role if site.parts == 1 else f"{site.role}/{site.parts}"
-
-
-def _names(model: nn.Module, parameter: nn.Parameter) -> list[str]:
-    named = model.named_parameters(remove_duplicate=False)
-    return [name for name, other in named if other is parameter]
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+"""A name between dots that is a number: of an element of a list of modules."""
 
 
 def _folded(rows: Iterable[Row]) -> list[Row]:
     """Fold rows that differ only in the number of the block, the first number of the name."""
     numbers: dict[Row, list[int]] = {}
     for row in rows:
-        number = re.search(r"(?<=\.)\d+(?=\.)", row.name)
-        name = row.name if number is None else re.sub(r"(?<=\.)\d+(?=\.)", "*", row.name, count=1)
+        number = _NUMBER.search(row.name)
+        name = row.name if number is None else _NUMBER.sub("*", row.name, count=1)
         alike = Row(name, row.role, row.whole, row.part, row.axes, row.tied)
         numbers.setdefault(alike, []).extend([] if number is None else [int(number[0])])
     return [

@@ -125,19 +125,24 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise StrategyError(f"{where}: add_cross_attention has no layout under tp; expected no")
 
 
-def bind(model: nn.Module, layout: Layout, reads_residual: Callable[[str], bool]) -> None:
-    """Let the known models in `model` run on parts.
+def gathered_bases(
+    model: nn.Module, reads_residual: Callable[[str], bool]
+) -> list[tuple[str, nn.Module]]:
+    """Return the known models in `model` whose last hidden state leaves them whole.
 
     Args:
-        model: split already.
-        layout: how.
-        reads_residual: tells whether a module outside of the one of this name takes the residual;
-            if none does, what the base model returns is gathered.
+        model: any module.
+        reads_residual: tells whether a module outside of the one of this name takes the residual.
     """
-    for name, base in _bases(model):
+    return [(name, base) for name, base in _bases(model) if not reads_residual(name)]
+
+
+def bind(model: nn.Module, layout: Layout, reads_residual: Callable[[str], bool]) -> None:
+    """Let the known models in `model`, which is split already, run on parts; see above."""
+    for _, base in _bases(model):
         base.register_forward_pre_hook(_preparation(base), with_kwargs=True)
-        if not reads_residual(name):
-            base.register_forward_hook(_gathering(layout, cast(Any, base).config.hidden_size))
+    for _, base in gathered_bases(model, reads_residual):
+        base.register_forward_hook(_gathering(layout, cast(Any, base).config.hidden_size))
     for module in model.modules():
         if _lookup(HEADS, module) is not None:
             module.register_forward_pre_hook(_refuse_cut_logits, with_kwargs=True)
