@@ -30,6 +30,13 @@ Reduction = Literal["sum", "max", "min"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
+_any_dist: Any = dist
+# PyTorch 2.13 renamed these two; 2.11 and 2.12 have the old names only.
+_gather_single = getattr(_any_dist, "all_gather_single", None) or _any_dist.all_gather_into_tensor
+_scatter_single = (
+    getattr(_any_dist, "reduce_scatter_single", None) or _any_dist.reduce_scatter_tensor
+)
+
 
 class Pending:
     """A collective under way; `wait` returns its tensor when it is there."""
@@ -84,7 +91,7 @@ def all_gather(part: torch.Tensor, mesh: DeviceMesh, axis: str, dim: int) -> tor
     whole = part.new_empty(num_ranks, *part.shape)
     group = mesh.get_group(axis)
     if part.is_cuda:
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        _gather_single(whole, part.contiguous(), group=group)
     else:
         exchange.all_gather(whole.view(-1), part.reshape(-1), group)
     return whole.movedim(0, dim).flatten(dim, dim + 1)
@@ -99,7 +106,7 @@ def reduce_scatter(whole: torch.Tensor, mesh: DeviceMesh, axis: str, dim: int) -
     out = torch.empty_like(parts[0])
     group = mesh.get_group(axis)
     if whole.is_cuda:
-        dist.reduce_scatter_tensor(out, parts, group=group)
+        _scatter_single(out, parts, group=group)
     else:
         exchange.reduce_scatter(out.view(-1), parts.view(-1), group)
     return out
