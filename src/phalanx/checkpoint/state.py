@@ -26,6 +26,7 @@ from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.reader import Reader, read_index
 from phalanx.errors import CheckpointError
+from phalanx.parallel.tensor.replicas import is_fused
 
 Shapes = dict[str, tuple[int, ...]]
 """Whole shape of each tensor of a checkpoint, by name."""
@@ -103,9 +104,18 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
     It asks for the state_dict, before which FSDP2 puts back the parts of what it has gathered;
     `named_parameters` alone may give the gathered copies.
+
+    Raises:
+        CheckpointError: a rank's part of a tensor is several parts of the whole.
     """
     names: dict[torch.Tensor, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_fused(tensor):
+            raise CheckpointError(
+                f"'{name}' holds several maps, each split over tp by itself, and a file has room "
+                "for one part of a tensor from a rank; save and load without tp, or hold the maps "
+                "as modules of their own"
+            )
         names.setdefault(tensor, name)
     return {name: tensor for tensor, name in names.items()}
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.comm.ledger import Entry
+from phalanx.errors import StrategyError
 from phalanx.mesh import device_of
 from phalanx.parallel import data, recompute, sharded
 from phalanx.parallel.blocks import blocks_of
@@ -23,7 +24,7 @@ from phalanx.parallel.tensor.apply import apply as apply_tensor
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.check import check as check_tensor
 from phalanx.parallel.tensor.layout import Extent
-from phalanx.parallel.tensor.replicas import ReplicaReducer
+from phalanx.parallel.tensor.replicas import ReplicaReducer, is_fused
 from phalanx.parallel.tensor.roles import Patterns
 from phalanx.strategy import Strategy, require_built
 
@@ -193,6 +194,12 @@ def part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def _fill(model: nn.Module, first_weights: FirstWeights) -> None:
     for name, parameter in model.named_parameters():
+        if is_fused(parameter):
+            raise StrategyError(
+                f"tp: '{name}' holds several maps, each split by itself, so that a rank's part has "
+                "no one place in the whole; give the model with its first weights, not on the meta "
+                "device"
+            )
         part, offset = part_of(parameter)
         if part.numel():
             first_weights(part, name, tuple(parameter.shape), offset)

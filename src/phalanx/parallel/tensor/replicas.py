@@ -15,6 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import (
+    _StridedShard,  # pyright: ignore[reportPrivateUsage]
+)
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.comm.primitives import all_reduce
@@ -68,4 +71,15 @@ def owed_axes(parameter: torch.Tensor) -> tuple[str, ...]:
         name
         for name, placement in zip(names, parameter.placements, strict=True)
         if name.split("_")[0] == "tp" and placement.is_replicate()
+    )
+
+
+def is_fused(tensor: torch.Tensor) -> bool:
+    """Tell whether this rank's part of `tensor` is several parts of the whole: of fused maps."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return any(
+        name.split("_")[0] == "tp" and isinstance(placement, _StridedShard)
+        for name, placement in zip(names, tensor.placements, strict=True)
     )
