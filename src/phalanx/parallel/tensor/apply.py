@@ -56,8 +56,8 @@ def apply(
         StrategyError: see `sites_of` and `check`.
     """
     sites = sites_of(model, patterns)
-    refuse_fused_rows(sites, strategy.fsdp.degree)
     layout = layout_of(strategy, mesh)
+    refuse_fused_rows(sites, layout, strategy.fsdp.degree)
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for site in sites:
         for name, placements in placements_of(site, layout).items():

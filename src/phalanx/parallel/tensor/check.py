@@ -31,7 +31,7 @@ def check(model: nn.Module, strategy: Strategy, patterns: Patterns | None = None
     if strategy.tp.degree == 1:
         return
     sites = sites_of(model, patterns)
-    refuse_fused_rows(sites, strategy.fsdp.degree)
+    refuse_fused_rows(sites, layout_of(strategy), strategy.fsdp.degree)
     problem = _problem(sites, layout_of(strategy))
     if problem is None:
         return

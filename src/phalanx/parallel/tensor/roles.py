@@ -20,6 +20,7 @@ from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.tensor import transformers_models
 from phalanx.parallel.tensor.layers import is_transposed
+from phalanx.parallel.tensor.layout import Layout
 
 Role = Literal[
     "embedding",
@@ -133,22 +134,27 @@ def sites_of(model: nn.Module, patterns: Patterns | None = None) -> list[Site]:
     return [dataclasses.replace(s, columns=columns.get(name, ())) for name, s in sites.items()]
 
 
-def refuse_fused_rows(sites: Iterable[Site], num_shares: int) -> None:
-    """Refuse fused column maps whose rows fsdp would split once more: no DTensor can say that.
+def refuse_fused_rows(sites: Iterable[Site], layout: Layout, num_shares: int) -> None:
+    """Refuse fused column maps whose rows both tp and fsdp would split.
+
+    PyTorch has no placements for rows of several maps split twice, and from rows split twice beside
+    columns of several maps it does not get the whole tensor back.
 
     Args:
         sites: modules with roles.
+        layout: how tp splits.
         num_shares: degree of fsdp.
 
     Raises:
         StrategyError: names the first.
     """
     for site in sites:
-        if num_shares > 1 and site.parts > 1 and not is_transposed(site.module):
+        rows = layout.column.inner if is_transposed(site.module) else layout.column.out
+        if num_shares > 1 and site.parts > 1 and rows:
             raise StrategyError(
-                f"fsdp{num_shares}: the rows of '{site.name}.weight' are {site.parts} maps that tp "
-                f"splits each by itself, which fsdp cannot split again; hold them as {site.parts} "
-                f"modules, or use dp{num_shares}"
+                f"fsdp{num_shares}: '{site.name}.weight' holds {site.parts} maps, and tp splits "
+                f"its rows over {', '.join(rows)}, which fsdp cannot split again; use "
+                f"dp{num_shares}, or hold them as {site.parts} modules"
             )
 
 
