@@ -22,7 +22,7 @@ from phalanx.models.decoder import Head
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.data import BUCKET_BYTES, buckets
 from phalanx.parallel.tensor.apply import layout_of, part_shape, placements_of
-from phalanx.parallel.tensor.layers import is_transposed
+from phalanx.parallel.tensor.layers import is_transposed, subtracts_mean
 from phalanx.parallel.tensor.layout import Extent, Layout, Move
 from phalanx.parallel.tensor.roles import Patterns, Role, Site, reads_residual, sites_of
 from phalanx.parallel.tensor.transformers_models import gathered_bases
@@ -152,7 +152,7 @@ def _statistic_moves(site: Site, layout: Layout) -> list[Move]:
     if site.role == "norm" and layout.residual.features is not None:
         axis = layout.residual.features
         num_rows = layout.elements(layout.residual, layout.sizes[axis])
-        count = 1 if getattr(site.module, "bias", None) is None else 2
+        count = 2 if subtracts_mean(site.module) else 1
         return [
             Move("forward", axis, "all_reduce", count, count * num_rows),
             Move("backward", axis, "all_reduce", 1, count * num_rows),

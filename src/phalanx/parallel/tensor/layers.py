@@ -142,7 +142,7 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
     if layout.residual.features is None:
         bind_local(module, layout)
         return
-    is_centred = isinstance(module, nn.LayerNorm) or getattr(module, "bias", None) is not None
+    is_centred = subtracts_mean(module)
     eps = next(
         float(value)
         for name in ("eps", "variance_epsilon")
@@ -387,6 +387,11 @@ def _parts_in_place(module: nn.Module, gives_gradient: bool = True) -> Generator
     finally:
         for home, parameters in zip(homes, before, strict=True):
             home.update(parameters)
+
+
+def subtracts_mean(norm: nn.Module) -> bool:
+    """Tell LayerNorm from RMSNorm, which has no bias."""
+    return isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None
 
 
 def is_transposed(module: nn.Module) -> bool:

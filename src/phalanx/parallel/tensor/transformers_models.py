@@ -179,7 +179,11 @@ def _preparation(base: nn.Module) -> Callable[..., Any]:
         if is_bert and values.get("token_type_ids") is None:
             values["token_type_ids"] = torch.zeros_like(positions)
         embedding = cast(Any, base).get_input_embeddings()
-        allowed = _allowed(values.get("attention_mask"), own_positions, positions, is_causal)
+        mask = values.get("attention_mask")
+        starts = own_positions if _finds_sequences(base, values) else None
+        allowed = _allowed(mask, starts, positions, is_causal)
+        if allowed is None and own_positions is not None and is_causal:
+            allowed = _causal(positions)  # or else it would look for sequences in a part
         is_eager = config._attn_implementation == "eager"
         if is_eager and allowed is None and is_causal:
             allowed = _causal(positions)
@@ -204,7 +208,7 @@ def _allowed(
 
     Args:
         mask: of padding [B, T]; or of four dimensions, which holds as it is.
-        own_positions: given by the caller; several sequences in a row if they do not rise by one.
+        own_positions: given by the caller, where each step that is not one begins a sequence.
         positions: 0..T-1.
         is_causal: a query sees no later place.
     """
@@ -219,14 +223,23 @@ def _allowed(
         seen = mask.bool()[:, None, None, :]
         if not is_causal:
             return None if bool(seen.all()) else seen
-        # With positions of its own, the model would look for several sequences in a row.
-        is_plain = own_positions is None and bool(seen.all())
-        return None if is_plain else _causal(positions) & seen
+        return None if bool(seen.all()) else _causal(positions) & seen
     if own_positions is None or not is_causal:
         return None
     steps = torch.diff(own_positions, prepend=own_positions[:, :1] - 1, dim=-1)
     sequences = (steps != 1).cumsum(-1)
     return _causal(positions) & (sequences[:, None, :, None] == sequences[:, None, None, :])
+
+
+def _finds_sequences(base: nn.Module, values: dict[str, Any]) -> bool:
+    """Tell whether a model looks for several sequences in a row: only where it keeps no cache.
+
+    In training it makes one, and drops it, unless it is told otherwise.
+    """
+    if getattr(base, "gradient_checkpointing", False) and base.training:
+        return True
+    use_cache = values.get("use_cache")
+    return not (cast(Any, base).config.use_cache if use_cache is None else use_cache)
 
 
 def _causal(positions: Tensor) -> Tensor:

@@ -1,0 +1,340 @@
+"""transformers' Llama, GPT-2 and BERT under each layout of tp, against one process in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.comm.ledger import Entry
+from phalanx.errors import ConfigError, StrategyError
+from phalanx.launch.local import run_ranks
+from phalanx.parallel import compose
+from phalanx.parallel.tensor import transformers_models
+from phalanx.parallel.tensor.apply import layout_of
+from phalanx.parallel.tensor.roles import sites_of
+from phalanx.strategy import Strategy
+from phalanx.verify.compare import TOLERANCE, Difference, compare_step
+from phalanx.verify.record import Case, StepRecord, run_case, write_step
+
+transformers = pytest.importorskip("transformers")
+
+NUM_ROWS, LENGTH = 7, 9  # no degree divides them
+SIZES = {
+    "vocab_size": 67,  # odd
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+}
+IDS = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
+
+
+def llama(attention: str = "sdpa", is_tied: bool = False, has_own_norms: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **SIZES,
+        **IDS,
+        num_key_value_heads=4,
+        tie_word_embeddings=is_tied,
+        attn_implementation=attention,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for name, module in list(model.named_modules()):
+        # LlamaRMSNorm computes in float32 whatever it is given, so no two orders of a sum agree to
+        # 1e-10; torch's own is the same but for that.
+        if type(module).__name__ == "LlamaRMSNorm" and not has_own_norms:
+            model.set_submodule(name, nn.RMSNorm(32, module.variance_epsilon))
+    return model
+
+
+def gpt2(attention: str = "sdpa") -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=67,
+        n_embd=32,
+        n_layer=2,
+        n_head=8,
+        n_positions=16,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **IDS,
+        attn_implementation=attention,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert(kind: str, attention: str = "sdpa") -> nn.Module:
+    torch.manual_seed(0)
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = transformers.BertConfig(
+        **SIZES, **dropout, num_labels=3, attn_implementation=attention
+    )
+    return getattr(transformers, kind)(config)
+
+
+class Tagger(nn.Module):
+    """A user's own module around BertModel, which gives it the last hidden state whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = bert("BertModel")
+        self.tags = nn.Linear(32, 5)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        output = self.encoder(ids, attention_mask=mask)
+        return self.tags(output.last_hidden_state + output.pooler_output[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Sums over tokens, rows, or both; `inputs` are the arguments of the model."""
+
+    inputs: tuple[str, ...] = ("input_ids", "attention_mask")
+    tokens: str | None = "logits"
+    rows: str | None = None
+
+    def loss_sum(self, model: nn.Module, microbatch: dict, step: int) -> Tensor:
+        output = model(**{name: microbatch[name] for name in self.inputs})
+        loss = torch.zeros((), dtype=torch.float64)
+        if self.tokens is not None:
+            logits, labels = output[self.tokens].flatten(0, 1), microbatch["labels"].flatten()
+            loss = loss + F.cross_entropy(logits, labels, reduction="sum")
+        if self.rows is not None:
+            logits = output[self.rows]
+            labels = microbatch["row_labels"] % logits.shape[1]
+            loss = loss + F.cross_entropy(logits, labels, reduction="sum")
+        return loss
+
+    def num_valid(self, microbatch: dict) -> int:
+        num_valid = int((microbatch["labels"] != -100).sum()) if self.tokens else 0
+        return num_valid + (len(microbatch["row_labels"]) if self.rows else 0)
+
+
+class Tags:
+    def loss_sum(self, model: nn.Module, microbatch: dict, step: int) -> Tensor:
+        logits = model(microbatch["input_ids"], microbatch["attention_mask"])
+        labels = microbatch["labels"].flatten() % 5
+        return F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+
+    def num_valid(self, microbatch: dict) -> int:
+        return microbatch["labels"].numel()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    shape = (NUM_ROWS, LENGTH)
+    places = torch.arange(LENGTH)[None]
+    found: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        lengths = torch.randint(3, LENGTH + 1, (NUM_ROWS, 1), generator=draw)
+        labels = torch.randint(0, 67, shape, generator=draw)
+        found.append(
+            {
+                "input_ids": torch.randint(0, 67, shape, generator=draw),  # padding's 0 among them
+                "attention_mask": (places < lengths).long(),
+                "token_type_ids": (places > lengths // 2).long(),
+                "position_ids": torch.where(places < lengths, places, places - lengths),
+                "labels": labels.masked_fill(places >= lengths, -100),
+                "row_labels": torch.randint(0, 3, (NUM_ROWS,), generator=draw),
+            }
+        )
+    return found
+
+
+def make_cases() -> dict[str, Case]:
+    typed = Objective(("input_ids", "attention_mask", "token_type_ids"), None, "logits")
+    both = dataclasses.replace(typed, tokens="prediction_logits", rows="seq_relationship_logits")
+    positioned = Objective(("input_ids", "position_ids"))
+    models: dict[str, tuple[Callable[[], nn.Module], Objective | Tags]] = {
+        "llama": (llama, Objective(("input_ids",))),
+        "llama, tied, eager": (functools.partial(llama, "eager", True), Objective()),
+        "llama, several sequences in a row": (llama, positioned),
+        "gpt2": (gpt2, Objective()),
+        "bert, masked": (functools.partial(bert, "BertForMaskedLM"), Objective()),
+        "bert, both heads": (functools.partial(bert, "BertForPreTraining", "eager"), both),
+        "bert, classes": (functools.partial(bert, "BertForSequenceClassification"), typed),
+        "a module around bert": (Tagger, Tags()),
+    }
+    cases = {name: Case(*model, batches(), 2) for name, model in models.items()}
+    cases["a module around bert"] = dataclasses.replace(
+        cases["a module around bert"], roles={"tags": "whole"}
+    )
+    own_norms = functools.partial(llama, has_own_norms=True)
+    cases["llama, its own norms"] = Case(own_norms, Objective(), batches(), 2, "float32")
+    return cases
+
+
+def run_alone(folder: str) -> None:
+    """Write the steps of one process, of each case, to a folder of its name."""
+    for name, case in make_cases().items():
+        (Path(folder) / name).mkdir()
+        alone = dataclasses.replace(case, accumulation=1)
+        run_case(alone, "dp1", functools.partial(write_step, str(Path(folder) / name)))
+
+
+def run_split(
+    folder: str, text: str, names: list[str]
+) -> dict[str, tuple[list[Difference], list[Entry]]]:
+    found: dict[str, tuple[list[Difference], list[Entry]]] = {}
+    cases = make_cases()
+    for name in names:
+        visit = functools.partial(compare_with_written, str(Path(folder) / name))
+        result = run_case(cases[name], text, visit)
+        found[name] = [row for rows in result.visited for row in rows], result.entries
+    return found
+
+
+def compare_with_written(folder: str, step: int, record: StepRecord) -> list[Difference]:
+    written = torch.load(Path(folder) / f"{step}.pt", weights_only=True)
+    return compare_step(step, record, StepRecord(**written))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Generator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(run_alone, 1, folder)
+        yield folder
+
+
+# One start of the ranks for all models: they read transformers, which takes them seconds. FSDP2
+# wants one mesh a process, so there it is one model.
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("tp2", list(make_cases())),
+        ("tp4:2d", list(make_cases())),
+        ("tp8:2.5d/2", ["llama", "gpt2", "bert, both heads"]),
+        ("tp8:3d", ["llama", "gpt2", "bert, both heads"]),
+        ("dp2,tp2", ["gpt2", "bert, both heads"]),
+        ("fsdp2,tp2", ["gpt2"]),
+        ("fsdp2,tp2", ["bert, both heads"]),
+        ("tp2,recompute:full", ["gpt2", "bert, masked"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0] if len(value) == 1 else "",
+)
+def test_it_computes_what_one_process_computes(text: str, names: list[str], alone: str) -> None:
+    strategy = Strategy.parse(text)
+    results = run_ranks(run_split, strategy.num_ranks, alone, text, names)[0]
+    cases = make_cases()
+    for name, (differences, entries) in results.items():
+        case = cases[name]
+        limits = TOLERANCE[case.dtype]
+        wrong = [d for d in differences if d.error > limits[d.quantity]]
+        assert not wrong, f"{name}: {wrong[0]}"
+        share = len(range(0, NUM_ROWS, strategy.data_ranks))
+        rows = [len(cut) for cut in torch.arange(share).tensor_split(case.accumulation)]
+        predicted = compose.traffic(
+            case.build().to(getattr(torch, case.dtype)),
+            strategy,
+            [(num_rows, LENGTH) for num_rows in rows],
+            roles=case.roles,
+        )
+        if strategy.fsdp.degree == 1:
+            sent = {e for e in entries if e.phase not in ("count", "metrics")}
+            assert sent == set(predicted), name
+
+
+MASKS: dict[str, dict[str, Tensor]] = {
+    "none": {},
+    "all": {"attention_mask": torch.ones(2, 5)},
+    "right": {"attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])},
+    "left": {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])},
+    "sequences": {"position_ids": torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])},
+    "sequences, with a cache": {"position_ids": torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])},
+    "positions": {"position_ids": torch.tensor([[3, 4, 5, 6, 7]])},
+    "both": {
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]),
+        "attention_mask": torch.ones(2, 5),
+    },
+    "made": {"attention_mask": torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)},
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_masks_and_positions_are_those_it_makes_itself(
+    family: str, attention: str, mask: str
+) -> None:
+    """Bit for bit, without a split."""
+    makers = {"llama": llama, "gpt2": gpt2, "bert": functools.partial(bert, "BertForMaskedLM")}
+    arguments = dict(MASKS[mask])
+    if mask == "made" and attention == "eager":
+        allowed = arguments["attention_mask"]
+        arguments["attention_mask"] = torch.zeros(allowed.shape).masked_fill(~allowed, -1e30)
+    model = makers[family](attention)
+    model.config.use_cache = "cache" in mask
+    ids = torch.arange(10).view(2, 5)
+    expected = model(input_ids=ids, **arguments).logits
+    transformers_models.bind(model, layout_of(Strategy.parse("tp2")), lambda _: True)
+    assert torch.equal(model(input_ids=ids, **arguments).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"logits_to_keep": 1}, "logits_to_keep is 1, .* expected 0"),
+        ({"use_cache": True}, "use_cache is on"),
+        ({"output_hidden_states": True}, "output_hidden_states is on"),
+        ({"token_type_ids": torch.zeros(2, 5)}, "token_type_ids cannot be given"),
+        ({"attention_mask": torch.ones(2, 5, 5)}, r"of shape \(2, 5, 5\); expected \[rows, places"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 32)}, "expected input_ids"),
+    ],
+)
+def test_arguments_that_a_part_cannot_follow_are_refused(arguments: dict, words: str) -> None:
+    model = gpt2()
+    transformers_models.bind(model, layout_of(Strategy.parse("tp2")), lambda _: True)
+    with pytest.raises(ConfigError, match=words):
+        model(**{"input_ids": torch.zeros(2, 5, dtype=torch.long), **arguments})
+
+
+def test_dropout_is_refused_with_the_names_of_its_settings() -> None:
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=67, **IDS)
+    )
+    with pytest.raises(
+        StrategyError,
+        match=r"'transformer.drop.p' = 0.1, .* and 1 more.*config: .*embd_pdrop.*attn_pdrop",
+    ):
+        sites_of(model)
+    model = llama()
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    with pytest.raises(StrategyError, match=r"self_attn.attention_dropout' = 0.5"):
+        sites_of(model)
+
+
+@pytest.mark.parametrize(
+    "setting, value, words",
+    [
+        ("_attn_implementation", "flex_attention", "expected one of sdpa, eager"),
+        ("chunk_size_feed_forward", 2, "chunk_size_feed_forward is 2"),
+        ("add_cross_attention", True, "add_cross_attention has no layout"),
+    ],
+)
+def test_settings_that_have_no_layout_are_refused(setting: str, value: object, words: str) -> None:
+    model = bert("BertModel")
+    setattr(model.config, setting, value)
+    with pytest.raises(StrategyError, match=words):
+        sites_of(model)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("tp3", r"multiple of 3.*; the nearest is tp2"),
+        ("fsdp2,tp4:2d", "'transformer.h.0.attn.c_attn.weight' holds 3 maps.*use dp2"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_start(text: str, words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        compose.check(gpt2(), Strategy.parse(text))
