@@ -107,6 +107,24 @@ def test_dropout_does_not_know_the_batch() -> None:
     assert torch.equal(later, whole[:, 10:])
 
 
+@pytest.mark.parametrize("first", [*range(9), 12, 27])
+def test_any_part_of_a_mask_is_drawn_alone(first: int) -> None:
+    """One draw serves four features: a part may begin and end within one."""
+    keys_B = row_keys(3, 11, torch.arange(6))
+    whole = kept(keys_B, 2, (16, 31), 0.3)
+    for width in (1, 2, 3, 4, 7, 8, 31):
+        size = min(width, 31 - first)
+        part = dropout(
+            torch.ones(2, 5, size, dtype=torch.float64),
+            0.3,
+            keys_B[3:5],
+            2,
+            places_T=torch.arange(9, 14),
+            first_feature=first,
+        )
+        assert torch.equal(part, whole[3:5, 9:14, first : first + size])
+
+
 def test_dropout_masks_are_independent() -> None:
     """Masks that differ in one of seed, step, row, salt, place or feature do not correlate."""
     shape, rows = (64, 64), torch.arange(8)

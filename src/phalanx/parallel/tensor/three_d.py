@@ -12,7 +12,9 @@ Backward  gathers both again, and dy over z:
                   dx[B_x, T, D_z]{sum y} = dy W -> reduce_scatter -> dx[B_x,y, T, D_z]
                   dW[F_y, D_z]{sum x} = dy^T x -> reduce_scatter -> dW[F_y, D_z,x]
 Cost      Of a product with I rows a rank sends (q-1)/q of 3 I K / q^2 + 2 I J / q^2 + 3 K J / q^2
-          elements: with N = q^3 the least of all layouts, N^(-2/3), but both I K and I J.
+          elements. It falls fastest with N = q^3, but what is F wide moves too: a column and a row
+          product send 5 B T (D + F) / N^(2/3) of activations, and in two dimensions 5 B T D /
+          N^(1/2). That is less from (1 + F/D)^6 ranks on: 64 where F is D, 15,625 where it is 4 D.
           Embedding: B T D / q^2 dealt out over x, then B T D / q^2 summed over y.
 Limits    q divides heads and key-value heads, q^2 divides D, F and the width of all heads. B is
           padded to a multiple of q^2; V may be any.

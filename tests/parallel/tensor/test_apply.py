@@ -1,0 +1,117 @@
+"""What apply() makes: parts of the first weights, and the private names of PyTorch that it uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from parts import Cut
+from torch import Tensor
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from phalanx.launch.local import run_ranks
+from phalanx.mesh import build_mesh, tp_group
+from phalanx.models.decoder import Decoder
+from phalanx.models.initial import fill_initial
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import compose
+from phalanx.strategy import Strategy
+
+SHAPE = ModelShape(
+    vocab_size=67, num_layers=2, hidden=32, num_heads=8, num_kv_heads=4, head_dim=4, ffn=48,
+    max_seq_len=32, norm="layer", position="learned", bias=True,
+)  # fmt: skip
+
+
+def fill(part: Tensor, name: str, whole: tuple[int, ...], offset: tuple[int, ...]) -> None:
+    fill_initial(part, SHAPE, name, 5, whole=whole, offset=offset)
+
+
+def parts_made(text: str) -> tuple[int, list[tuple[str, list[int], Tensor]], dict[str, Tensor]]:
+    """Return the elements held, each part with its name and place, and the whole parameters."""
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+    compose.parallelize(model, strategy, mesh, first_weights=fill)
+    parts: list[tuple[str, list[int], Tensor]] = []
+    for name, parameter in model.named_parameters():
+        part, offset = compose.part_of(parameter)
+        parts.append((name, list(offset), part.clone()))
+    held = sum(part.numel() for _, _, part in parts)
+    whole = {
+        name: parameter.full_tensor().detach()
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+    return held, parts, whole if dist.get_rank() == 0 else {}
+
+
+@pytest.mark.parametrize(
+    "text, num_parts",
+    [
+        ("tp2", 2), ("dp2,tp4", 4), ("tp4:2d", 4), ("tp8:2.5d/2", 4), ("tp8:3d", 8),
+        ("fsdp2,tp4:2d", 8),
+    ],
+)  # fmt: skip
+def test_first_weights_are_those_of_one_process_by_parts(text: str, num_parts: int) -> None:
+    alone = Decoder(SHAPE)
+    alone.initialize(5)
+    expected = dict(alone.named_parameters())
+    total = sum(p.numel() for p in expected.values())
+    vectors = sum(p.numel() for p in expected.values() if p.ndim == 1)
+    odd = SHAPE.vocab_size * SHAPE.hidden  # its parts are uneven, by a row of each table
+    results = run_ranks(parts_made, Strategy.parse(text).num_ranks, text, threads=1)
+    for held, parts, _ in results:
+        assert held <= total / num_parts + vectors + 0.1 * odd + SHAPE.max_seq_len * SHAPE.hidden
+        assert [name for name, _, _ in parts] == list(expected)
+        for name, offset, part in parts:
+            place = zip(offset, part.shape, strict=True)
+            index = tuple(slice(first, first + size) for first, size in place)
+            assert torch.equal(part, expected[name][index]), name
+    whole = results[0][2]
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+
+
+def groups_of_tp(text: str) -> list[int]:
+    group = tp_group(build_mesh(Strategy.parse(text)))
+    return dist.get_process_group_ranks(group)
+
+
+def test_flattening_a_mesh_gives_the_group_of_all_its_axes() -> None:
+    """DeviceMesh._flatten is private."""
+    groups = run_ranks(groups_of_tp, 8, "dp2,tp4:2d", threads=1)
+    assert groups == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
+
+
+def shape_and_offset() -> tuple[list[int], list[int], list[int]]:
+    cut = Cut("tp4:2d")
+    places = (Shard(1), Shard(0))
+    shape, offset = compute_local_shape_and_global_offset((7, 6), cut.mesh, places)
+    whole = torch.arange(42).view(7, 6)
+    index = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+    part = DTensor.from_local(
+        whole[index], cut.mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    assert torch.equal(part.full_tensor(), whole)
+    assert part.redistribute(placements=[Replicate(), Replicate()]).shape == (7, 6)
+    return list(shape), list(offset), whole[index].flatten().tolist()[:1]
+
+
+def test_where_parts_lie() -> None:
+    """compute_local_shape_and_global_offset is of a private module."""
+    assert run_ranks(shape_and_offset, 4, threads=1) == [
+        ([4, 3], [0, 0], [0]),
+        ([3, 3], [4, 0], [24]),
+        ([4, 3], [0, 3], [3]),
+        ([3, 3], [4, 3], [27]),
+    ]
+
+
+def test_fsdp_takes_the_names_of_its_axes() -> None:
+    """DataParallelMeshDims is new in torch 2.13."""
+    dims = DataParallelMeshDims(shard="fsdp", replicate="dp")
+    assert (dims.shard, dims.replicate) == ("fsdp", "dp")
