@@ -26,9 +26,9 @@ LLAMA = ModelShape(
     vocab_size=67,  # odd
     num_layers=2,
     hidden=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=4,
     ffn=48,
     max_seq_len=32,
     tied=True,
@@ -36,7 +36,7 @@ LLAMA = ModelShape(
 )
 GPT2 = dataclasses.replace(
     LLAMA,
-    num_kv_heads=4,
+    num_kv_heads=8,
     norm="layer",
     position="learned",
     mlp="gelu",
@@ -126,6 +126,61 @@ def test_recomputation(family: str, text: str) -> None:
     assert verdict.is_equal, str(verdict)
     assert max(d.error for d in verdict.differences) <= 1e-10
     check_twin(case, strategy, entries)
+
+
+TENSOR = ("tp2", "tp4", "tp4:2d", "tp8:2.5d/2", "tp8:3d")
+"""Every kind of tp. 17 places are uneven over all degrees, and so are 7 and 6 rows over most."""
+
+
+def check_parity(shape: ModelShape, text: str, num_layers: int | None = None) -> None:
+    """Compare and count: five steps, and fewer of more ranks than two cores run quickly."""
+    strategy = Strategy.parse(text)
+    num_layers = num_layers or (2 if strategy.num_ranks <= 4 else 1)
+    shape = dataclasses.replace(shape, num_layers=num_layers)
+    case = decoder_case(shape, 2, 13, strategy.data_ranks)
+    num_steps = {8: 3, 16: 2}.get(strategy.num_ranks, 5)
+    case = dataclasses.replace(case, batches=case.batches[:num_steps])
+    verdict, entries = compare_case(case, strategy)
+    assert verdict.is_equal, str(verdict)
+    assert max(d.error for d in verdict.differences) <= 1e-10
+    check_twin(case, strategy, entries)
+
+
+@pytest.mark.parametrize("tensor", TENSOR)
+@pytest.mark.parametrize("outer", ["", "dp2,", "fsdp2,"], ids=["alone", "dp2", "fsdp2"])
+def test_tensor_layouts(outer: str, tensor: str) -> None:
+    check_parity(LLAMA, outer + tensor)
+
+
+@pytest.mark.parametrize("tensor", TENSOR)
+def test_tensor_layouts_of_the_gpt2_family(tensor: str) -> None:
+    """Norms with a mean, biases, a table of positions, an output projection of its own."""
+    check_parity(GPT2, tensor)
+
+
+@pytest.mark.parametrize("tensor", ["tp2", "tp4:2d"])
+def test_tensor_layouts_with_norms_of_queries_and_keys(tensor: str) -> None:
+    check_parity(dataclasses.replace(LLAMA, qk_norm=True), tensor, num_layers=1)
+
+
+@pytest.mark.parametrize("text", ["dp2,fsdp2,tp2", "fsdp2:zero1,tp2", "fsdp2:zero2,tp4:2d"])
+def test_tensor_layouts_beside_each_stage_of_sharding(text: str) -> None:
+    check_parity(LLAMA, text)
+
+
+@pytest.mark.parametrize(
+    "text, num_layers",
+    [
+        ("tp2,recompute:full", 2),
+        ("fsdp2,tp2,recompute:sqrt", 4),
+        ("tp2,recompute:every/3", 4),  # of which the last segment is short
+        ("tp4:2d,recompute:selective", 2),
+        ("tp8:2.5d/2,recompute:full", 1),
+        ("tp8:3d,recompute:selective", 1),
+    ],
+)
+def test_tensor_layouts_beside_recomputation(text: str, num_layers: int) -> None:
+    check_parity(LLAMA, text, num_layers)
 
 
 def initial_weights() -> dict[str, bytes]:
