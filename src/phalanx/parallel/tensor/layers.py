@@ -39,6 +39,7 @@ from phalanx.models.random import dropout
 from phalanx.parallel.tensor import products
 from phalanx.parallel.tensor.layout import Extent, Layout
 from phalanx.parallel.tensor.loss import token_loss_sum
+from phalanx.parallel.tensor.norm import split_norm
 
 HEAD_COUNTS = (
     "num_heads",
@@ -153,8 +154,7 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
         num_features = cast(Tensor, self.weight).shape[0]
         bias = None if getattr(self, "bias", None) is None else _part(self, "bias")
         weight = _part(self, "weight")
-        out = _SplitNorm.apply(x, weight, bias, eps, num_features, is_centred, layout)
-        return cast(Tensor, out)
+        return split_norm(x, weight, bias, eps, num_features, is_centred, layout)
 
     _replace(module, forward)
 
@@ -311,56 +311,6 @@ class _LookUp(Function):
         d_weight_VD = grad_BTD.new_zeros(ctx.shape)
         d_weight_VD.index_add_(0, ids_BT[has_grad_BT], grad_BTD[has_grad_BT])
         return None, d_weight_VD, None
-
-
-class _SplitNorm(Function):
-    """RMSNorm, or LayerNorm where it is centred, over features that several ranks share."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        num_features: int,
-        is_centred: bool,
-        layout: Layout,
-    ) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        centred = x.to(wide)
-        mean = None
-        if is_centred:
-            mean = layout.sum_features(centred.sum(-1, keepdim=True), layout.residual)
-            centred = centred - mean.div_(num_features)
-        squares = layout.sum_features(centred.square().sum(-1, keepdim=True), layout.residual)
-        scale = squares.div_(num_features).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.num_features, ctx.layout, ctx.has_bias = num_features, layout, bias is not None
-        y = (centred * scale).mul_(weight.to(wide))
-        if bias is not None:
-            y.add_(bias.to(wide))
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
-        wide = scale.dtype
-        grad = grad_outputs[0].to(wide)
-        normal = x.to(wide) if mean is None else x.to(wide) - mean
-        normal = normal * scale
-        d_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
-        d_bias = grad.flatten(0, -2).sum(0).to(weight.dtype) if ctx.has_bias else None
-        grad = grad * weight.to(wide)
-        sums = [(grad * normal).sum(-1, keepdim=True)]
-        if mean is not None:
-            sums.append(grad.sum(-1, keepdim=True))
-        means = ctx.layout.sum_features(torch.cat(sums, -1), ctx.layout.residual)
-        means.div_(ctx.num_features)
-        grad.sub_(normal.mul_(means[..., :1]))
-        if mean is not None:
-            grad.sub_(means[..., 1:])
-        return grad.mul_(scale).to(x.dtype), d_weight, d_bias, None, None, None, None
 
 
 @contextmanager

@@ -1,0 +1,90 @@
+"""RMSNorm and LayerNorm over features that several ranks share.
+
+    y = (x - m) r w + b      r = 1 / sqrt(mean of (x - m)^2 + eps)      m = mean of x, 0 for RMSNorm
+
+Means are over the features of all ranks: forward sums one number a row (LayerNorm two, one after
+the other, which loses nothing to cancellation), backward one or two in one call. Only x and the
+numbers of each row are kept (Zhang and Sennrich 2019; Ba et al. 2016).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.parallel.tensor.layout import Layout
+
+
+def split_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    num_features: int,
+    is_centred: bool,
+    layout: Layout,
+) -> Tensor:
+    """Normalise this rank's part of the residual over the features of all ranks.
+
+    Args:
+        x: [B, T, D], split as `layout.residual` says.
+        weight: [D], this rank's part.
+        bias: as weight, or None.
+        eps: added to the mean of squares.
+        num_features: D of all ranks.
+        is_centred: LayerNorm; else RMSNorm.
+        layout: how x lies.
+    """
+    out = _SplitNorm.apply(x, weight, bias, eps, num_features, is_centred, layout)
+    return cast(Tensor, out)
+
+
+class _SplitNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        num_features: int,
+        is_centred: bool,
+        layout: Layout,
+    ) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        centred = x.to(wide)
+        mean = None
+        if is_centred:
+            mean = layout.sum_features(centred.sum(-1, keepdim=True), layout.residual)
+            centred = centred - mean.div_(num_features)
+        squares = layout.sum_features(centred.square().sum(-1, keepdim=True), layout.residual)
+        scale = squares.div_(num_features).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.num_features, ctx.layout, ctx.has_bias = num_features, layout, bias is not None
+        y = (centred * scale).mul_(weight.to(wide))
+        if bias is not None:
+            y.add_(bias.to(wide))
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        wide = scale.dtype
+        grad = grad_outputs[0].to(wide)
+        normal = x.to(wide) if mean is None else x.to(wide) - mean
+        normal = normal * scale
+        d_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        d_bias = grad.flatten(0, -2).sum(0).to(weight.dtype) if ctx.has_bias else None
+        grad = grad * weight.to(wide)
+        sums = [(grad * normal).sum(-1, keepdim=True)]
+        if mean is not None:
+            sums.append(grad.sum(-1, keepdim=True))
+        means = ctx.layout.sum_features(torch.cat(sums, -1), ctx.layout.residual)
+        means.div_(ctx.num_features)
+        grad.sub_(normal.mul_(means[..., :1]))
+        if mean is not None:
+            grad.sub_(means[..., 1:])
+        return grad.mul_(scale).to(x.dtype), d_weight, d_bias, None, None, None, None
