@@ -205,4 +205,5 @@ class _Reductions:
             total = self._pending.wait()
             if self._turn == self._layout.coords[self._axis]:
                 self._mine = total
+            self._pending = None
             self._turn += 1
