@@ -32,13 +32,15 @@ SIZES = (
 )  # fmt: skip
 
 
-def train_command(strategy: str, steps: int, out: str, threads: int = 1) -> list[str]:
-    """Return a run of SHAPE in bfloat16, 8 sequences a microbatch, without evaluation."""
+def train_command(
+    strategy: str, steps: int, out: str, threads: int = 1, precision: str = "bfloat16"
+) -> list[str]:
+    """Return a run of SHAPE, 8 sequences a microbatch, without evaluation."""
     return [
         sys.executable, "-m", "phalanx", "train", "--json", f"--strategy={strategy}",
         *(f"--shape.{name.replace('_', '-')}={getattr(SHAPE, name)}" for name in SIZES),
         "--shape.tied=false", "--corpus.no-document-mask", f"--steps={steps}", "--eval-every=0",
-        "--eval-samples=2", "--precision=bfloat16", f"--threads={threads}", f"--out={out}",
+        "--eval-samples=2", f"--precision={precision}", f"--threads={threads}", f"--out={out}",
         "--batch.microbatch=8", "--optimizer.lr=3e-4",
     ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Tokens a second beside a loop around transformers written by hand, whole processes interleaved.
 
-python benchmarks/data_parallel/main.py ddp|fsdp [--rounds 5] [--steps 12] [--out FILE.json]
+python benchmarks/data_parallel/main.py ddp|fsdp [--rounds 5] [--steps 12] [--precision float32]
+    [--out FILE.json]
 """
 
 import argparse
@@ -21,15 +22,23 @@ STRATEGIES = {
 LOOP = "transformers, by hand"
 
 
-def commands(against: str, steps: int, out: str) -> dict[str, list[str]]:
+def commands(against: str, steps: int, precision: str, out: str) -> dict[str, list[str]]:
     loop = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
         "benchmarks/data_parallel/transformers_loop.py", f"--wrap={against}", f"--steps={steps}",
-        f"--warmup={WARMUP_STEPS}",
+        f"--warmup={WARMUP_STEPS}", f"--precision={precision}",
     ]  # fmt: skip
     num_steps = steps + WARMUP_STEPS
-    ours = {f"phalanx {s}": train_command(s, num_steps, out) for s in STRATEGIES[against]}
+    ours = {
+        f"phalanx {s}": train_command(s, num_steps, out, precision=precision)
+        for s in STRATEGIES[against]
+    }
     return {**ours, LOOP: loop}
+
+
+def tokens_per_s(args: argparse.Namespace, name: str, out: str) -> float:
+    run = commands(args.against, args.steps, args.precision, out)[name]
+    return last_json(run)["tokens_per_s"]
 
 
 def main() -> None:
@@ -37,13 +46,14 @@ def main() -> None:
     parser.add_argument("against", choices=STRATEGIES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rates: dict[str, list[float]] = {}
     for number in range(args.rounds):
-        for name in commands(args.against, args.steps, ""):
+        for name in commands(args.against, args.steps, args.precision, ""):
             with tempfile.TemporaryDirectory() as out:
-                rate = last_json(commands(args.against, args.steps, out)[name])["tokens_per_s"]
+                rate = tokens_per_s(args, name, out)
             rates.setdefault(name, []).append(rate)
             print(f"round {number + 1}: {name:<22} {rate:8,.0f} tokens/s", flush=True)
     baseline = rates[LOOP]
@@ -54,11 +64,12 @@ def main() -> None:
         ratio = statistics.median(a / b for a, b in zip(values, baseline, strict=True))
         rows[name] = {"tokens_per_s": values, "median": statistics.median(values), "ratio": ratio}
         print(f"| {name} | {spread(values, ',.0f')} | {ratio:.2f}x |")
-    run = commands(args.against, args.steps, "OUT")
+    run = commands(args.against, args.steps, args.precision, "OUT")
     document = {
         "against": args.against,
         "rounds": args.rounds,
         "steps": args.steps,
+        "precision": args.precision,
         "commands": {name: " ".join(command[1:]) for name, command in run.items()},
         "rows": rows,
     }

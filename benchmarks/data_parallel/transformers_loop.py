@@ -20,11 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def wrap(model: LlamaForCausalLM, kind: str) -> torch.nn.Module:
+def wrap(model: LlamaForCausalLM, kind: str, precision: str) -> torch.nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy()
+    if precision == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in (*model.model.layers, model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return model
@@ -33,6 +35,7 @@ def wrap(model: LlamaForCausalLM, kind: str) -> torch.nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--wrap", choices=["ddp", "fsdp"], required=True)
+    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
     for name, default in {
         "steps": 12, "warmup": 3, "layers": 8, "hidden": 512, "heads": 8, "ffn": 1408,
         "vocabulary": 8192, "seq-len": 256, "microbatch": 8,
@@ -54,14 +57,15 @@ def main() -> None:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    model = wrap(LlamaForCausalLM(config), args.wrap)
+    model = wrap(LlamaForCausalLM(config), args.wrap, args.precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
     shape = (args.microbatch, args.seq_len)
     seconds = []
     for step in range(args.warmup + args.steps):
         tokens = torch.randint(args.vocabulary, shape)
         begin_s = time.perf_counter()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.wrap == "ddp"):
+        is_cast = args.wrap == "ddp" and args.precision == "bfloat16"
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
