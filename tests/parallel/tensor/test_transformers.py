@@ -156,7 +156,7 @@ def make_cases() -> dict[str, Case]:
     positioned = Objective(("input_ids", "position_ids"))
     models: dict[str, tuple[Callable[[], nn.Module], Objective | Tags]] = {
         "llama": (llama, Objective(("input_ids",))),
-        "llama, tied, eager": (functools.partial(llama, "eager", True), Objective()),
+        "llama, tied": (functools.partial(llama, is_tied=True), Objective()),
         "llama, several sequences in a row": (llama, positioned),
         "gpt2": (gpt2, Objective()),
         "bert, masked": (functools.partial(bert, "BertForMaskedLM"), Objective()),

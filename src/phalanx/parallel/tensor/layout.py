@@ -305,11 +305,15 @@ class Layout(ABC):
     def whole_moves(self, spread: Spread, num_features: int) -> list[Move]:
         """Return what `whole` moves, for the extent at work."""
         moves: list[Move] = []
-        parts = [spread.features, spread.places, *reversed(spread.rows)]
-        elements = self.elements(spread, num_features)
-        for axis in filter(None, parts):
-            elements *= self.sizes[axis]
-            moves.append(Move("forward", axis, "all_gather", 1, elements))
+        size = self.feature_range(spread, num_features)[1]
+        num_tokens = self.elements(spread, num_features) // size
+        if spread.features is not None:
+            # The last part may be short, and is padded on its way; then the padding is cut off.
+            elements = num_tokens * size * self.sizes[spread.features]
+            moves.append(Move("forward", spread.features, "all_gather", 1, elements))
+        for axis in filter(None, [spread.places, *reversed(spread.rows)]):
+            num_tokens *= self.sizes[axis]
+            moves.append(Move("forward", axis, "all_gather", 1, num_tokens * num_features))
         return moves
 
 
