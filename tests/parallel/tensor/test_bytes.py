@@ -1,0 +1,78 @@
+"""What a rank holds under each layout: its share of the weights, and of what backward needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.config import OptimizerConfig
+from phalanx.launch.local import run_ranks
+from phalanx.measure.memory import MemoryLedger
+from phalanx.mesh import build_mesh
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import compose
+from phalanx.parallel.holding import Holding
+from phalanx.strategy import Strategy
+from phalanx.train.optimizer import build_optimizer
+
+SHAPE = ModelShape(
+    vocab_size=512, num_layers=2, hidden=128, num_heads=8, num_kv_heads=8, head_dim=16, ffn=384,
+    max_seq_len=64, tied=True,
+)  # fmt: skip
+ROWS, LENGTH = 16, 32  # which all degrees divide
+
+LAYOUTS = [("tp2", 2, 2), ("tp4", 4, 4), ("tp4:2d", 4, 4), ("tp8:2.5d/2", 4, 8), ("tp8:3d", 8, 8)]
+"""Strategy; parts of each weight; parts of each activation."""
+
+STATE = ("parameters", "optimizer", "other")
+"""Kinds of what is there between steps; all else is kept for backward, a gather's result too."""
+
+
+def held(text: str) -> tuple[int, int, list[int], Holding]:
+    """Return the bytes of weights and optimizer, what one and two blocks keep, and layout()."""
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    kept: list[int] = []
+    weights = moments = 0
+    for num_layers in (1, 2):
+        shape = ModelShape(**{**vars(SHAPE), "num_layers": num_layers})
+        with torch.device("meta"):
+            model = Decoder(shape)
+        holding = compose.layout(model, strategy)
+        compose.parallelize(
+            model, strategy, mesh, first_weights=lambda part, *_: part.normal_(std=0.02)
+        )
+        optimizer = build_optimizer(model, OptimizerConfig())
+        tokens_BT = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % SHAPE.vocab_size
+        model(tokens_BT, tokens_BT).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with MemoryLedger(model, optimizer, "cpu") as ledger, ledger.phase("forward"):
+            loss = model(tokens_BT, tokens_BT)
+        at_end = ledger.account().at_end
+        assert loss.item() > 0  # alive, and with it what backward needs
+        weights, moments = at_end["parameters"], at_end["optimizer"]
+        kept.append(sum(at_end[kind] for kind in at_end if kind not in STATE))
+    return weights, moments, kept, holding
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[int, int, list[int], Holding]:
+    return run_ranks(held, 1, "dp1")[0]
+
+
+@pytest.mark.parametrize("text, weight_parts, activation_parts", LAYOUTS)
+def test_a_rank_holds_its_share(
+    alone: tuple[int, int, list[int], Holding],
+    text: str,
+    weight_parts: int,
+    activation_parts: int,
+) -> None:
+    results = run_ranks(held, Strategy.parse(text).num_ranks, text, threads=1)
+    one_block = alone[2][1] - alone[2][0]
+    for weights, moments, kept, holding in results:
+        assert weights == pytest.approx(alone[0] / weight_parts, rel=0.05)
+        assert moments == pytest.approx(alone[1] / weight_parts, rel=0.05)
+        assert holding.parameter_bytes == weights
+        assert kept[1] - kept[0] == pytest.approx(one_block / activation_parts, rel=0.05)

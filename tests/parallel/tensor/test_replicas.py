@@ -1,0 +1,98 @@
+"""Parts that several ranks hold stay the same bits, however long the training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.config import OptimizerConfig
+from phalanx.launch.local import run_ranks
+from phalanx.mesh import build_mesh, data_coordinate
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import compose
+from phalanx.parallel.tensor import replicas
+from phalanx.strategy import Strategy
+from phalanx.train.objective import NextToken
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.step import Trainer
+from phalanx.verify.batches import decoder_batches
+from phalanx.verify.record import split
+
+SHAPE = ModelShape(
+    vocab_size=67, num_layers=1, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24,
+    max_seq_len=16, norm="layer", position="learned", bias=True, tied=True, dropout=0.1,
+)  # fmt: skip
+NUM_STEPS = 50
+
+Parts = dict[tuple[str, tuple[int, ...]], str]
+
+
+def trained(text: str, num_steps: int, is_spoiled: bool = False) -> Parts:
+    """Train in float32; return a hash of each part held, by its name and place."""
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    model = Decoder(SHAPE)
+    model.initialize(3)
+    if is_spoiled:
+        replicas.ReplicaReducer.finish = finish_data_alone
+    reducer = compose.parallelize(model, strategy, mesh)
+    config = OptimizerConfig(warmup_steps=1)
+    trainer = Trainer(
+        model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
+        mesh=mesh, num_steps=num_steps, reducer=reducer,
+    )  # fmt: skip
+    for batch in decoder_batches(SHAPE, num_steps, 4, 9, 0, 3):
+        trainer.step(split(batch, *data_coordinate(mesh), 1))
+    held: dict[str, nn.Parameter | Tensor] = {}
+    for name, parameter in model.named_parameters():
+        held[name] = parameter
+        for key in ("exp_avg", "exp_avg_sq"):
+            held[f"{name}.{key}"] = trainer.optimizer.state[parameter][key]
+    parts: Parts = {}
+    for name, tensor in held.items():
+        part, offset = compose.part_of(tensor)
+        data = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        parts[name, offset] = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return parts
+
+
+def finish_data_alone(self: replicas.ReplicaReducer, phase: object = None) -> None:
+    """Leave out the sum over the ranks that hold the same."""
+
+
+def unequal(reports: list[Parts]) -> tuple[set[str], set[str]]:
+    """Return the names of parts that several ranks hold, and of those that differ."""
+    bits: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for report in reports:
+        for part, digest in report.items():
+            bits[part].append(digest)
+    several = {name for (name, _), digests in bits.items() if len(digests) > 1}
+    return several, {name for (name, _), digests in bits.items() if len(set(digests)) > 1}
+
+
+@pytest.mark.parametrize(
+    "text, num_held_once",
+    [
+        ("tp2", 13),  # all matrices, and the biases of column products
+        ("tp4:2d", 8),  # all matrices
+        ("tp8:2.5d/2", 0),
+    ],
+)
+def test_replicas_stay_bit_equal(text: str, num_held_once: int) -> None:
+    reports = run_ranks(trained, Strategy.parse(text).num_ranks, text, NUM_STEPS, threads=1)
+    several, differ = unequal(reports)
+    assert differ == set()
+    once = {name for report in reports for name, _ in report} - several
+    assert len(once) == 3 * num_held_once  # with their moments
+
+
+def test_a_sum_that_is_left_out_would_be_found() -> None:
+    reports = run_ranks(trained, 2, "tp2", 2, True, threads=1)
+    several, differ = unequal(reports)
+    assert "norm.weight" in several and "norm.weight" in differ
+    assert "embedding.weight" not in several
