@@ -59,10 +59,10 @@ def parallelize(
     Raises:
         StrategyError: a part of the strategy is not built yet, or the model does not allow it.
     """
-    require_built(strategy)
-    recompute.apply(model, strategy.recompute)
+    check(model, strategy, roles)
     if strategy.tp.degree > 1:
         apply_tensor(model, mesh, strategy, roles)
+    recompute.apply(model, strategy.recompute)  # what runs again is what tp has made of a block
     reducer = None
     if strategy.fsdp.degree > 1:
         kind = cast(sharded.Kind, strategy.fsdp.kind)

@@ -84,7 +84,9 @@ def traffic(
         layout.extent = extent
         again = strategy.recompute.kind if site.name.startswith(blocks) else "none"
         for move in _product_moves(site, sites, layout):
-            item_bytes = (master if move.is_master else compute).itemsize
+            # fsdp gathers the weights of blocks in the data type of the arithmetic.
+            is_narrow = strategy.fsdp.degree > 1 and site.name.startswith(blocks)
+            item_bytes = (master if move.is_master and not is_narrow else compute).itemsize
             count(move.phase, move, item_bytes)
             if move.phase == "forward" and again not in ("none", "selective"):
                 count("backward", move, item_bytes)
@@ -182,7 +184,7 @@ def _replicas(
         for name, placements in placements_of(site, layout).items():
             parameter = site.module.get_parameter(name)
             pairs = zip(layout.sizes, placements, strict=True)
-            axes = tuple(axis for axis, placement in pairs if placement.is_replicate())
+            axes = tuple(a for a, p in pairs if p.is_replicate() and layout.sizes[a] > 1)
             if axes and parameter.requires_grad and parameter not in seen:
                 rows, *rest = part_shape(parameter.shape, layout, placements)
                 share = -(-rows // num_shares) * math.prod(rest)

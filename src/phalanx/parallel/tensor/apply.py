@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from phalanx.comm.primitives import broadcast
+from phalanx.errors import StrategyError
 from phalanx.parallel.tensor import layers, transformers_models
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.one_d import OneD
@@ -53,19 +54,29 @@ def apply(
         patterns: names of modules to roles; those known for the model if None.
 
     Raises:
-        StrategyError: see `sites_of` and `check`.
+        StrategyError: see `sites_of`. Sizes are for `check` to refuse, before.
     """
     sites = sites_of(model, patterns)
     layout = layout_of(strategy, mesh)
     refuse_fused_rows(sites, layout, strategy.fsdp.degree)
     parts: dict[nn.Parameter, nn.Parameter] = {}
+    lie: dict[nn.Parameter, tuple[Placement, ...]] = {}
     for site in sites:
         for name, placements in placements_of(site, layout).items():
             parameter = site.module.get_parameter(name)
+            if lie.setdefault(parameter, placements) != placements:
+                raise StrategyError(
+                    f"tp: '{site.name}.{name}' is one parameter with another that is split "
+                    "otherwise; give their modules roles that agree, as embedding and head do"
+                )
             if parameter not in parts:
                 parts[parameter] = _part(parameter, layout, placements, site.parts)
+    for buffer in model.buffers():
+        for axis in layout.sizes if not buffer.is_meta else ():
+            broadcast(buffer, mesh, axis)
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        named = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in list(named):
             setattr(module, name, parts[parameter])
     for site in sites:
         _bind(site, layout)

@@ -33,13 +33,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from phalanx.comm.primitives import all_gather, local_part, reduce_scatter
+from phalanx.errors import StrategyError
 from phalanx.models.decoder import Head
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.tensor import products
 from phalanx.parallel.tensor.layout import Extent, Layout
-from phalanx.parallel.tensor.loss import token_loss_sum
+from phalanx.parallel.tensor.loss import check_range, token_loss_sum
 from phalanx.parallel.tensor.norm import split_norm
+from phalanx.parallel.tensor.products import first_order
 
 HEAD_COUNTS = (
     "num_heads",
@@ -54,12 +56,19 @@ HEAD_COUNTS = (
 )
 """Attributes by which a branch knows how many heads there are, or how wide all of them are."""
 
+NORMS = (
+    *("Norm", "LayerNorm", "RMSNorm"),
+    *("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"),
+)
+"""Classes whose formula is that of norm.py."""
+
 
 def bind_embedding(module: nn.Module, layout: Layout) -> None:
     """Look up the ids of this rank's part of the vocabulary; the layout sums over the parts."""
 
     def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
         layout.extent = Extent(*ids_BT.shape)
+        check_range(ids_BT, cast(Tensor, self.weight).shape[0], "an id")
         first, _ = layout.feature_range(layout.inner, cast(Tensor, self.weight).shape[0])
         ids = layout.rows_of(ids_BT, layout.entry)
         padding = _padding(self)
@@ -86,8 +95,10 @@ def bind_branch(
     """Multiply by all column weights of a branch before it runs, and cut its other arguments.
 
     The branch then sees, instead of the residual, a tensor of the shape that its column products
-    have: all places of its rows. It has no memory, and any other use of it gives NaN. What it keeps
-    of the number of heads becomes that of this rank.
+    have: all places of its rows. It has no memory; any other use of it gives NaN, and a column map
+    that is given anything else is an error. What it keeps of the number of heads becomes that of
+    this rank. Of its other arguments, tensors of three dimensions and more whose first is as long
+    as the batch are cut to this rank's rows.
 
     Args:
         module: takes the residual first.
@@ -98,25 +109,28 @@ def bind_branch(
     for name in HEAD_COUNTS:
         if isinstance(count := getattr(module, name, None), int):
             setattr(module, name, count // layout.num_parts(layout.column.out))
+    own = module.forward
     num_parts = dict(zip(columns, parts, strict=True))
     ready: dict[nn.Module, Tensor] = {}
+    shell: Tensor | None = None
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = [*args, *kwargs.values()]
-        x = cast(Tensor, values[0])
-        ready.update(
-            zip(
-                columns,
-                products.columns(layout, x, [_matrix(column) for column in columns]),
-                strict=True,
+    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal shell
+        x, *rest = [*args, *kwargs.values()]
+        results = products.columns(layout, x, [_matrix(column) for column in columns])
+        ready.update(zip(columns, results, strict=True))
+        shell = x.new_full((), torch.nan).expand(*results[0].shape[:2], x.shape[2])
+        values = [shell, *(_rows_of(value, layout) for value in rest)]
+        named = dict(zip(kwargs, values[len(args) :], strict=True))
+        return own(*values[: len(args)], **named)
+
+    def product(self: nn.Module, x: Tensor) -> Tensor:
+        if shell is None or x.data_ptr() != shell.data_ptr() or self not in ready:
+            raise StrategyError(
+                f"tp: a column map of {type(module).__name__} reads something else than what that "
+                "is given first, or reads it twice; give the role branch to the module whose first "
+                "argument its column maps read"
             )
-        )
-        shape = ready[columns[0]].shape[:2]
-        rest = [_rows_of(value, layout) for value in values[1:]]
-        values = [x.new_full((), torch.nan).expand(*shape, x.shape[2]), *rest]
-        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
-
-    def product(self: nn.Module, _: Tensor) -> Tensor:
         y = ready.pop(self)
         if num_parts[self] == 1 or getattr(self, "bias", None) is None:
             return _with_bias(self, y)
@@ -124,7 +138,7 @@ def bind_branch(
         first, size = layout.feature_range(layout.inner, bias.shape[1])
         return y + bias[:, first : first + size].flatten().to(y.dtype)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
+    _replace(module, forward)
     for column in columns:
         _replace(column, product)
 
@@ -143,17 +157,20 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
     if layout.residual.features is None:
         bind_local(module, layout)
         return
+    if type(module).__name__ not in NORMS:
+        raise StrategyError(
+            f"tp: features are split, and what {type(module).__name__} computes over them is not "
+            f"known; known norms are {', '.join(NORMS)}; the nearest is tp:1d"
+        )
     is_centred = subtracts_mean(module)
-    eps = next(
-        float(value)
-        for name in ("eps", "variance_epsilon")
-        if (value := getattr(module, name, None)) is not None
-    )
+    named = [getattr(module, name, None) for name in ("eps", "variance_epsilon")]
+    given = next((float(value) for value in named if value is not None), None)
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         num_features = cast(Tensor, self.weight).shape[0]
         bias = None if getattr(self, "bias", None) is None else _part(self, "bias")
         weight = _part(self, "weight")
+        eps = torch.finfo(x.dtype).eps if given is None else given  # as torch's RMSNorm has it
         return split_norm(x, weight, bias, eps, num_features, is_centred, layout)
 
     _replace(module, forward)
@@ -275,6 +292,7 @@ class _Features(Function):
         return all_gather(x, layout.mesh, axis, 2)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return reduce_scatter(grad_outputs[0], ctx.layout.mesh, ctx.axis, 2), None, None
 
@@ -287,6 +305,7 @@ class _NoGradient(Function):
         return part.view_as(part)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         return torch.zeros_like(grad_outputs[0])
 
@@ -298,18 +317,21 @@ class _LookUp(Function):
     def forward(ctx: Any, ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
         is_mine_BT = (ids_BT >= 0) & (ids_BT < len(weight_VD))
         has_grad_BT = is_mine_BT if padding is None else is_mine_BT & (ids_BT != padding)
-        ctx.save_for_backward(ids_BT, has_grad_BT)
+        places_BT = ids_BT.where(is_mine_BT, 0)
+        ctx.save_for_backward(places_BT, has_grad_BT)
         ctx.shape = weight_VD.shape
-        out_BTD = weight_VD.new_zeros(*ids_BT.shape, weight_VD.shape[1])
-        out_BTD[is_mine_BT] = weight_VD[ids_BT[is_mine_BT]]
-        return out_BTD
+        if not len(weight_VD):  # a vocabulary of fewer ids than ranks
+            return weight_VD.new_zeros(*ids_BT.shape, weight_VD.shape[1])
+        return F.embedding(places_BT, weight_VD).masked_fill_(~is_mine_BT[..., None], 0)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        ids_BT, has_grad_BT = ctx.saved_tensors
-        (grad_BTD,) = grad_outputs
+        places_BT, has_grad_BT = ctx.saved_tensors
+        grad_BTD = grad_outputs[0].masked_fill(~has_grad_BT[..., None], 0)
         d_weight_VD = grad_BTD.new_zeros(ctx.shape)
-        d_weight_VD.index_add_(0, ids_BT[has_grad_BT], grad_BTD[has_grad_BT])
+        if len(d_weight_VD):
+            d_weight_VD.index_add_(0, places_BT.flatten(), grad_BTD.flatten(0, 1))
         return None, d_weight_VD, None
 
 
@@ -376,7 +398,7 @@ def _rows_of(value: Any, layout: Layout) -> Any:
     if isinstance(value, tuple):
         parts = cast(tuple[Any, ...], value)
         return tuple(_rows_of(part, layout) for part in parts)
-    if isinstance(value, Tensor) and value.ndim and len(value) in (1, layout.extent.num_rows):
+    if isinstance(value, Tensor) and value.ndim > 2 and len(value) in (1, layout.extent.num_rows):
         return layout.rows_of(value, layout.inner)
     return value
 

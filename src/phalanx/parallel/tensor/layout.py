@@ -19,6 +19,7 @@ is *not* split over, its gradient is a sum owed there: one law, see `replicas`.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.primitives import Reduction, all_gather, all_reduce
 from phalanx.parallel.tensor import products
+from phalanx.parallel.tensor.products import first_order
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Layout(ABC):
         entry: how ids lie when they are looked up in a table of the vocabulary.
         column, row: how weights lie.
         sizes: size of each sub-axis, in the order of the mesh.
-        extent: of the microbatch at work; the embedding sets it, and backward sets it back.
+        extent: of the microbatch at work; the embedding sets it, and backward sets it back. So a
+            forward is of one sequence of ids.
         key: the number by which operators know this layout.
     """
 
@@ -326,6 +329,7 @@ class _Whole(Function):
         return _gathered(x, layout, spread, num_features)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         ctx.layout.extent = ctx.extent
         return _part(grad_outputs[0], ctx.layout, ctx.spread), None, None, None
@@ -341,6 +345,7 @@ class _Cut(Function):
         return _part(x, layout, spread)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         ctx.layout.extent = ctx.extent
         whole = _gathered(grad_outputs[0], ctx.layout, ctx.spread, ctx.num_features)
@@ -380,6 +385,11 @@ def _part(x: Tensor, layout: Layout, spread: Spread) -> Tensor:
 def weight_gradient(d_y: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return d_y^T x, [out, in], summed over rows and places, in the data type of the masters."""
     return (d_y.flatten(0, 1).T @ x.flatten(0, 1)).to(dtype)
+
+
+def total(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of one tensor or more."""
+    return functools.reduce(torch.add, tensors)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -18,9 +18,25 @@ from torch.autograd import Function
 
 from phalanx.models.loss import IGNORE
 from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.products import first_order
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
-"""Logits held in fp32 at a time, by device type: what stays in cache; elsewhere all."""
+"""Logits held in fp32 at a time, by device type: what stays in cache; elsewhere 8 M."""
+
+
+def check_range(ids: Tensor, num_ids: int, what: str) -> None:
+    """Refuse ids that no rank holds, which would otherwise count as zeros.
+
+    Raises:
+        IndexError: an id is out of [0, num_ids); on a GPU, which is not waited for, an assertion.
+    """
+    if ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < num_ids)).all())  # pyright: ignore[reportPrivateUsage]
+    elif ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < num_ids):
+        raise IndexError(
+            f"{what} is out of range: from {int(ids.min())} to {int(ids.max())}, and the "
+            f"vocabulary has {num_ids}"
+        )
 
 
 def token_loss_sum(logits_NV: Tensor, labels_N: Tensor, num_ids: int, layout: Layout) -> Tensor:
@@ -53,9 +69,10 @@ class _SplitLoss(Function):
             top_N = logits_NV.amax(1).to(wide)
         layout.reduce(top_N, axis, "max")
         is_valid_N = labels_N != IGNORE
+        check_range(labels_N.where(is_valid_N, 0), num_ids, "a label")
         is_mine_N = is_valid_N & (labels_N >= first) & (labels_N < first + size)
         target_N1 = (labels_N - first).where(is_mine_N, 0)[:, None]
-        step = max(1, _BLOCK_ELEMENTS.get(logits_NV.device.type, logits_NV.numel()) // max(1, size))
+        step = max(1, _BLOCK_ELEMENTS.get(logits_NV.device.type, 1 << 23) // max(1, size))
         blocks = [slice(n, n + step) for n in range(0, len(logits_NV) if size else 0, step)]
         sums_2N = logits_NV.new_zeros((2, len(logits_NV)), dtype=wide)
         for rows in blocks:
@@ -76,10 +93,11 @@ class _SplitLoss(Function):
         return layout.sum_rows(loss, layout.inner)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_logits_NV: Tensor | None = ctx.d_logits_NV
         if d_logits_NV is None:
             raise RuntimeError("the gradient of the split loss is given once; call forward again")
         ctx.d_logits_NV = None  # it is the largest tensor of the step: it goes as it is used
-        # In fp32 and back: the factor is not rounded to bf16 before.
-        return d_logits_NV.mul_(grad_outputs[0]), None, None, None
+        # With one dimension the factor takes part in type promotion: it is not rounded to bf16.
+        return d_logits_NV.mul_(grad_outputs[0][None]), None, None, None

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.products import first_order
 
 
 def split_norm(
@@ -70,6 +71,7 @@ class _SplitNorm(Function):
         return y.to(x.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         wide = scale.dtype

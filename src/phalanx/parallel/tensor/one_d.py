@@ -12,21 +12,20 @@ Backward  column  all_gather x again, for only its part was kept;  dW[F_tp] = dy
           row     dz[T_tp] -> all_gather -> dz;  dy[F_tp] = dz W;  dW[F_tp] = dz^T y
 Cost      A rank sends (N-1)/N of B T D elements five times for a column and a row product: twice
           forward, three times backward, whatever F is. The embedding: once each way. T is padded to
-          a multiple of N. Logits are never gathered.
+          a multiple of N. The loss gathers no logits.
 Limits    N divides heads, key-value heads and F. D, T and V may be any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm.primitives import all_gather, reduce_scatter
-from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, total, weight_gradient
 
 
 class OneD(Layout):
@@ -47,7 +46,7 @@ class OneD(Layout):
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         pairs = list(zip(d_ys, weights, strict=True))
-        d_x = self.scatter(cast(Tensor, sum(d_y @ w.to(x.dtype) for d_y, w in pairs)))
+        d_x = self.scatter(total([d_y @ w.to(x.dtype) for d_y, w in pairs]))
         whole = self.gather(x)
         return d_x, [weight_gradient(d_y, whole, weight.dtype) for d_y, weight in pairs]
 

@@ -11,19 +11,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from phalanx.comm.watch import COMPOSITE_NAMESPACE, register_composite
 
 if TYPE_CHECKING:
     from phalanx.parallel.tensor.layout import Layout
+
+_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+
+
+def first_order(backward: _Backward) -> _Backward:
+    """Have autograd raise where the gradient of a gradient is asked for: it would be wrong."""
+    return cast(_Backward, once_differentiable(backward))
+
 
 _LIBRARY = torch.library.Library(COMPOSITE_NAMESPACE, "FRAGMENT")
 _LIBRARY.define("columns(Tensor x, Tensor[] weights, int layout) -> Tensor[]")
@@ -102,6 +111,7 @@ class _Columns(Function):
         return tuple(torch.ops.phalanx_tensor.columns(x, weights, layout.key))
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *d_ys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         ctx.layout.extent = ctx.extent
@@ -117,6 +127,7 @@ class _Back(Function):
         return torch.ops.phalanx_tensor.back(x, weight, layout.key)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         ctx.layout.extent = ctx.extent
@@ -130,6 +141,7 @@ class _Enter(Function):
         return layout.enter(partial)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         ctx.layout.extent = ctx.extent
         return None, ctx.layout.enter_backward(grad_outputs[0])

@@ -70,7 +70,9 @@ def owed_axes(parameter: torch.Tensor) -> tuple[str, ...]:
     return tuple(
         name
         for name, placement in zip(names, parameter.placements, strict=True)
-        if name.split("_")[0] == "tp" and placement.is_replicate()
+        if name.split("_")[0] == "tp"
+        and placement.is_replicate()
+        and parameter.device_mesh[name].size() > 1
     )
 
 

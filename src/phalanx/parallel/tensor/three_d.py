@@ -23,14 +23,13 @@ Limits    q divides heads and key-value heads, q^2 divides D, F and the width of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm.primitives import all_gather, all_to_all, reduce_scatter
-from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, total, weight_gradient
 
 
 class ThreeD(Layout):
@@ -146,4 +145,4 @@ class ThreeD(Layout):
             d_whole.append(d_y @ whole_weight)
             d_weight = weight_gradient(d_y, whole, weight.dtype)
             d_weights.append(reduce_scatter(d_weight, self.mesh, "tp_x", 1))
-        return reduce_scatter(cast(Tensor, sum(d_whole)), self.mesh, gathered, 0), d_weights
+        return reduce_scatter(total(d_whole), self.mesh, gathered, 0), d_weights

@@ -19,19 +19,17 @@ Cost      A rank sends (q-1)/q of the bytes of each panel. A column and a row pr
           of B T D / q^2 elements five times, and q of each weight's O I / q^2 three times: of
           activations 1/(q+1) of what one dimension sends, and weights besides.
           Embedding: B T D / q reduced to rows, then swapped with the rank across the diagonal.
-          Norms: one or two numbers a row. One panel more of each matrix is held.
+          Norms: one or two numbers a row. Two panels of each matrix are held.
 Limits    q divides D, heads, key-value heads and F. B is padded to a multiple of q; V may be any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from phalanx.comm.primitives import (
@@ -43,7 +41,7 @@ from phalanx.comm.primitives import (
     swap,
 )
 from phalanx.mesh import tp_group
-from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, total, weight_gradient
 
 
 class TwoD(Layout):
@@ -54,10 +52,10 @@ class TwoD(Layout):
     column = Matrix(out=("tp_col",), inner=("tp_row",))
     row = Matrix(out=("tp_row",), inner=("tp_col",))
 
-    @cached_property
-    def group(self) -> dist.ProcessGroup:
-        """All ranks of tp."""
-        return tp_group(self.mesh)
+    def __init__(self, sizes: Mapping[str, int], mesh: DeviceMesh | None = None) -> None:
+        super().__init__(sizes, mesh)
+        # Made here, where every rank is, and not where the first embedding is.
+        self._group = None if mesh is None else tp_group(mesh)
 
     @override
     def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -81,7 +79,7 @@ class TwoD(Layout):
             self.panels("tp_col", x), self.panels("tp_row", *casts), strict=True
         ):
             products = [d_y @ weight_t for d_y, weight_t in zip(d_ys, weights_t, strict=True)]
-            d_x.add(cast(Tensor, sum(products)))
+            d_x.add(total(products))
             for d_weight, d_y, weight in zip(d_weights, d_ys, weights, strict=True):
                 d_weight.add(weight_gradient(d_y, x_t, weight.dtype))
         return d_x.mine(), [d_weight.mine() for d_weight in d_weights]
@@ -108,12 +106,11 @@ class TwoD(Layout):
     def enter(self, partial: Tensor) -> Tensor:
         # [B, T, D_row]{sum col} -> [B_col, T, D_row] -> [B_row, T, D_col]
         part = reduce_scatter(partial, self.mesh, "tp_col", 0)
-        return swap(part, self.group, self.partner)
+        return self._swap(part)
 
     @override
     def enter_backward(self, d_x: Tensor) -> Tensor:
-        d_part = swap(d_x, self.group, self.partner)
-        return all_gather(d_part, self.mesh, "tp_col", 0)
+        return all_gather(self._swap(d_x), self.mesh, "tp_col", 0)
 
     @override
     def columns_moves(self, num_in: int, nums_out: Sequence[int]) -> list[Move]:
@@ -147,6 +144,8 @@ class TwoD(Layout):
     def enter_moves(self, num_features: int) -> list[Move]:
         part = self.elements(self.residual, num_features)
         whole = part * self.sizes["tp_col"]
+        if self.sizes["tp_row"] == 1:
+            return []
         return [
             Move("forward", "tp_col", "reduce_scatter", 1, whole, is_master=True),
             Move("forward", "tp", "all_to_all", 1, part, is_master=True),
@@ -154,11 +153,14 @@ class TwoD(Layout):
             Move("backward", "tp_col", "all_gather", 1, whole, is_master=True),
         ]
 
-    @cached_property
-    def partner(self) -> int:
-        """The rank of the group across the diagonal, in the same layer of depth."""
+    def _swap(self, part: Tensor) -> Tensor:
+        """Change parts with the rank across the diagonal, in the same layer of depth."""
         size, row, col = self.sizes["tp_row"], self.coords["tp_row"], self.coords["tp_col"]
-        return (self.group.rank() // size**2) * size**2 + col * size + row
+        if size == 1:
+            return part
+        assert self._group is not None
+        layer = self._group.rank() // size**2
+        return swap(part, self._group, (layer * size + col) * size + row)
 
     def panels(self, axis: str, *parts: Tensor) -> Iterator[list[Tensor]]:
         """Yield the parts of each rank of `axis` in turn, and fetch the next ones meanwhile."""
