@@ -1,4 +1,4 @@
-"""What one split saved, any other loads: whole tensors and shards, on 1 to 4 ranks."""
+"""What one split saved, any other loads: whole tensors, shards, and parts of every layout."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ import pytest
 import runs
 import torch
 
-from phalanx.checkpoint import manifest
+from phalanx.checkpoint import manifest, state
+from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
+from phalanx.mesh import build_mesh, data_coordinate
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import compose
+from phalanx.strategy import Strategy
+from phalanx.train.objective import NextToken
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.step import Trainer
+from phalanx.verify.batches import decoder_batches
+from phalanx.verify.record import split as split_rows
 
 State = dict[str, torch.Tensor]
 
@@ -67,3 +78,60 @@ def test_weights_come_alone(saved: tuple[Path, State], split: str) -> None:
 def test_an_optimizer_that_counts_steps_on_the_cpu_loads_it(saved: tuple[Path, State]) -> None:
     (loaded,) = run_ranks(runs.load_into, 1, saved[0], "whole", False, threads=1)
     assert_same(loaded, saved[1])
+
+
+SHAPE = ModelShape(
+    vocab_size=67, num_layers=1, hidden=16, num_heads=8, num_kv_heads=4, head_dim=2, ffn=24,
+    max_seq_len=16, norm="layer", position="learned", bias=True, tied=True, dropout=0.1,
+)  # fmt: skip
+
+CHAIN = ("tp2", "tp4:2d", "tp8:3d", "tp8:2.5d/2", "fsdp2,tp2", "dp1", "dp2,tp2", "tp4")
+"""Each goes on where the one before has stopped."""
+
+
+def two_steps(
+    run: Path, text: str, steps_done: int, num_steps: int
+) -> tuple[list[tuple[float, float]], State, State]:
+    """Go on from the latest checkpoint, if there is one, and save; all in float64.
+
+    Returns:
+        Loss and norm of each step, and the whole state as it was loaded and as it was saved.
+    """
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    model = Decoder(SHAPE).double()
+    model.initialize(3 + steps_done)  # other weights than those in the checkpoint
+    reducer = compose.parallelize(model, strategy, mesh)
+    config = OptimizerConfig(warmup_steps=1)
+    trainer = Trainer(
+        model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
+        mesh=mesh, num_steps=2 * len(CHAIN), reducer=reducer,
+    )  # fmt: skip
+    loaded: State = {}
+    if steps_done:
+        state.load(manifest.find(run), model, trainer.optimizer)
+        loaded = runs.whole_state(model, trainer.optimizer)
+        trainer.steps_done = steps_done
+    batches = decoder_batches(SHAPE, 99, 6, 9, 0, 3)[steps_done : steps_done + num_steps]
+    results = [trainer.step(split_rows(batch, *data_coordinate(mesh), 2)) for batch in batches]
+    runs.save(run, model, trainer.optimizer, trainer.steps_done)
+    saved = runs.whole_state(model, trainer.optimizer)
+    return [(result.loss, result.grad_norm) for result in results], loaded, saved
+
+
+def test_training_goes_on_from_layout_to_layout(tmp_path: Path) -> None:
+    """The second step of each shows that the moments came along."""
+    num_steps = 2 * len(CHAIN)
+    ((expected, _, _),) = run_ranks(
+        two_steps, 1, tmp_path / "alone", "dp1", 0, num_steps, threads=1
+    )
+    before: State = {}
+    for number, text in enumerate(CHAIN):
+        num_ranks = Strategy.parse(text).num_ranks
+        results = run_ranks(two_steps, num_ranks, tmp_path, text, 2 * number, 2, threads=1)
+        for steps, loaded, _ in results:
+            assert_same(loaded, before)
+            for found, wanted in zip(steps, expected[2 * number :], strict=False):
+                assert found == pytest.approx(wanted, rel=1e-10), text
+        before = results[0][2]
+    assert any(name.endswith("mlp.up.bias.exp_avg_sq") for name in before)
