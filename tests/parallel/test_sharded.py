@@ -17,7 +17,7 @@ from phalanx.config import OptimizerConfig
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
-from phalanx.mesh import build_mesh
+from phalanx.mesh import build_mesh, data_coordinate
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
@@ -244,13 +244,22 @@ def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
         model, build_optimizer(model, config), NextToken(), config,
         mesh=mesh, num_steps=20, reducer=reducer,
     )  # fmt: skip
-    place, losses = dist.get_rank(), []
+    place, losses = data_coordinate(mesh)[0], []
     for batch in decoder_batches(SHAPE, 4, 8, 12, strategy.data_ranks, 1):
         with Ledger(mesh) as ledger, trainer.watched(ledger.phase):
             losses.append(trainer.step(split(batch, place, strategy.data_ranks, 2)).loss)
         entries = ledger.entries()
     assert all(p.dtype == torch.float32 for p in model.parameters())
     return losses, entries, predicted
+
+
+@pytest.mark.parametrize("text", ["tp4:2d", "fsdp2,tp4:2d"])
+def test_bfloat16_traffic_beside_tp(text: str) -> None:
+    """fsdp hands tp narrow weights, whose gradients are summed as narrow."""
+    strategy = Strategy.parse(text)
+    _, entries, predicted = run_ranks(bfloat16_losses, strategy.num_ranks, text)[0]
+    sent = {e for e in entries if e.phase not in ("count", "metrics", "clip")}
+    assert sent == set(predicted)
 
 
 @pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2"])

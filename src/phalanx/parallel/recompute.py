@@ -13,7 +13,8 @@ Layout    Parameters stay where they are, under their names: no module is wrappe
           block (FSDP2 gathers its weights in one before backward) stay outside and need not run
           again. With K > 1 the model's own loop runs segments, see `Segmented`.
 Backward  torch.utils.checkpoint without reentrance: it stops as soon as all is there that backward
-          needs, so that the last product of a segment is not run again where nothing reads it.
+          needs, so that the last product of a segment is not run again where nothing reads it
+          (under tp it is: what a product keeps is known when it has run).
 Cost      FLOPs: `planner.model_shape.step_flops`; bytes: `planner.activations`. Nothing is sent:
           FSDP2 gathers a block in backward once, as without recomputation, but with K > 1 the
           blocks of a segment stay gathered together until backward has passed them.
