@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.config_view import show_config
@@ -93,3 +94,23 @@ def _announce(job: Job, console: Console) -> None:
     console.print(Text(f"{job.strategy} on {job.device}; {job.batch}; {job.num_steps} steps"))
     for line in remarks_on(job):
         console.print(Text(line, style="yellow"), soft_wrap=True)
+    if job.strategy.tp.degree > 1:
+        console.print(_split_table(job))
+
+
+def _split_table(job: Job) -> Table:
+    """Draw what tp does to each parameter."""
+    import torch
+
+    from phalanx.models.decoder import Decoder
+    from phalanx.parallel.tensor.report import report
+
+    table = Table(title="What tp does to each parameter", title_justify="left", box=None)
+    for name in ("parameter", "role", "whole, split over", "a rank's part"):
+        table.add_column(name)
+    with torch.device("meta"):
+        rows = report(Decoder(job.shape), job.strategy)
+    for row in rows:
+        part = " x ".join(map(str, row.part))
+        table.add_row(Text(row.name), row.role, Text(row.notation), part)
+    return table
