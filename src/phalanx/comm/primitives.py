@@ -9,7 +9,7 @@ a sum still owed over x. N is the size of the axis; a rank sends, for a byte of 
     all_to_all       A[I_x, J] -> A[I, J_x] (N - 1)/N
     broadcast        A on one -> A          (N - 1)/N
     reduce           A{sum x} -> A on one   (N - 1)/N
-    swap             A to a partner, its A back   counted as an all_to_all; the partner may be itself
+    swap             A to a partner, its A back   counted as an all_to_all, perhaps with itself
 
 Those named `_start` return at once; their tensors must be left alone until `wait`.
 """
