@@ -177,11 +177,13 @@ class Strategy:
         3d.
         """
         degree, depth = self.tp.degree, self.tp.option or 1
-        if self.tp.kind == "3d":
-            return dict.fromkeys(("tp_y", "tp_z", "tp_x"), round(degree ** (1 / 3)))
         if self.tp.kind == "1d":
             return {"tp": degree}
-        square = dict.fromkeys(("tp_row", "tp_col"), math.isqrt(degree // depth))
+        if self.tp.kind == "3d":
+            side = round(degree ** (1 / 3))
+            return {"tp_y": side, "tp_z": side, "tp_x": side}
+        side = math.isqrt(degree // depth)
+        square = {"tp_row": side, "tp_col": side}
         return square if self.tp.kind == "2d" else {"tp_depth": depth, **square}
 
     @property
