@@ -15,7 +15,7 @@ def test_ids_that_no_rank_holds() -> None:
     check_range(torch.tensor([[0, 4]]), 5, "an id")
     check_range(torch.empty(0, 3, dtype=torch.int64), 5, "an id")
     for ids in ([[0, 5]], [[-1, 2]]):
-        with pytest.raises(IndexError, match="an id is out of range.*the vocabulary has 5"):
+        with pytest.raises(IndexError, match=r"an id is out of range.*the vocabulary has 5"):
             check_range(torch.tensor(ids), 5, "an id")
 
 
