@@ -81,6 +81,11 @@ def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Return the number of ranks of an axis; `mesh[axis].size()` would first make a mesh of it."""
+    return mesh.size((mesh.mesh_dim_names or ()).index(axis))
+
+
 def tp_axes(mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of the sub-axes of tp; empty where the mesh has no tp."""
     return tuple(name for name in mesh.mesh_dim_names or () if name.split("_")[0] == "tp")
@@ -111,9 +116,9 @@ def data_coordinate(mesh: DeviceMesh) -> tuple[int, int]:
     place, size = 0, 1
     for axis in DATA_AXES:
         if axis in (mesh.mesh_dim_names or ()):
-            axis_size = mesh[axis].size()
-            place = place * axis_size + mesh.get_local_rank(axis)
-            size *= axis_size
+            num_ranks = axis_size(mesh, axis)
+            place = place * num_ranks + mesh.get_local_rank(axis)
+            size *= num_ranks
     return place, size
 
 

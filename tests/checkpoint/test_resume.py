@@ -35,7 +35,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     )
 
 
-STRATEGIES = ["dp2", "fsdp2", "fsdp2:zero2", "fsdp2:zero1", "dp2,fsdp2"]
+STRATEGIES = [
+    *("dp2", "fsdp2", "dp2,fsdp2"),
+    # What differs from these is in test_parity.py and test_reshard.py too.
+    *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("fsdp2:zero1", "fsdp2:zero2")),
+]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

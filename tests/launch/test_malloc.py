@@ -10,12 +10,16 @@ from phalanx.launch.local import run_ranks
 
 
 def faults() -> int:
-    """Count the page faults of taking and freeing 64 MiB, once they have been there."""
-    for _ in range(2):
+    """Count the page faults of taking and freeing 64 MiB, once they have been there.
+
+    Return the least of several times: something small may have been put where they were.
+    """
+    counts = []
+    for _ in range(6):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(64 * 2**20 // 4)
-        after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    return after - before
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(counts[1:])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")

@@ -253,7 +253,9 @@ def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
     return losses, entries, predicted
 
 
-@pytest.mark.parametrize("text", ["tp4:2d", "fsdp2,tp4:2d"])
+@pytest.mark.parametrize(
+    "text", ["tp4:2d", "fsdp2,tp2", pytest.param("fsdp2,tp4:2d", marks=pytest.mark.slow)]
+)
 def test_bfloat16_traffic_beside_tp(text: str) -> None:
     """fsdp hands tp narrow weights, whose gradients are summed as narrow."""
     strategy = Strategy.parse(text)

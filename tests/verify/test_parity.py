@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -47,6 +48,18 @@ GPT2 = dataclasses.replace(
 SEED = 3
 
 
+def by_hand(*values: object) -> object:
+    """Mark a case of many ranks, which two cores take long for, to be run by `-m slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+OF_TWO = ("dp2", "dp2:naive", "fsdp2:zero1", "fsdp2:zero2", "fsdp2")
+OF_FOUR = (
+    *("dp4", "fsdp4:zero1", "fsdp4:zero2", "fsdp4"),
+    *("dp2,fsdp2:zero1", "dp2,fsdp2:zero2", "dp2,fsdp2"),
+)
+
+
 def decoder_case(shape: ModelShape, accumulation: int, num_rows: int, num_places: int) -> Case:
     return Case(
         functools.partial(initial_decoder, shape, SEED),
@@ -58,14 +71,12 @@ def decoder_case(shape: ModelShape, accumulation: int, num_rows: int, num_places
 
 
 # 13 rows over 2 or 4 ranks are uneven shares; every second step the first rank has no valid token.
-@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
-    "strategy",
+    "strategy, accumulation",
     [
-        *("dp2", "dp4", "dp2:naive"),
-        *("fsdp2:zero1", "fsdp2:zero2", "fsdp2"),
-        *("fsdp4:zero1", "fsdp4:zero2", "fsdp4"),
-        *("dp2,fsdp2:zero1", "dp2,fsdp2:zero2", "dp2,fsdp2"),
+        *itertools.product(OF_TWO, (1, 3)),
+        *itertools.product(OF_FOUR, (3,)),
+        *(by_hand(strategy, 1) for strategy in OF_FOUR),
     ],
 )
 def test_llama_ties_dropout_odd_vocabulary(strategy: str, accumulation: int) -> None:
@@ -113,7 +124,7 @@ def test_gpt2_family_untied(text: str) -> None:
         ("llama", "dp2,recompute:sqrt"),
         ("llama", "fsdp2,recompute:every/3"),
         ("llama", "fsdp2,recompute:selective"),
-        ("llama", "dp2,fsdp2:zero2,recompute:sqrt"),
+        by_hand("llama", "dp2,fsdp2:zero2,recompute:sqrt"),
         ("gpt2", "dp2,recompute:selective"),
         ("gpt2", "fsdp2,recompute:full"),
     ],
@@ -144,20 +155,19 @@ def check_parity(shape: ModelShape, text: str, num_layers: int | None = None) ->
     check_twin(case, strategy, entries)
 
 
-# 16 ranks on two cores take minutes: they are run by hand.
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param(outer + tensor, marks=pytest.mark.slow if outer and "tp8" in tensor else ())
-        for outer in ("", "dp2,", "fsdp2,")
-        for tensor in TENSOR
+        *(*TENSOR, "dp2,tp2", "fsdp2,tp2", "fsdp2,tp4:2d"),
+        *map(by_hand, ("dp2,tp4", "fsdp2,tp4", "dp2,tp4:2d")),
+        *(by_hand(outer + tensor) for outer in ("dp2,", "fsdp2,") for tensor in TENSOR[3:]),
     ],
 )
 def test_tensor_layouts(text: str) -> None:
     check_parity(LLAMA, text)
 
 
-@pytest.mark.parametrize("tensor", TENSOR)
+@pytest.mark.parametrize("tensor", ["tp2", "tp4:2d", *map(by_hand, ("tp4", *TENSOR[3:]))])
 def test_tensor_layouts_of_the_gpt2_family(tensor: str) -> None:
     """Norms with a mean, biases, a table of positions, an output projection of its own."""
     check_parity(GPT2, tensor)
@@ -168,7 +178,9 @@ def test_tensor_layouts_with_norms_of_queries_and_keys(tensor: str) -> None:
     check_parity(dataclasses.replace(LLAMA, qk_norm=True), tensor, num_layers=1)
 
 
-@pytest.mark.parametrize("text", ["dp2,fsdp2,tp2", "fsdp2:zero1,tp2", "fsdp2:zero2,tp4:2d"])
+@pytest.mark.parametrize(
+    "text", ["dp2,fsdp2,tp2", "fsdp2:zero1,tp2", by_hand("fsdp2:zero2,tp4:2d")]
+)
 def test_tensor_layouts_beside_each_stage_of_sharding(text: str) -> None:
     check_parity(LLAMA, text)
 
@@ -178,10 +190,10 @@ def test_tensor_layouts_beside_each_stage_of_sharding(text: str) -> None:
     [
         ("tp2,recompute:full", 2),
         ("fsdp2,tp2,recompute:sqrt", 4),
-        ("tp2,recompute:every/3", 4),  # of which the last segment is short
+        by_hand("tp2,recompute:every/3", 4),  # of which the last segment is short
         ("tp4:2d,recompute:selective", 2),
-        ("tp8:2.5d/2,recompute:full", 1),
-        ("tp8:3d,recompute:selective", 1),
+        by_hand("tp8:2.5d/2,recompute:full", 1),
+        by_hand("tp8:3d,recompute:selective", 1),
     ],
 )
 def test_tensor_layouts_beside_recomputation(text: str, num_layers: int) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm import exchange
-from phalanx.mesh import DATA_AXES
+from phalanx.mesh import DATA_AXES, axis_size
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -69,7 +69,7 @@ def all_reduce_start(
     tensor: torch.Tensor, mesh: DeviceMesh, axis: str, reduction: Reduction = "sum"
 ) -> Pending:
     """Begin `all_reduce` and return at once; `tensor` must not be touched before `wait`."""
-    if mesh[axis].size() == 1:
+    if axis_size(mesh, axis) == 1:
         return Pending(tensor, None)
     work = dist.all_reduce(tensor, _OPS[reduction], group=mesh.get_group(axis), async_op=True)
     return Pending(tensor, work)
@@ -85,7 +85,7 @@ def sum_over_data(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def all_gather(part: torch.Tensor, mesh: DeviceMesh, axis: str, dim: int) -> torch.Tensor:
     """Return the parts of all ranks of `axis`, as large on each, one after another along `dim`."""
-    num_ranks = mesh[axis].size()
+    num_ranks = axis_size(mesh, axis)
     if num_ranks == 1:
         return part
     whole = part.new_empty(num_ranks, *part.shape)
@@ -99,7 +99,7 @@ def all_gather(part: torch.Tensor, mesh: DeviceMesh, axis: str, dim: int) -> tor
 
 def reduce_scatter(whole: torch.Tensor, mesh: DeviceMesh, axis: str, dim: int) -> torch.Tensor:
     """Return this rank's part, along `dim`, of the sum over `axis`; the axis's size divides it."""
-    num_ranks = mesh[axis].size()
+    num_ranks = axis_size(mesh, axis)
     if num_ranks == 1:
         return whole
     parts = whole.unflatten(dim, (num_ranks, -1)).movedim(dim, 0).contiguous()
@@ -116,7 +116,7 @@ def all_to_all(
     tensor: torch.Tensor, mesh: DeviceMesh, axis: str, split_dim: int, join_dim: int
 ) -> torch.Tensor:
     """Cut `tensor` along `split_dim`, one part a rank of `axis`; join what comes on `join_dim`."""
-    num_ranks = mesh[axis].size()
+    num_ranks = axis_size(mesh, axis)
     if num_ranks == 1:
         return tensor
     parts = tensor.unflatten(split_dim, (num_ranks, -1)).movedim(split_dim, 0).contiguous()
@@ -127,7 +127,7 @@ def all_to_all(
 
 def broadcast_start(tensor: torch.Tensor, mesh: DeviceMesh, axis: str, source: int) -> Pending:
     """Begin to overwrite `tensor`, contiguous, with that of the rank at coordinate `source`."""
-    if mesh[axis].size() == 1:
+    if axis_size(mesh, axis) == 1:
         return Pending(tensor, None)
     group = mesh.get_group(axis)
     return Pending(tensor, dist.broadcast(tensor, group=group, group_src=source, async_op=True))
@@ -138,7 +138,7 @@ def reduce_start(tensor: torch.Tensor, mesh: DeviceMesh, axis: str, target: int)
 
     That of the other ranks holds nothing of use afterwards.
     """
-    if mesh[axis].size() == 1:
+    if axis_size(mesh, axis) == 1:
         return Pending(tensor, None)
     group = mesh.get_group(axis)
     return Pending(tensor, dist.reduce(tensor, group_dst=target, group=group, async_op=True))
@@ -162,7 +162,7 @@ def broadcast(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.Tensor
 
     It goes as bytes: gloo does not know every data type.
     """
-    if mesh[axis].size() > 1 and tensor.numel():
+    if axis_size(mesh, axis) > 1 and tensor.numel():
         flat = tensor.detach().reshape(-1)  # a copy where the tensor is not contiguous
         dist.broadcast(flat.view(torch.uint8), group_src=0, group=mesh.get_group(axis))
         if flat.data_ptr() != tensor.data_ptr():

@@ -33,6 +33,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -45,6 +46,7 @@ from phalanx.mesh import DATA_AXES
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.data import GradientReducer
 from phalanx.parallel.holding import Holding
+from phalanx.parallel.tensor.replicas import add_up_in_parts
 
 Kind = Literal["zero1", "zero2", "zero3"]
 
@@ -204,7 +206,6 @@ def traffic(
         if sizes and degree[axis] > 1
     ]
 
-
 def groups_of(model: nn.Module, compute: torch.dtype | None = None) -> list[Group]:
     """Return the groups of a model that is not split yet: its blocks in order, then the rest.
 
@@ -361,6 +362,7 @@ class ShardedReducer(GradientReducer):
         self._root = cast(FSDPModule, model)
         self._kind = kind
         self._used: set[nn.Parameter] = set()
+        self._adders: list[Node] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._set_up(module)
@@ -376,7 +378,7 @@ class ShardedReducer(GradientReducer):
         if self.mesh.device_type == "cpu":
             module.set_custom_all_gather(ExchangeAllGather())
             module.set_custom_reduce_scatter(ExchangeReduceScatter())
-        _watch(cast(nn.Module, module), self._used)
+        _watch(cast(nn.Module, module), self._used, self._adders)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Say that a backward follows, and whether it is the last of this global batch."""
@@ -396,10 +398,11 @@ class ShardedReducer(GradientReducer):
         self._used.clear()
 
 
-def _watch(module: nn.Module, used: set[nn.Parameter]) -> None:
+def _watch(module: nn.Module, used: set[nn.Parameter], adders: list[Node]) -> None:
     """Put each parameter of an FSDP2 group into `used` when autograd makes a gradient for it.
 
-    Autograd sees only the gathered parameters, which FSDP2 makes once, at the first forward.
+    What adds gradients up (see tensor/replicas.py) comes into `adders`. Autograd sees only the
+    gathered parameters, which FSDP2 makes once, at the first forward.
     """
     blocks = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
     elsewhere = {parameter for block in blocks for parameter in block.parameters()}
@@ -415,6 +418,7 @@ def _watch(module: nn.Module, used: set[nn.Parameter]) -> None:
         for submodule, name, parameter in places:
             gathered: nn.Parameter = getattr(submodule, name)
             gathered.register_post_accumulate_grad_hook(functools.partial(_put, used, parameter))
+            adders.extend(add_up_in_parts([gathered]))
 
     handle = module.register_forward_pre_hook(on_first_forward)
 

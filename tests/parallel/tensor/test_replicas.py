@@ -80,7 +80,7 @@ def unequal(reports: list[Parts]) -> tuple[set[str], set[str]]:
     [
         ("tp2", 13),  # all matrices, and the biases of column products
         ("tp4:2d", 8),  # all matrices
-        ("tp8:2.5d/2", 0),
+        pytest.param("tp8:2.5d/2", 0, marks=pytest.mark.slow),  # 8 ranks on two cores
     ],
 )
 def test_replicas_stay_bit_equal(text: str, num_held_once: int) -> None:

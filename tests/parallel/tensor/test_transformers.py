@@ -205,15 +205,24 @@ def alone() -> Generator[str]:
         yield folder
 
 
+FAMILIES = ["llama", "gpt2", "bert, both heads"]
+
+
+def by_hand(*values: object) -> object:
+    """Mark a case that takes two cores long, to be run by `-m slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 # One start of the ranks for all models: they read transformers, which takes them seconds. FSDP2
 # wants one mesh a process, so there it is one model.
 @pytest.mark.parametrize(
     "text, names",
     [
         ("tp2", list(make_cases())),
-        ("tp4:2d", list(make_cases())),
-        ("tp8:2.5d/2", ["llama", "gpt2", "bert, both heads"]),
-        ("tp8:3d", ["llama", "gpt2", "bert, both heads"]),
+        ("tp4:2d", FAMILIES),
+        by_hand("tp4:2d", [name for name in make_cases() if name not in FAMILIES]),
+        by_hand("tp8:2.5d/2", FAMILIES),
+        by_hand("tp8:3d", FAMILIES),
         ("dp2,tp2", ["gpt2", "bert, both heads"]),
         ("fsdp2,tp2", ["gpt2"]),
         ("fsdp2,tp2", ["bert, both heads"]),

@@ -4,15 +4,21 @@ Every rank of tp computes other rows, places or features than the others. So the
 not split over a sub-axis (norms and biases; in 2.5 dimensions every weight, over depth) is on each
 rank a part of a sum over that axis. It is added up once a step, in flat buffers, after the sums
 over data.
+
+[Note: Adding up in parts] Autograd adds the gradient of a second microbatch to that of the first.
+DTensor, which plans each new addition over all axes of the mesh at once, takes 0.1 s a shape on
+three axes and 0.8 s on four for it. So their parts are added, before autograd would.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
@@ -20,7 +26,8 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from phalanx.comm.ledger import Phase, no_phase
-from phalanx.comm.primitives import all_reduce
+from phalanx.comm.primitives import all_reduce, local_part
+from phalanx.mesh import axis_size
 from phalanx.parallel.data import BUCKET_BYTES, GradientReducer, buckets
 
 
@@ -32,6 +39,7 @@ class ReplicaReducer(GradientReducer):
     ) -> None:
         super().__init__([p for p in parameters if p.requires_grad], mesh)
         self._inner = inner
+        self._adders = add_up_in_parts(self.parameters)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Tell the reducer over data."""
@@ -62,6 +70,32 @@ class ReplicaReducer(GradientReducer):
             part.copy_(total.view_as(part))
 
 
+def add_up_in_parts(parameters: Iterable[nn.Parameter]) -> list[Node]:
+    """Have gradients of DTensors added part by part, see [Note: Adding up in parts].
+
+    Returns:
+        The nodes of autograd that do it, as long as somebody holds them.
+    """
+    nodes: list[Node] = []
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            node = get_gradient_edge(parameter).node
+            node.register_prehook(functools.partial(_add_part, parameter))
+            nodes.append(node)
+    return nodes
+
+
+@torch.no_grad()
+def _add_part(
+    parameter: torch.Tensor, gradients: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor] | None:
+    if parameter.grad is None:
+        return None
+    total, parameter.grad = parameter.grad, None
+    local_part(total).add_(local_part(gradients[0]))
+    return (total,)  # which autograd takes for the first gradient, and does not copy
+
+
 def owed_axes(parameter: torch.Tensor) -> tuple[str, ...]:
     """Return the sub-axes of tp over which `parameter` is the same on all ranks."""
     if not isinstance(parameter, DTensor):
@@ -72,7 +106,7 @@ def owed_axes(parameter: torch.Tensor) -> tuple[str, ...]:
         for name, placement in zip(names, parameter.placements, strict=True)
         if name.split("_")[0] == "tp"
         and placement.is_replicate()
-        and parameter.device_mesh[name].size() > 1
+        and axis_size(parameter.device_mesh, name) > 1
     )
 
 

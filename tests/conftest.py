@@ -1,0 +1,17 @@
+"""What all tests share: the server that their ranks are forked from has the libraries loaded."""
+
+import multiprocessing
+from multiprocessing import forkserver
+
+PRELOAD = [
+    "phalanx.launch.preload",
+    *("phalanx.train.job", "phalanx.verify.harness"),
+    *("pytest", "hypothesis"),
+    # Left out by themselves where transformers is not installed.
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert")),
+]
+
+
+def pytest_configure() -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
