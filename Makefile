@@ -24,7 +24,7 @@ test: .venv/ready-to-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # The stamps are newer than what they were made from, so set-up happens once, and again when
 # pyproject.toml or constraints.txt change.

@@ -35,10 +35,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     )
 
 
+BY_HAND = ("dp2", "fsdp2:zero1", "fsdp2:zero2")
 STRATEGIES = [
-    *("dp2", "fsdp2", "dp2,fsdp2"),
-    # What differs from these is in test_parity.py and test_reshard.py too.
-    *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("fsdp2:zero1", "fsdp2:zero2")),
+    *("fsdp2", "dp2,fsdp2"),
+    *(pytest.param(strategy, marks=pytest.mark.slow) for strategy in BY_HAND),
 ]
 
 

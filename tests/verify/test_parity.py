@@ -189,9 +189,9 @@ def test_tensor_layouts_beside_each_stage_of_sharding(text: str) -> None:
     "text, num_layers",
     [
         ("tp2,recompute:full", 2),
-        ("fsdp2,tp2,recompute:sqrt", 4),
+        by_hand("fsdp2,tp2,recompute:sqrt", 4),
         by_hand("tp2,recompute:every/3", 4),  # of which the last segment is short
-        ("tp4:2d,recompute:selective", 2),
+        ("tp4:2d,recompute:selective", 1),
         by_hand("tp8:2.5d/2,recompute:full", 1),
         by_hand("tp8:3d,recompute:selective", 1),
     ],

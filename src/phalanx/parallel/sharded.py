@@ -206,6 +206,7 @@ def traffic(
         if sizes and degree[axis] > 1
     ]
 
+
 def groups_of(model: nn.Module, compute: torch.dtype | None = None) -> list[Group]:
     """Return the groups of a model that is not split yet: its blocks in order, then the rest.
 
