@@ -7,6 +7,7 @@ import json
 import pickle
 import resource
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ def words_on_a_full_disk(run: Path, num_steps: int, rank: int, limit_bytes: int)
     """Save under a limit on the size of one rank's files."""
     runs.build()  # what is imported for it may need a file
     if dist.get_rank() == rank:
+        sys.dont_write_bytecode = True  # or compiled files would be cut, too
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     return runs.words_of_save(run, num_steps)

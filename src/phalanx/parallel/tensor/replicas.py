@@ -6,8 +6,8 @@ rank a part of a sum over that axis. It is added up once a step, in flat buffers
 over data.
 
 [Note: Adding up in parts] Autograd adds the gradient of a second microbatch to that of the first.
-DTensor, which plans each new addition over all axes of the mesh at once, takes 0.1 s a shape on
-three axes and 0.8 s on four for it. So their parts are added, before autograd would.
+DTensor plans each new addition over all axes of the mesh together, which takes 0.1 s a shape on
+three axes and 0.9 s on four (docs/log.md). So the parts are added, before autograd would.
 """
 
 from __future__ import annotations
