@@ -3,6 +3,8 @@
 import multiprocessing
 from multiprocessing import forkserver
 
+import pytest
+
 PRELOAD = [
     "phalanx.launch.preload",
     *("phalanx.train.job", "phalanx.verify.harness"),
@@ -12,6 +14,9 @@ PRELOAD = [
 ]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    has_workers = config.getoption("numprocesses", None) is not None
+    if has_workers and not hasattr(config, "workerinput"):
+        return  # the process that only deals the tests out
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()

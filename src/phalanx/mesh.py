@@ -82,7 +82,10 @@ def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Return the number of ranks of an axis; `mesh[axis].size()` would first make a mesh of it."""
+    """Return the number of ranks of an axis of the mesh itself.
+
+    `mesh[axis].size()` would first make a mesh of it.
+    """
     return mesh.size((mesh.mesh_dim_names or ()).index(axis))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from marks import by_hand
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.data.order import Order
@@ -35,11 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     )
 
 
-BY_HAND = ("dp2", "fsdp2:zero1", "fsdp2:zero2")
-STRATEGIES = [
-    *("fsdp2", "dp2,fsdp2"),
-    *(pytest.param(strategy, marks=pytest.mark.slow) for strategy in BY_HAND),
-]
+STRATEGIES = ["dp2", "fsdp2", "dp2,fsdp2", *map(by_hand, ("fsdp2:zero1", "fsdp2:zero2"))]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

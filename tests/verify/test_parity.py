@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from marks import by_hand
 from phalanx.comm.ledger import Entry
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
@@ -46,11 +47,6 @@ GPT2 = dataclasses.replace(
     dropout=0.2,
 )
 SEED = 3
-
-
-def by_hand(*values: object) -> object:
-    """Mark a case of many ranks, which two cores take long for, to be run by `-m slow`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 OF_TWO = ("dp2", "dp2:naive", "fsdp2:zero1", "fsdp2:zero2", "fsdp2")
@@ -171,6 +167,11 @@ def test_tensor_layouts(text: str) -> None:
 def test_tensor_layouts_of_the_gpt2_family(tensor: str) -> None:
     """Norms with a mean, biases, a table of positions, an output projection of its own."""
     check_parity(GPT2, tensor)
+
+
+@pytest.mark.slow
+def test_parts_of_tp_that_fsdp_splits_unevenly() -> None:
+    check_parity(dataclasses.replace(LLAMA, vocab_size=68), "fsdp3,tp2")
 
 
 @pytest.mark.parametrize("tensor", ["tp2", "tp4:2d"])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from marks import by_hand
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.mesh import build_mesh, data_coordinate
@@ -80,7 +85,7 @@ def unequal(reports: list[Parts]) -> tuple[set[str], set[str]]:
     [
         ("tp2", 13),  # all matrices, and the biases of column products
         ("tp4:2d", 8),  # all matrices
-        pytest.param("tp8:2.5d/2", 0, marks=pytest.mark.slow),  # 8 ranks on two cores
+        by_hand("tp8:2.5d/2", 0),
     ],
 )
 def test_replicas_stay_bit_equal(text: str, num_held_once: int) -> None:
@@ -96,3 +101,49 @@ def test_a_sum_that_is_left_out_would_be_found() -> None:
     several, differ = unequal(reports)
     assert "norm.weight" in several and "norm.weight" in differ
     assert "embedding.weight" not in several
+
+
+class Additions(TorchDispatchMode):
+    """Counts the additions that DTensor is asked for."""
+
+    num_seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_of_parts = any(issubclass(kind, DTensor) for kind in types)
+        self.num_seen += is_of_parts and func.name().startswith("aten::add")
+        return func(*args, **kwargs or {})
+
+
+class Unused(torch.autograd.Function):
+    """Takes a parameter, and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return torch.ones((), requires_grad=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> None:
+        return None
+
+
+def added(is_in_parts: bool) -> tuple[int, int, Tensor]:
+    """Run four backwards; return additions of DTensors, places in memory, and the gradient."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp_row", "tp_col"))
+    part = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Shard(1)], run_check=False)
+    parameter = nn.Parameter(part)
+    reducer = replicas.ReplicaReducer([parameter] if is_in_parts else [], mesh, None)
+    places: set[int] = set()
+    with Additions() as additions:
+        for factor in (1, 10, 100):
+            (factor * parameter.to_local()).sum().backward()
+            places.add(parameter.grad.to_local().data_ptr())
+        Unused.apply(parameter).backward()
+    del reducer
+    return additions.num_seen, len(places), parameter.grad.to_local()
+
+
+@pytest.mark.parametrize("is_in_parts, num_additions", [(True, 0), (False, 2)])
+def test_gradients_are_added_in_parts(is_in_parts: bool, num_additions: int) -> None:
+    ((num_seen, num_places, gradient),) = run_ranks(added, 1, is_in_parts)
+    assert (num_seen, num_places) == (num_additions, 1)
+    assert torch.equal(gradient, torch.full((2, 3), 111.0))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose
+from phalanx.parallel.tensor.check import lies_as_dtensor_says
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.verify import harness
@@ -28,6 +33,9 @@ HEADS = {"num_heads": 6, "num_kv_heads": 6, "head_dim": 8}
 @pytest.mark.parametrize(
     "text, changes, words",
     [
+        ("fsdp3,tp2", {}, "fsdp3,tp2: 'embedding.weight' has 67 rows, of which tp makes uneven "
+         "parts, and PyTorch takes what fsdp makes of those for other rows than they are; give it "
+         "68 rows, or take fsdp2"),
         ("tp3", {}, "tp3: 'blocks.0.attention.q' has 8 heads, which is not a multiple of 3; "
                     "the nearest is tp2"),
         ("tp8", {}, "'blocks.0.attention.k' has 4 heads, which is not a multiple of 8; "
@@ -87,3 +95,33 @@ def test_no_process_is_started_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = decoder_batches(SHAPE, 1, 4, 8, 1)
     with pytest.raises(StrategyError, match=r"tp3: .* has 8 heads"):
         harness.verify(decoder, batches, "tp3", NextToken())
+
+
+def place(size: int, degree: int, number: int) -> tuple[int, int]:
+    """Return where a part begins that torch.chunk makes, and its size."""
+    part = -(-size // degree)
+    first = min(size, number * part)
+    return first, min(part, size - first)
+
+
+@pytest.mark.parametrize("tp_sizes", [(2,), (3,), (8,), (2, 2), (3, 3)])
+def test_rows_are_refused_where_dtensor_takes_them_for_others(tp_sizes: tuple[int, ...]) -> None:
+    placements = [_StridedShard(0, split_factor=math.prod(tp_sizes)), *[Shard(0)] * len(tp_sizes)]
+    found = set()
+    for num_rows, fsdp in itertools.product(range(10, 90), range(2, 6)):
+        is_right = True
+        for coords in itertools.product(range(fsdp), *map(range, tp_sizes)):
+            begin, size = 0, num_rows
+            for degree, number in zip((*tp_sizes, fsdp), (*coords[1:], coords[0]), strict=True):
+                first, size = place(size, degree, number)
+                begin += first
+            sizes, begins = _compute_local_shape_and_global_offset(
+                (num_rows,), (fsdp, *tp_sizes), list(coords), placements
+            )
+            is_right &= sizes == (size,) and (size == 0 or begins == (begin,))
+        is_taken = lies_as_dtensor_says(num_rows, tp_sizes, fsdp)
+        # Over several axes it refuses some that are right.
+        assert is_taken <= is_right, (num_rows, fsdp)
+        assert is_taken == is_right or len(tp_sizes) > 1, (num_rows, fsdp)
+        found.add(is_taken)
+    assert found == {True, False}

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marks import by_hand
 from phalanx.comm.ledger import Entry
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.launch.local import run_ranks
@@ -206,11 +207,6 @@ def alone() -> Generator[str]:
 
 
 FAMILIES = ["llama", "gpt2", "bert, both heads"]
-
-
-def by_hand(*values: object) -> object:
-    """Mark a case that takes two cores long, to be run by `-m slow`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # One start of the ranks for all models: they read transformers, which takes them seconds. FSDP2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from torch import nn
@@ -33,13 +34,75 @@ def check(model: nn.Module, strategy: Strategy, patterns: Patterns | None = None
     sites = sites_of(model, patterns)
     refuse_fused_rows(sites, layout_of(strategy), strategy.fsdp.degree)
     problem = _problem(sites, layout_of(strategy))
-    if problem is None:
-        return
-    nearest = _nearest(sites, strategy.tp)
-    advice = (
-        f"the nearest is {Strategy(tp=nearest)}" if nearest else "no degree of this kind fits it"
+    if problem is not None:
+        nearest = _nearest(sites, strategy.tp)
+        advice = (
+            f"the nearest is {Strategy(tp=nearest)}"
+            if nearest
+            else "no degree of this kind fits it"
+        )
+        raise StrategyError(f"{Strategy(tp=strategy.tp)}: {problem}; {advice}")
+    if strategy.fsdp.degree > 1:
+        _check_rows(sites, strategy)
+
+
+def _check_rows(sites: Sequence[Site], strategy: Strategy) -> None:
+    """Refuse rows of which fsdp splits tp's uneven parts into what DTensor takes for other rows.
+
+    Raises:
+        StrategyError: names the parameter, the nearest number of rows and of fsdp's ranks.
+    """
+    layout, num_ranks = layout_of(strategy), strategy.fsdp.degree
+    for site in sites:
+        for name, placements in placements_of(site, layout).items():
+            num_rows = site.module.get_parameter(name).shape[0]
+            pairs = zip(layout.sizes.values(), placements, strict=True)
+            sizes = [size for size, p in pairs if isinstance(p, Shard) and p.dim == 0]
+            if lies_as_dtensor_says(num_rows, sizes, num_ranks):
+                continue
+            others = sorted(range(2, 2 * num_ranks), key=lambda n: (abs(n - num_ranks), n))
+            fits = [n for n in others if lies_as_dtensor_says(num_rows, sizes, n)]
+            multiple = math.prod(sizes)
+            raise StrategyError(
+                f"{Strategy(fsdp=strategy.fsdp, tp=strategy.tp)}: '{site.name}.{name}' has "
+                f"{num_rows} rows, of which tp makes uneven parts, and PyTorch takes what fsdp "
+                f"makes of those for other rows than they are; give it "
+                f"{-(-num_rows // multiple) * multiple} rows"
+                + (f", or take fsdp{fits[0]}" if fits else "")
+            )
+
+
+def lies_as_dtensor_says(num_rows: int, tp_sizes: Sequence[int], fsdp: int) -> bool:
+    """Return whether each rank holds the rows that DTensor says it does.
+
+    fsdp splits the parts of tp. DTensor splits over fsdp first, keeps from each part of tp what a
+    rank of fsdp has of it, and splits these rows, joined, over tp. Where parts are uneven, that
+    may be other rows (`_StridedShard` in torch 2.13).
+
+    Args:
+        num_rows: of the whole.
+        tp_sizes: sizes of the sub-axes of tp over which the rows are split.
+        fsdp: ranks of fsdp.
+    """
+    parts = _parts(num_rows, tp_sizes)
+    held = zip(*(_cut(size, fsdp) for size in parts), strict=True)
+    return parts == _cut(num_rows, len(parts)) and all(
+        list(of_rank) == _parts(sum(of_rank), tp_sizes) for of_rank in held
     )
-    raise StrategyError(f"{Strategy(tp=strategy.tp)}: {problem}; {advice}")
+
+
+def _parts(size: int, degrees: Sequence[int]) -> list[int]:
+    """Cut a size over one axis after another."""
+    parts = [size]
+    for degree in degrees:
+        parts = [part for whole in parts for part in _cut(whole, degree)]
+    return parts
+
+
+def _cut(size: int, degree: int) -> list[int]:
+    """Cut a size as torch.chunk does, with zeros for ranks that are left without."""
+    part = -(-size // degree)
+    return [min(part, max(0, size - number * part)) for number in range(degree)]
 
 
 def _nearest(sites: Sequence[Site], tp: Axis) -> Axis | None:

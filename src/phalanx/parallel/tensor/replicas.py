@@ -39,7 +39,9 @@ class ReplicaReducer(GradientReducer):
     ) -> None:
         super().__init__([p for p in parameters if p.requires_grad], mesh)
         self._inner = inner
-        self._adders = add_up_in_parts(self.parameters)
+        # Under fsdp autograd sees other parameters than these: what was gathered.
+        is_sharded = "fsdp" in (mesh.mesh_dim_names or ())
+        self._adders = add_up_in_parts([] if is_sharded else self.parameters)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Tell the reducer over data."""
@@ -73,6 +75,9 @@ class ReplicaReducer(GradientReducer):
 def add_up_in_parts(parameters: Iterable[nn.Parameter]) -> list[Node]:
     """Have gradients of DTensors added part by part, see [Note: Adding up in parts].
 
+    Args:
+        parameters: as autograd sees them.
+
     Returns:
         The nodes of autograd that do it, as long as somebody holds them.
     """
@@ -87,12 +92,13 @@ def add_up_in_parts(parameters: Iterable[nn.Parameter]) -> list[Node]:
 
 @torch.no_grad()
 def _add_part(
-    parameter: torch.Tensor, gradients: Sequence[torch.Tensor]
+    parameter: torch.Tensor, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor] | None:
-    if parameter.grad is None:
+    (gradient,) = gradients
+    if parameter.grad is None or gradient is None:
         return None
     total, parameter.grad = parameter.grad, None
-    local_part(total).add_(local_part(gradients[0]))
+    local_part(total).add_(local_part(gradient))
     return (total,)  # which autograd takes for the first gradient, and does not copy
 
 
