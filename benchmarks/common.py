@@ -63,4 +63,5 @@ def write_result(path: Path | None, values: Mapping[str, Any]) -> None:
     """Write what was measured, when and on what; nothing where no file is asked for."""
     if path is not None:
         document = {"date": date.today().isoformat(), "environment": environment(), **values}
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=2) + "\n")
