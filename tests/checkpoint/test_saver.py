@@ -207,6 +207,7 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path) -> None:
 
 def save_and_hold(run: Path, is_held: bool) -> str:
     """Save and wait with the saver open until another job has tried to save."""
+    files.LOCK_WAIT_S = 0.2
     model, optimizer = runs.build()
     try:
         with Saver(run, keep=1) as saver_:
@@ -234,6 +235,16 @@ def test_two_jobs_do_not_save_into_one_folder(tmp_path: Path) -> None:
     assert list(manifest.whole(tmp_path)) == [3]
     assert run_ranks(save_and_hold, 1, tmp_path, False, threads=1) == [""]  # it has ended
     assert list(manifest.whole(tmp_path)) == [4]
+
+
+def test_a_lock_that_is_soon_free_is_waited_for(tmp_path: Path) -> None:
+    held, waiting = files.RunLock(tmp_path), files.RunLock(tmp_path)
+    held.take()
+    threading.Timer(0.3, held.release).start()
+    start_s = time.monotonic()
+    waiting.take()
+    assert 0.3 <= time.monotonic() - start_s < files.LOCK_WAIT_S
+    waiting.release()
 
 
 def save_with(flock: Callable[[int, int], None] | None, run: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,11 @@ except ImportError:  # Windows
     fcntl = None
 
 
+LOCK_WAIT_S = 10.0
+"""How long a run waits for the lock of another. A killed process keeps its lock until the system
+is done with it, which takes a while if the disk is busy: 0.2 s were seen."""
+
+
 class RunLock:
     """Keeps the checkpoints of a run for one process: another one would remove what it writes.
 
@@ -46,7 +52,7 @@ class RunLock:
         """Take the lock, until `release` or the end of this object.
 
         Raises:
-            CheckpointError: another process has it.
+            CheckpointError: another process has it, and still has it after `LOCK_WAIT_S`.
             OSError: the folder or the lock's file cannot be made.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -54,16 +60,22 @@ class RunLock:
         self._close = weakref.finalize(self, os.close, descriptor)
         if fcntl is None:
             return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.release()
-            raise CheckpointError(
-                f"another process saves to {self._folder}; wait until it has ended, or give "
-                "another --out"
-            ) from error
-        except OSError:  # this disk has no locks
-            self.release()
+        deadline_s = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline_s:
+                    self.release()
+                    raise CheckpointError(
+                        f"another process saves to {self._folder}; wait until it has ended, or "
+                        "give another --out"
+                    ) from error
+            except OSError:  # this disk has no locks
+                self.release()
+                return
+            time.sleep(0.05)
 
     def release(self) -> None:
         """Let others have the lock, if this process holds it."""
