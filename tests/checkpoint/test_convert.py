@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from marks import by_hand
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.convert import convert, open_checkpoint
 from phalanx.checkpoint.hugging_face import INDEX, WEIGHTS, write_folder
@@ -503,7 +504,7 @@ def written(folder: Path, shape: ModelShape) -> int:
     [
         (8, 512, {}),
         (8, 512, GPT2),
-        pytest.param(24, 1024, {}, marks=pytest.mark.slow),
+        by_hand(24, 1024, {}),
     ],
     ids=["llama", "gpt2", "llama-1.5-gb"],
 )

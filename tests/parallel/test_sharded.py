@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from marks import by_hand
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.errors import StrategyError
@@ -253,9 +254,7 @@ def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
     return losses, entries, predicted
 
 
-@pytest.mark.parametrize(
-    "text", ["tp4:2d", "fsdp2,tp2", pytest.param("fsdp2,tp4:2d", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("text", ["tp4:2d", "fsdp2,tp2", by_hand("fsdp2,tp4:2d")])
 def test_bfloat16_traffic_beside_tp(text: str) -> None:
     """fsdp hands tp narrow weights, whose gradients are summed as narrow."""
     strategy = Strategy.parse(text)

@@ -379,7 +379,35 @@ class ShardedReducer(GradientReducer):
         if self.mesh.device_type == "cpu":
             module.set_custom_all_gather(ExchangeAllGather())
             module.set_custom_reduce_scatter(ExchangeReduceScatter())
-        _watch(cast(nn.Module, module), self._used, self._adders)
+        self._watch(cast(nn.Module, module))
+
+    def _watch(self, module: nn.Module) -> None:
+        """Note for each parameter of an FSDP2 group when autograd makes a gradient for it.
+
+        What adds its gradients up is kept (see tensor/replicas.py). Autograd sees only the
+        gathered parameters, which FSDP2 makes once, at the first forward.
+        """
+        blocks = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+        elsewhere = {parameter for block in blocks for parameter in block.parameters()}
+        places = [
+            (submodule, name, parameter)
+            for submodule in module.modules()
+            for name, parameter in submodule.named_parameters(recurse=False)
+            if parameter.requires_grad and parameter not in elsewhere
+        ]
+
+        def on_first_forward(*_: Any) -> None:
+            handle.remove()
+            for submodule, name, parameter in places:
+                gathered: nn.Parameter = getattr(submodule, name)
+                note = functools.partial(self._note_used, parameter)
+                gathered.register_post_accumulate_grad_hook(note)
+                self._adders += add_up_in_parts([gathered])
+
+        handle = module.register_forward_pre_hook(on_first_forward)
+
+    def _note_used(self, parameter: nn.Parameter, _gathered: torch.Tensor) -> None:
+        self._used.add(parameter)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Say that a backward follows, and whether it is the last of this global batch."""
@@ -397,35 +425,6 @@ class ShardedReducer(GradientReducer):
         for parameter in itertools.compress(self.parameters, map(operator.not_, is_used)):
             parameter.grad = None
         self._used.clear()
-
-
-def _watch(module: nn.Module, used: set[nn.Parameter], adders: list[Node]) -> None:
-    """Put each parameter of an FSDP2 group into `used` when autograd makes a gradient for it.
-
-    What adds gradients up (see tensor/replicas.py) comes into `adders`. Autograd sees only the
-    gathered parameters, which FSDP2 makes once, at the first forward.
-    """
-    blocks = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
-    elsewhere = {parameter for block in blocks for parameter in block.parameters()}
-    places = [
-        (submodule, name, parameter)
-        for submodule in module.modules()
-        for name, parameter in submodule.named_parameters(recurse=False)
-        if parameter.requires_grad and parameter not in elsewhere
-    ]
-
-    def on_first_forward(*_: Any) -> None:
-        handle.remove()
-        for submodule, name, parameter in places:
-            gathered: nn.Parameter = getattr(submodule, name)
-            gathered.register_post_accumulate_grad_hook(functools.partial(_put, used, parameter))
-            adders.extend(add_up_in_parts([gathered]))
-
-    handle = module.register_forward_pre_hook(on_first_forward)
-
-
-def _put(used: set[nn.Parameter], parameter: nn.Parameter, _gathered: torch.Tensor) -> None:
-    used.add(parameter)
 
 
 def _free_after_inference(model: nn.Module, *_: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -103,15 +104,15 @@ def run_case(case: Case, strategy_text: str, visit: Callable[[int, StepRecord], 
         reducer=reducer,
     )
     place, size = data_coordinate(mesh)
-    report = RankReport([], {}, [])
+    ledger = Ledger(mesh)
+    visited: list[Any] = []
     for step, batch in enumerate(case.batches):
         microbatches = split(_cast(batch, dtype), place, size, case.accumulation)
-        if step < len(case.batches) - 1:
+        with ExitStack() as watching:
+            if step == len(case.batches) - 1:
+                watching.enter_context(ledger)
+                watching.enter_context(trainer.watched(ledger.phase))
             loss, num_valid = trainer.compute_gradients(microbatches)
-        else:
-            with Ledger(mesh) as ledger, trainer.watched(ledger.phase):
-                loss, num_valid = trainer.compute_gradients(microbatches)
-            report = RankReport(report.visited, {}, ledger.entries())
         gradients = {
             name: _whole(parameter.grad)
             for name, parameter in model.named_parameters()
@@ -121,12 +122,12 @@ def run_case(case: Case, strategy_text: str, visit: Callable[[int, StepRecord], 
         weights = {name: _whole(parameter) for name, parameter in model.named_parameters()}
         if dist.get_rank() == 0:
             record = StepRecord(result.loss, result.grad_norm, gradients, weights)
-            report.visited.append(visit(step, record))
+            visited.append(visit(step, record))
     hashes: dict[tuple[str, tuple[int, ...]], str] = {}
     for name, parameter in model.named_parameters():
         part, offset = part_of(parameter)
         hashes[name, offset] = _hash(part)
-    return dataclasses.replace(report, weights=hashes)
+    return RankReport(visited, hashes, ledger.entries())
 
 
 def write_step(folder: str, step: int, record: StepRecord) -> None:

@@ -60,7 +60,7 @@ def _check_rows(sites: Sequence[Site], strategy: Strategy) -> None:
             sizes = [size for size, p in pairs if isinstance(p, Shard) and p.dim == 0]
             if lies_as_dtensor_says(num_rows, sizes, num_ranks):
                 continue
-            others = sorted(range(2, 2 * num_ranks), key=lambda n: (abs(n - num_ranks), n))
+            others = _from_nearest(num_ranks)
             fits = [n for n in others if lies_as_dtensor_says(num_rows, sizes, n)]
             multiple = math.prod(sizes)
             raise StrategyError(
@@ -107,8 +107,7 @@ def _cut(size: int, degree: int) -> list[int]:
 
 def _nearest(sites: Sequence[Site], tp: Axis) -> Axis | None:
     """Return the nearest degree that fits, the smaller of two as near; None if only 1 does."""
-    degrees = sorted(range(2, 2 * tp.degree), key=lambda d: (abs(d - tp.degree), d))
-    for degree in degrees:
+    for degree in _from_nearest(tp.degree):
         axis = dataclasses.replace(tp, degree=degree)
         try:
             strategy = Strategy(tp=axis)
@@ -117,6 +116,11 @@ def _nearest(sites: Sequence[Site], tp: Axis) -> Axis | None:
         if _problem(sites, layout_of(strategy)) is None:
             return axis
     return None
+
+
+def _from_nearest(degree: int) -> list[int]:
+    """Return the degrees that may be meant instead, the nearest first, the smaller of two."""
+    return sorted(range(2, 2 * degree), key=lambda other: (abs(other - degree), other))
 
 
 def _problem(sites: Sequence[Site], layout: Layout) -> str | None:
