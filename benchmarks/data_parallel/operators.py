@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import SHAPE, write_result
-
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.models.decoder import Decoder
 from phalanx.models.hf import config_to_hf
