@@ -146,6 +146,13 @@ def test_show_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert document["sources"]["optimizer.lr"] == "command line"
 
 
+def test_show_config_is_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("train --optimizer.clip-p inf --show-config --json".split()) == 0
+    text = capsys.readouterr().out
+    optimizer = json.loads(text, parse_constant=pytest.fail)["config"]["optimizer"]
+    assert (optimizer["clip_p"], optimizer["clip_p_text"]) == (None, "inf")
+
+
 @pytest.mark.parametrize(("has_left", "exit_code"), [(True, 141), (False, 1)])
 def test_a_rank_that_finds_no_reader(
     has_left: bool,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.screen import screen
+from phalanx.cli.screen import print_json, screen
 from phalanx.config_check import settings, value_at
 from phalanx.config_load import Loaded
 
@@ -19,7 +18,7 @@ def show_config(loaded: Loaded[Any]) -> None:
     config = loaded.config
     if loaded.json:
         document = {"config": dataclasses.asdict(config), "sources": dict(loaded.sources)}
-        print(json.dumps(document))
+        print_json(document)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("key", no_wrap=True)
