@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import resource
@@ -95,9 +96,9 @@ def test_the_last_k_are_kept(tmp_path: Path) -> None:
 def save_by(way: str, run: Path, rank: int) -> list[str]:
     """Save on a full disk; say what was raised when."""
     model, optimizer = runs.build()
-    fail_writing(rank)
     words: list[str] = []
     saver_ = Saver(run)
+    fail_writing(rank)
     saver_.begin(model, optimizer, runs.about(5))
     while saver_.is_writing:
         time.sleep(0.01)
@@ -129,9 +130,9 @@ def raise_while_writing(run: Path, rank: int | None, is_disk_full: bool) -> None
     """Fail in training while a checkpoint is written, on one rank or on all."""
     model, optimizer = runs.build()
     event = hold_writing()
-    if is_disk_full:
-        fail_writing(0)
     with Saver(run) as saver_:
+        if is_disk_full:
+            fail_writing(0)
         saver_.begin(model, optimizer, runs.about(1))
         event.set()
         if rank is None or dist.get_rank() == rank:
@@ -247,6 +248,45 @@ def test_a_lock_that_is_soon_free_is_waited_for(tmp_path: Path) -> None:
     waiting.release()
 
 
+def words_in_own_folder(run: Path) -> str:
+    return words_of_saver(run / str(dist.get_rank()))
+
+
+def words_of_full_disk(run: Path) -> str:
+    fail_writing(0)
+    return words_of_saver(run)
+
+
+def words_of_saver(run: Path) -> str:
+    files.LOCK_WAIT_S = 0.2
+    try:
+        Saver(run)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_error_on_every_rank(tmp_path: Path) -> None:
+    for words in run_ranks(words_of_full_disk, 2, tmp_path, threads=1):
+        lock = tmp_path / "checkpoints" / manifest.LOCK
+        assert words == f"cannot save in {tmp_path}: {lock}: File too large"
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused_at_the_start(tmp_path: Path) -> None:
+    for words in run_ranks(words_in_own_folder, 2, tmp_path, threads=1):
+        assert f"{tmp_path / '1' / 'checkpoints'} on " in words
+        assert "is not the folder that rank 0 writes to; give an --out on a disk" in words
+
+
+def test_a_checkpoint_without_all_its_files_is_not_published(tmp_path: Path) -> None:
+    partial, final = tmp_path / "step-00000001.partial", tmp_path / "step-00000001"
+    partial.mkdir()
+    about = dataclasses.replace(runs.ABOUT, files={"__1_0.distcp": (8, "0" * 64)})
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is not in .*all hosts share"):
+        files.publish(partial, final, about)
+    assert not final.exists()
+
+
 def save_with(flock: Callable[[int, int], None] | None, run: Path) -> None:
     """Save where the system, or its disk, has no locks."""
     files.fcntl = None if flock is None else SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)
@@ -291,7 +331,7 @@ def test_every_file_is_synced_whole(tmp_path: Path) -> None:
     assert {name: synced.get(name) for name in names} == {
         name: (folder / name).stat().st_size for name in names
     }
-    assert synced.keys() == {*names, f"{folder.name}.partial", "checkpoints"}
+    assert synced.keys() == {*names, f"{folder.name}.partial", "checkpoints", manifest.LOCK}
 
 
 def save_beside_what_cannot_be_removed(run: Path) -> list[str]:

@@ -199,7 +199,8 @@ def step_and_save(job: Job) -> tuple[float, list[tuple[Tensor, Tensor]]]:
     with session.loader:
         batches = next(session.loader)
         loss = session.trainer.step(batches).loss
-        session.save()
+        session.begin_save()
+        session.saver.finish()
     return loss, [(batch.tokens_BT, batch.labels_BT) for batch in batches]
 
 

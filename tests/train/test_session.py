@@ -1,4 +1,4 @@
-"""A session that scales its loss goes on with the scale it had."""
+"""What a session takes up from a checkpoint, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from phalanx.checkpoint import manifest
+from phalanx.checkpoint.companions import TOKENIZER
+from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
 from phalanx.train import session as sessions
-from phalanx.train.job import Job, resolve
+from phalanx.train.job import Job, manifest_of, resolve
 from phalanx.train.precision import Precision
 from small_run import small_run
 
@@ -26,7 +29,8 @@ def state_after(job: Job, num_steps: int, save: bool) -> tuple[dict[str, Any], l
     with session.loader:
         losses = [session.trainer.step(next(session.loader)).loss for _ in range(num_steps)]
         if save:
-            session.save()
+            session.begin_save()
+            session.saver.finish()
     return scaler.state_dict(), losses
 
 
@@ -40,3 +44,22 @@ def test_the_scale_of_the_loss_is_saved_and_loaded(tmp_path: Path) -> None:
     (again, last), _ = run_ranks(state_after, 2, job, 2, False, threads=1)
     assert again == whole
     assert last == losses[3:]
+
+
+def words_of_opening(job: Job) -> str:
+    try:
+        sessions.open_session(job)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_another_run_has_used_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+    job = resolve(small_run(tmp_path, strategy="dp1", steps=2))
+    folder = manifest.folder_of(job.out, 7)
+    folder.mkdir(parents=True)
+    manifest.write(folder, manifest_of(job, 7, 0))
+    (job.out / TOKENIZER).write_text("of the other run")
+    (words,) = run_ranks(words_of_opening, 1, job, threads=1)
+    assert words.startswith(f"cannot save in {job.out}: {job.out} holds checkpoints of another run")
+    assert (job.out / TOKENIZER).read_text() == "of the other run"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from phalanx.comm.objects import gather_objects
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, PhalanxError
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def root_of(error: BaseException) -> str:
     failures = getattr(error, "failures", None)  # of a CheckpointException: by rank
     if failures:
         error = next(iter(failures.values()))[0]
-    if isinstance(error, CheckpointError):
+    if isinstance(error, PhalanxError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import platform
+import secrets
 import shutil
 import threading
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ except ImportError:  # Windows
 
 LOCK_WAIT_S = 10.0
 """How long a run waits for the lock of another. A killed process keeps its lock until the system
-is done with it, which takes a while if the disk is busy: 0.2 s were seen."""
+is done with it, which takes a while if the disk is busy: 0.2 s were seen. Files that another host
+has written may take a while to be seen, too."""
 
 
 class RunLock:
@@ -48,39 +51,73 @@ class RunLock:
         self._folder = run / "checkpoints"
         self._close: weakref.finalize[Any, Any] | None = None
 
-    def take(self) -> None:
-        """Take the lock, until `release` or the end of this object.
+    def take(self) -> str:
+        """Take the lock, until `release` or the end of this object; return what marks it as ours.
 
         Raises:
             CheckpointError: another process has it, and still has it after `LOCK_WAIT_S`.
-            OSError: the folder or the lock's file cannot be made.
+            OSError: the folder or the lock's file cannot be made or written.
         """
+        path = self._folder / manifest.LOCK
         self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._folder / manifest.LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self._close = weakref.finalize(self, os.close, descriptor)
-        if fcntl is None:
-            return
-        deadline_s = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() >= deadline_s:
-                    self.release()
-                    raise CheckpointError(
-                        f"another process saves to {self._folder}; wait until it has ended, or "
-                        "give another --out"
-                    ) from error
-            except OSError:  # this disk has no locks
-                self.release()
-                return
-            time.sleep(0.05)
+        if not _within(LOCK_WAIT_S, lambda: _is_locked(descriptor)):
+            self.release()
+            raise CheckpointError(
+                f"another process saves to {self._folder}; wait until it has ended, or give "
+                "another --out"
+            )
+        mark = secrets.token_hex(8)
+        try:
+            os.truncate(descriptor, 0)
+            os.write(descriptor, mark.encode())
+            os.fsync(descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        return mark
+
+    def check_shared(self, mark: str) -> None:
+        """Check that this host sees the folder in which another one holds the lock.
+
+        Raises:
+            CheckpointError: it sees another folder; what ranks here write would be in no
+                checkpoint.
+        """
+        path = self._folder / manifest.LOCK
+        if not _within(LOCK_WAIT_S, lambda: path.is_file() and path.read_text() == mark):
+            raise CheckpointError(
+                f"{self._folder} on {platform.node()} is not the folder that rank 0 writes to; "
+                "give an --out on a disk that all hosts share"
+            )
 
     def release(self) -> None:
         """Let others have the lock, if this process holds it."""
         if self._close is not None:
             self._close()
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock an open file, if no other process has; True where there are no locks."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this disk has no locks
+        return True
+    return True
+
+
+def _within(limit_s: float, is_so: Callable[[], bool]) -> bool:
+    """Return whether something is so, now or within a while."""
+    deadline_s = time.monotonic() + limit_s
+    while not is_so():
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 class HashingFiles(FileSystem):
@@ -256,8 +293,15 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
     """Write the manifest into `partial`, have the disk hold everything, and name it `final`.
 
     Raises:
+        CheckpointError: a file that a rank has written is not there.
         OSError: the disk is full, or the folder cannot be renamed.
     """
+    for name in about.files:
+        if not (partial / name).is_file():
+            raise CheckpointError(
+                f"{name} is not in {partial}, though a rank has written it; --out must be on a "
+                "disk that all hosts share"
+            )
     manifest.write(partial, about)
     sync(partial / manifest.NAME)
     sync(partial)

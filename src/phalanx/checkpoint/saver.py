@@ -84,12 +84,15 @@ class Saver:
             keep: checkpoints to keep, the latest; all if None.
 
         Raises:
-            CheckpointError: another process saves to it, or its folder cannot be made.
+            CheckpointError: another process saves to it, its folder cannot be made, or is not the
+                same on all hosts.
         """
         self._run = run
         self._keep = keep
         self._lock = RunLock(run)
-        agree_on_first(self._lock.take, f"cannot save in {run}")
+        doing = f"cannot save in {run}"
+        mark = agree_on_first(self._lock.take, doing)
+        agree(lambda: self._lock.check_shared(mark), doing)
         self._group = writer_group()
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None

@@ -23,6 +23,7 @@ from phalanx.train.job import Job, manifest_of
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import Precision, resolve
+from phalanx.train.run_folder import check_unused
 from phalanx.train.step import Trainer
 
 
@@ -57,15 +58,6 @@ class Session:
         """Whether this rank speaks for the job."""
         return dist.get_rank() == 0
 
-    def save(self) -> None:
-        """Save a checkpoint, and wait until it is published; every rank calls this together.
-
-        Raises:
-            CheckpointError: it, or the one before, could not be written.
-        """
-        self.begin_save()
-        self.saver.finish()
-
     def begin_save(self) -> None:
         """Begin to save a checkpoint while the run goes on; every rank calls this together.
 
@@ -91,6 +83,10 @@ def open_session(job: Job) -> Session:
     config = job.config
     mesh = build_mesh(job.strategy, job.device)
     device = device_of(mesh)
+    saver = Saver(job.out, keep=config.keep_checkpoints)
+    # Another run may have saved to it, and ended, since the job was resolved.
+    agree_on_first(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
+    agree_on_first(lambda: _keep_tokenizer(job), f"cannot write to {job.out}")
     precision = resolve(config.precision, job.device)
     with torch.device("meta"):
         model = Decoder(job.shape).to(dtype=precision.master)
@@ -125,7 +121,6 @@ def open_session(job: Job) -> Session:
         if trainer.scaler is not None and about.scaler is not None:
             trainer.scaler.load_state_dict(about.scaler)
         trainer.steps_done, consumed = about.steps_done, about.consumed
-    agree_on_first(lambda: _keep_tokenizer(job), f"cannot write to {job.out}")
     if config.compile:
         for block in model.blocks:
             block.compile()
@@ -138,7 +133,7 @@ def open_session(job: Job) -> Session:
         trainer=trainer,
         loader=_loader(job, mesh, consumed),
         validation=_validation(job),
-        saver=Saver(job.out, keep=config.keep_checkpoints),
+        saver=saver,
     )
 
 
