@@ -14,13 +14,14 @@ from rich.console import Console
 from phalanx.comm.check import LIMIT_S, CollectiveCheck
 from phalanx.comm.primitives import barrier, share
 from phalanx.config import TrainConfig
-from phalanx.config_check import check
+from phalanx.config_check import check, settings, value_at
 from phalanx.errors import CollectiveMismatch
 from phalanx.launch.local import run_ranks
 from phalanx.launch.torchrun import PeerFailed, is_under_torchrun, run_here
 from phalanx.train.evaluate import evaluate
 from phalanx.train.job import Job, manifest_of, resolve
 from phalanx.train.observer import Observer
+from phalanx.train.precision import resolve as resolve_precision
 from phalanx.train.session import Session, open_session
 from phalanx.train.summary import Summary, summarize_run
 
@@ -122,20 +123,36 @@ def _is_due(steps_done: int, every: int) -> bool:
     return every > 0 and steps_done % every == 0
 
 
+_RESOLVED = ("model", "strategy", "nproc", "steps", "precision", "device", "seed", "shape", "batch")
+_LOCAL = ("data", "corpus.cache", "tokenizer", "threads", "out", "resume", "init")
+_OF_TOKENS = ("corpus.vocab_size", "corpus.max_bytes", "corpus.seq_len", "corpus.validation")
+
+
 def facts_of(job: Job) -> dict[str, Any]:
-    """Return what must be the same on every rank, each of which has resolved the job by itself."""
+    """Return what must be the same on every rank, each of which has resolved the job by itself.
+
+    Some settings are compared by what they come to, and some are a host's own.
+    """
     steps_done, consumed = 0, 0
     if job.start is not None:
         steps_done, consumed = job.start.about.steps_done, job.start.about.consumed
+    config = job.config
     return {
         **manifest_of(job, steps_done, consumed).stream,
         "device": job.device,
         "strategy": str(job.strategy),
+        **{f"shape.{name}": value for name, value in dataclasses.asdict(job.shape).items()},
+        "precision": resolve_precision(config.precision, job.device).name,
         "batch": str(job.batch),
         "training tokens": job.tokens.train.num_tokens,
         "steps": job.num_steps,
         "steps done": steps_done,
         "samples consumed": consumed,
+        **{
+            key: value_at(config, key)
+            for key, _, _ in settings(TrainConfig)
+            if not {key, key.partition(".")[0]}.intersection(_RESOLVED + _LOCAL + _OF_TOKENS)
+        },
     }
 
 
