@@ -17,6 +17,7 @@ from phalanx.checkpoint.companions import TOKENIZER, keep_tokenizer
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.errors import BatchError, CheckpointError, ConfigError
+from phalanx.launch.torchrun import check_same
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job import (
     DEFAULT_STEPS,
@@ -25,7 +26,7 @@ from phalanx.train.job import (
     remarks_on,
     resolve,
 )
-from phalanx.train.loop import train
+from phalanx.train.loop import facts_of, train
 from phalanx.train.precision import resolve as resolve_precision
 from phalanx.train.run_folder import checkpoint_bytes, count_checkpoints
 from small_run import SHAPE, small_run
@@ -233,6 +234,13 @@ def test_a_run_goes_on_for_as_long_and_in_the_batch_it_was_begun_with(config: Tr
         )  # fmt: skip
     with pytest.raises(BatchError, match=r"12 sequences, which 5 .* strategy of 4 .*-size 15"):
         resolve(dataclasses.replace(bare, strategy="dp5"))
+    for given in (BatchConfig(microbatch=3), BatchConfig(accumulation=4)):  # of the run's batch
+        job = resolve(dataclasses.replace(bare, batch=given))
+        assert (job.batch.global_size, job.batch.microbatch) == (12, 3)
+    with pytest.raises(BatchError, match=r"batch.global_size is 12, which microbatch 5 x 1"):
+        resolve(dataclasses.replace(bare, batch=BatchConfig(microbatch=5)))
+    job = resolve(dataclasses.replace(bare, batch=BatchConfig(microbatch=5, accumulation=2)))
+    assert job.batch.global_size == 10
     job = resolve(dataclasses.replace(bare, steps=20, batch=BatchConfig(global_size=5)))
     assert (job.num_steps, job.batch.global_size) == (20, 5)
     with_checkpoints(dataclasses.replace(config, steps=None, epochs=1.5, out="epochs"), 2)
@@ -333,3 +341,38 @@ def test_the_checkpoints_that_are_there_need_no_more_room(
         resolve(resumed)
     with pytest.raises(ConfigError, match=r"checkpoints \(1, of "):
         resolve(dataclasses.replace(resumed, keep_checkpoints=1))
+
+
+# What hosts compare that have each resolved the job.
+
+
+def test_hosts_compare_every_setting_that_changes_the_run(config: TrainConfig) -> None:
+    Path("other").mkdir()
+    shutil.copy("squares.txt", "other")
+    own = {
+        "data": "other/squares.txt",
+        "threads": 3,
+        "out": "elsewhere",
+        "steps": None,
+        "epochs": None,
+    }
+    base = dataclasses.replace(config, steps=None)
+    assert facts_of(resolve(base)) == facts_of(
+        resolve(dataclasses.replace(base, **own, nproc=1, precision="float32"))
+    )
+    for key, other in {
+        "optimizer.lr": dataclasses.replace(base, optimizer=OptimizerConfig(lr=1e-5)),
+        "shape.dropout": dataclasses.replace(
+            base, shape=dataclasses.replace(base.shape, dropout=0.5)
+        ),
+        "corpus.document_mask": dataclasses.replace(
+            base, corpus=dataclasses.replace(base.corpus, document_mask=False)
+        ),
+        "precision": dataclasses.replace(base, precision="float64"),
+        "save_every": dataclasses.replace(base, save_every=2),
+        "nonfinite": dataclasses.replace(base, nonfinite="skip"),
+    }.items():
+        ours, theirs = facts_of(resolve(base)), facts_of(resolve(other))
+        assert [name for name in ours if ours[name] != theirs[name]] == [key]
+        with pytest.raises(ConfigError, match=f"they differ in {key} "):
+            check_same([ours, theirs])

@@ -141,8 +141,13 @@ def as_before(config: TrainConfig, about: Manifest, num_data_ranks: int) -> Trai
         epochs = about.settings.get("epochs")  # its last batch may be a smaller one
         steps = about.num_steps if epochs is None else None
         config = dataclasses.replace(config, steps=steps, epochs=epochs)
-    if config.batch == BatchConfig() and "batch.global_size" in about.settings:
+    size = about.settings.get("batch.global_size")
+    given = [value for value in vars(config.batch).values() if value is not None]
+    if size is not None and not given:
         config = dataclasses.replace(config, batch=_batch_of(about.settings, num_data_ranks))
+    elif size is not None and len(given) == 1 and config.batch.global_size is None:
+        batch = dataclasses.replace(config.batch, global_size=size)
+        config = dataclasses.replace(config, batch=batch)
     return config
 
 
