@@ -6,8 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from phalanx.comm.ledger import Entry, Ledger
+from phalanx.errors import TrainingError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import data
 from phalanx.parallel.holding import Holding
@@ -131,3 +133,42 @@ def reduce_sharded() -> tuple[float, bool]:
 def test_gradients_that_are_dtensors() -> None:
     for error, _ in run_ranks(reduce_sharded, 4):
         assert error < 1e-12
+
+
+class Shared(nn.Module):
+    """One layer used twice, each use checkpointed: a backward of its own inside the backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def reduce_shared(use_reentrant: bool, kind: data.Kind) -> torch.Tensor | str:
+    """Return the sum over dp of the gradient of the weight, or the words of a refusal."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = Shared(use_reentrant).double()
+    reducer = data.apply(model, mesh, kind)
+    reducer.before_backward(is_last=True)
+    x = torch.full((3, 4), 1.0 + dist.get_rank(), dtype=torch.float64, requires_grad=True)
+    try:
+        model(x).sum().backward()
+    except TrainingError as error:
+        return str(error)
+    reducer.finish()
+    assert model.layer.weight.grad is not None
+    return model.layer.weight.grad
+
+
+def test_a_gradient_that_comes_after_its_reduction_is_refused() -> None:
+    right, _ = run_ranks(reduce_shared, 2, False, "bucketed", threads=1)
+    naive, _ = run_ranks(reduce_shared, 2, True, "naive", threads=1)
+    torch.testing.assert_close(naive, right)
+    for words in run_ranks(reduce_shared, 2, True, "bucketed", threads=1):
+        assert "reduction over dp had begun" in words and "use_reentrant=False" in words

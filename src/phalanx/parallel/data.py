@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -36,6 +36,7 @@ from phalanx.comm.primitives import (
     broadcast,
     local_part,
 )
+from phalanx.errors import TrainingError
 from phalanx.mesh import device_of
 from phalanx.parallel.holding import Holding
 
@@ -167,7 +168,7 @@ class _Bucket:
     flat: torch.Tensor
     members: list[nn.Parameter]
     views: list[torch.Tensor]
-    num_missing: int = 0
+    missing: set[torch.Tensor] = field(default_factory=set)
     pending: Pending | None = None
 
 
@@ -210,7 +211,7 @@ class BucketedReducer(GradientReducer):
         self._is_last = is_last
         self._num_started = 0
         for bucket in self._buckets:
-            bucket.num_missing = len(bucket.members)
+            bucket.missing = set(bucket.members)
 
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -222,12 +223,19 @@ class BucketedReducer(GradientReducer):
             view.copy_(local_part(grad))
             parameter.grad = _like(grad, view)
         if self._is_last:
-            bucket.num_missing -= 1
+            if bucket.pending is not None:
+                raise TrainingError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was added to "
+                    "again in one backward, after its reduction over dp had begun; reentrant "
+                    "checkpointing of a weight that is used twice does so: give "
+                    "torch.utils.checkpoint use_reentrant=False, or use dp:naive"
+                )
+            bucket.missing.discard(parameter)
             self._start_full_buckets()
 
     def _start_full_buckets(self) -> None:
         for bucket in self._buckets[self._num_started :]:
-            if bucket.num_missing:
+            if bucket.missing:
                 return
             bucket.pending = all_reduce_start(bucket.flat, self.mesh, "dp")
             self._num_started += 1
@@ -240,7 +248,7 @@ class BucketedReducer(GradientReducer):
                 for member, view in zip(bucket.members, bucket.views, strict=True):
                     if member.grad is None:
                         view.zero_()
-                bucket.num_missing = 0
+                bucket.missing.clear()
             self._start_full_buckets()
         with phase("agree"):
             is_used = self.agree(self._has_gradient())
