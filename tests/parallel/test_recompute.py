@@ -23,7 +23,7 @@ from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import row_keys
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import recompute
+from phalanx.parallel import compose, recompute
 from phalanx.strategy import Recompute, Strategy
 
 LLAMA = ModelShape(
@@ -242,6 +242,7 @@ def wrapped(forward: Any) -> Any:
     ("model", "text", "words"),
     [
         (nn.Linear(2, 2), "full", "recompute:full: Linear has no blocks.*nearest is .*none"),
+        (nn.Linear(2, 2), "sqrt", "recompute:sqrt: Linear has no blocks"),
         (Own(), "every/2", "recompute:every/2: Own cannot run 2 blocks.*nearest is .*full"),
         (Own(), "sqrt", "recompute:sqrt: Own cannot run 2 blocks"),
         (Own(), "every/5", "recompute:every/5: the model has 4 blocks; the nearest is .*every/4"),
@@ -250,6 +251,8 @@ def wrapped(forward: Any) -> Any:
 def test_what_cannot_be_recomputed_is_refused(model: nn.Module, text: str, words: str) -> None:
     with pytest.raises(StrategyError, match=words):
         recompute.apply(model, policy(text))
+    with pytest.raises(StrategyError, match=words):  # before any process starts
+        compose.check(model, Strategy.parse(f"dp2,recompute:{text}"))
 
 
 def sharded_steps(texts: list[str]) -> list[tuple[list[Tensor], dict[str, int]]]:

@@ -94,8 +94,7 @@ def check(model: nn.Module, strategy: Strategy, roles: Patterns | None = None) -
         sharded.groups_of(model)
         if strategy.tp.degree > 1:
             sharded.mesh_dims()
-    if strategy.recompute.kind != "none":
-        strategy.recompute.segment_size(len(blocks_of(model)))
+    recompute.check(model, strategy.recompute)
 
 
 def row_parts(strategy: Strategy) -> int:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -72,31 +72,48 @@ def apply(model: nn.Module, recompute: Recompute) -> None:
     Raises:
         StrategyError: the model has no blocks, fewer than a segment, or cannot run segments.
     """
+    segment_size = check(model, recompute)
     if recompute.kind == "none":
         return
-    text = str(Strategy(recompute=recompute))
-    blocks = [block for _, block in blocks_of(model)]
-    if not blocks:
-        raise StrategyError(
-            f"{text}: {type(model).__name__} has no blocks to run again, that is no element "
-            "of a ModuleList; the nearest is recompute:none"
-        )
-    segment_size = recompute.segment_size(len(blocks))
     run_again = functools.partial(checkpoint, use_reentrant=False)
     if recompute.kind == "selective":
         keep = functools.partial(create_selective_checkpoint_contexts, _policy)
         run_again = functools.partial(run_again, context_fn=keep)
-    if segment_size is None or segment_size == 1:
-        for block in blocks:
-            _replace_forward(block, run_again)
-    elif isinstance(model, Segmented):
-        model.segment_size = segment_size
-        model.run_segment = run_again
-    else:
+    if segment_size > 1:
+        segmented = cast(Segmented, model)
+        segmented.segment_size = segment_size
+        segmented.run_segment = run_again
+        return
+    for _, block in blocks_of(model):
+        _replace_forward(block, run_again)
+
+
+def check(model: nn.Module, recompute: Recompute) -> int:
+    """Return how many consecutive blocks `recompute` runs again as one; at least 1.
+
+    Args:
+        model: on any device, meta too.
+        recompute: the policy.
+
+    Raises:
+        StrategyError: the model has no blocks, fewer than a segment, or cannot run segments.
+    """
+    if recompute.kind == "none":
+        return 1
+    text = str(Strategy(recompute=recompute))
+    num_blocks = len(blocks_of(model))
+    if num_blocks == 0:
+        raise StrategyError(
+            f"{text}: {type(model).__name__} has no blocks to run again, that is no element "
+            "of a ModuleList; the nearest is recompute:none"
+        )
+    segment_size = recompute.segment_size(num_blocks) or 1
+    if segment_size > 1 and not isinstance(model, Segmented):
         raise StrategyError(
             f"{text}: {type(model).__name__} cannot run {segment_size} blocks as one, for it "
             "has no segment_size and run_segment; the nearest is recompute:full"
         )
+    return segment_size
 
 
 def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:
