@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,16 @@ def test_nproc_must_be_what_torchrun_started(
     assert choose_strategy(two)[0].num_ranks == 2
     with pytest.raises(ConfigError, match=r"nproc is 4, but torchrun has started 2.*set it to 2"):
         choose_strategy(dataclasses.replace(two, nproc=4))
+
+
+def test_more_processes_than_the_host_can_hold_are_refused(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del config
+    for words in ("train --strategy fsdp1000000 --device cpu", "verify dp1000000"):
+        assert main(words.split()) == 2
+        text = " ".join(capsys.readouterr().err.split())
+        assert re.search(r"1000000 processes take at least 97656\.2 GiB, .*, enough for \d+;", text)
 
 
 def test_warm_up_must_end_before_the_run(config: TrainConfig) -> None:

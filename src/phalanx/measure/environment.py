@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
+from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores
 
 _FAST_BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "arm_bf16", "bf16")
@@ -28,6 +29,10 @@ _SHOWN_FLAGS = (
     "sve2",
     "arm_bf16",
 )
+
+RANK_BYTES = 100 << 20
+"""Memory that a rank takes for itself, at least, once it has trained a step: 99 to 116 MiB of
+private pages for a model of some thousand parameters, on Linux."""
 
 
 def environment() -> dict[str, object]:
@@ -105,6 +110,21 @@ def free_memory_bytes(device: torch.device | str) -> int:
     if limit is not None and used is not None:
         free = min(free, limit - used)
     return max(free, 0)
+
+
+def check_memory_for(num_ranks: int) -> None:
+    """Refuse more ranks of a training job than this host could hold, whatever they train.
+
+    Raises:
+        ConfigError: says how many it could.
+    """
+    free_bytes = free_memory_bytes("cpu")
+    if num_ranks * RANK_BYTES > free_bytes:
+        raise ConfigError(
+            f"{num_ranks} processes take at least {num_ranks * RANK_BYTES / 2**30:.1f} GiB, and "
+            f"this host has {free_bytes / 2**30:.1f} GiB of memory left, enough for "
+            f"{free_bytes // RANK_BYTES}; take fewer, or spread them over hosts by torchrun"
+        )
 
 
 def _gpus() -> list[dict[str, object]]:

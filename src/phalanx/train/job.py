@@ -16,6 +16,7 @@ from phalanx.data.samples import Samples
 from phalanx.data.tokens import Progress, TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.torchrun import is_under_torchrun
+from phalanx.measure.environment import check_memory_for
 from phalanx.models.shape import ModelShape
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.precision import Precision
@@ -81,8 +82,8 @@ def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
 
     Raises:
         StrategyError: it cannot be read, is not built, or does not fit the processes.
-        ConfigError: there is no such device, or too few of it, or torchrun started another
-            number of processes than --nproc says.
+        ConfigError: there is no such device, or too few of it, or too little memory, or torchrun
+            started another number of processes than --nproc says.
     """
     device, num_devices = _choose_device(config.device)
     num_ranks = config.nproc
@@ -105,6 +106,8 @@ def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
             f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has "
             f"{num_devices}; use --strategy dp{num_devices}, or --device cpu"
         )
+    if device == "cpu" and not is_under_torchrun():
+        check_memory_for(strategy.num_ranks)
     return strategy, device
 
 
