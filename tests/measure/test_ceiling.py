@@ -50,7 +50,10 @@ def test_memory_bounds_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rate_is_flops_over_time() -> None:
-    point = MatmulPoint(num_rows=2, inner=3, num_columns=5, repeats=2, median_s=0.5, best_s=0.25)
+    point = MatmulPoint(
+        num_rows=2, inner=3, num_columns=5, repeats=2, mean_s=1.0, median_s=0.5, best_s=0.25
+    )
+    assert point.mean_flops_per_s == 60.0
     assert point.median_flops_per_s == 120.0
     assert point.best_flops_per_s == 240.0
 
@@ -103,6 +106,7 @@ def test_picture_is_drawn_the_same_twice(tmp_path: Path, ending: str, start: byt
             inner=size,
             num_columns=size,
             repeats=3,
+            mean_s=2.1e-12 * size**3,
             median_s=2e-12 * size**3,
             best_s=1.9e-12 * size**3,
         )

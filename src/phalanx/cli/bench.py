@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.screen import print_json, screen
-from phalanx.errors import ConfigError
+from phalanx.config_load import read_command_line
+from phalanx.errors import ConfigError, nearest
 from phalanx.launch.local import num_cores
-from phalanx.measure.ceiling import LARGEST_SIZE, Ceiling, measure_ceiling
+from phalanx.measure.ceiling import LARGEST_SIZE, Ceiling, checked_device, measure_ceiling
 from phalanx.measure.environment import environment, has_fast_bfloat16
 from phalanx.measure.logs import json_text
 from phalanx.measure.mlp import MlpRun, measure_mlp
@@ -88,11 +89,11 @@ class TensorConfig(ResultConfig):
     """Steps to time of each layout, which take turns; 0 only counts."""
 
 
-Verb = (
-    Annotated[CeilingConfig, tyro.conf.subcommand(name="ceiling")]
-    | Annotated[MfuConfig, tyro.conf.subcommand(name="mfu")]
-    | Annotated[TensorConfig, tyro.conf.subcommand(name="tensor")]
-)
+_VERBS: Mapping[str, CeilingConfig | MfuConfig | TensorConfig] = {
+    "ceiling": CeilingConfig(),
+    "mfu": MfuConfig(),
+    "tensor": TensorConfig(),
+}
 
 
 def run(argv: list[str]) -> int:
@@ -101,13 +102,16 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: a setting is out of range, or this machine lacks what it asks for.
     """
-    config: Verb = tyro.cli(
-        Verb,  # pyright: ignore[reportArgumentType]
-        prog="phalanx bench",
-        description="Measure what this machine can do.",
-        args=argv,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    verb, *words = argv
+    if verb not in _VERBS:
+        raise ConfigError(
+            f"'{verb}' is nothing that bench measures{nearest(verb, _VERBS)}; it measures "
+            f"{', '.join(_VERBS)}"
+        )
+    config = read_command_line(words, _VERBS[verb], prog=f"phalanx bench {verb}")
     if config.threads is not None:
         if config.threads < 1:
             raise ConfigError(f"threads is {config.threads}; it must be at least 1")
@@ -120,6 +124,12 @@ def run(argv: list[str]) -> int:
     if isinstance(config, CeilingConfig):
         return _bench_ceiling(config, console)
     return _bench_mfu(config, console)
+
+
+def _usage() -> str:
+    lines = ["usage: phalanx bench VERB [OPTIONS]", ""]
+    lines += [f"  {verb:<8} {type(config).__doc__}" for verb, config in _VERBS.items()]
+    return "\n".join([*lines, "", "phalanx bench VERB --help lists a verb's options."])
 
 
 def _bench_ceiling(config: CeilingConfig, console: Console) -> int:
@@ -220,8 +230,7 @@ def _resolved(config: BenchConfig) -> tuple[str, Arithmetic]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if config.dtype != "auto":
         return device, config.dtype
-    is_known = device.startswith("cpu") or torch.cuda.is_available()
-    return device, "bfloat16" if is_known and has_fast_bfloat16(device) else "float32"
+    return device, "bfloat16" if has_fast_bfloat16(checked_device(device, "float32")) else "float32"
 
 
 def _folder(out: str | None) -> Path | None:

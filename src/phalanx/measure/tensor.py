@@ -25,7 +25,7 @@ from phalanx.comm.primitives import barrier, local_part
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.ceiling import quick_ceiling
-from phalanx.measure.environment import free_memory_bytes
+from phalanx.measure.environment import check_memory_for, free_memory_bytes
 from phalanx.measure.memory import MemoryLedger
 from phalanx.measure.tensor_theory import (
     Amounts,
@@ -236,6 +236,7 @@ def measure_tensor(
     strategies = [parse_layout(text) for text in layouts]
     block_sizes = [BlockSize.parse(text) for text in sizes]
     item = item_bytes(precision)
+    check_memory_for(max((strategy.num_ranks for strategy in strategies), default=0))
     for size in block_sizes:
         for strategy in strategies:
             check_size(strategy, size, item)
