@@ -22,15 +22,15 @@ Interval = tuple[float, float, str]
 
 RANGES: Final[Mapping[str, Interval]] = {
     "nproc": (1, math.inf, "[)"),
-    "steps": (1, math.inf, "[)"),
-    "epochs": (0, math.inf, "()"),
+    "steps": (1, 2**40, "[]"),
+    "epochs": (0, 10**9, "(]"),
     "seed": (0, 2**63 - 1, "[]"),
-    "threads": (1, math.inf, "[)"),
+    "threads": (1, 2**12, "[]"),
     "eval_every": (0, math.inf, "[)"),
     "eval_samples": (1, math.inf, "[)"),
     "save_every": (0, math.inf, "[)"),
     "keep_checkpoints": (1, math.inf, "[)"),
-    "timeout_s": (0, math.inf, "()"),
+    "timeout_s": (0, 10**6, "(]"),
     "shape.num_layers": (1, math.inf, "[)"),
     "shape.hidden": (1, math.inf, "[)"),
     "shape.num_heads": (1, math.inf, "[)"),
@@ -45,7 +45,7 @@ RANGES: Final[Mapping[str, Interval]] = {
     "corpus.validation": (0, 1, "[)"),
     "corpus.max_bytes": (1, math.inf, "[)"),
     "batch.global_size": (1, math.inf, "[)"),
-    "batch.microbatch": (1, math.inf, "[)"),
+    "batch.microbatch": (1, 2**20, "[]"),
     "batch.accumulation": (1, math.inf, "[)"),
     "optimizer.lr": (0, math.inf, "()"),
     "optimizer.min_lr_ratio": (0, 1, "[]"),
@@ -92,7 +92,7 @@ def check(config: TrainConfig) -> None:
         value = value_at(config, key)
         check_type(key, hint, value)
         if key in RANGES and value is not None:
-            _check_range(key, value)
+            check_range(key, value)
     if config.optimizer.clip_p not in (1, 2, math.inf):
         near = min((1.0, 2.0, math.inf), key=lambda p: abs(p - config.optimizer.clip_p))
         raise ConfigError(
@@ -180,14 +180,14 @@ def _fits(hint: Any, value: Any) -> bool:
     return False
 
 
-def _check_range(key: str, value: float) -> None:
+def check_range(key: str, value: float) -> None:
     """Raise ConfigError unless the number lies in its interval."""
     low, high, brackets = RANGES[key]
     above = value > low or (value == low and brackets[0] == "[")
     below = value < high or (value == high and brackets[1] == "]")
     if above and below:  # false for nan
         return
-    if math.isinf(high):
+    if math.isinf(high) or (high > 1 and not above):
         expected = f"{'at least' if brackets[0] == '[' else 'more than'} {low}"
         expected += " and finite" if above else ""
     else:

@@ -85,6 +85,8 @@ def test_parquet_without_pyarrow_says_what_to_install(
         ('{"text": 3}', ["line 2: 'text' is a int"]),
         ('["x"]', ["line 2 is a list"]),
         ('{"text": "\\ud800"}', ["line 2", "surrogate"]),
+        ('{"id": ' + "1" * 5000 + "}", ["line 2 is not JSON", "one object a line"]),
+        ("[" * 100_000, ["line 2 is not JSON", "one object a line"]),
     ],
 )
 def test_bad_jsonl_line_is_named(tmp_path: Path, line: str, words: list[str]) -> None:

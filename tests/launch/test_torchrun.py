@@ -108,6 +108,7 @@ def test_a_process_of_slurm_needs_no_local_rank() -> None:
     [
         ({"LOCAL_WORLD_SIZE": "4"}, "from 0 to 3"),
         ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'"),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'"),
     ],
 )
 def test_a_broken_environment(
@@ -118,6 +119,28 @@ def test_a_broken_environment(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         torchrun.read_place()
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, r".*EADDRINUSE"),
+        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0x"}, r".*"),
+        ({"RANK": "1", "MASTER_ADDR": "no.such.host.invalid"}, r".*no\.such\.host\.invalid"),
+    ],
+)
+def test_ranks_that_cannot_meet(
+    environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": port, **environment}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"cannot meet: {reason}.*within 2 s") as raised:
+            torchrun._meet(torchrun.read_place(), 2)
+    assert "\n" not in str(raised.value)
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

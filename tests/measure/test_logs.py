@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, TrainingError
 from phalanx.measure.logs import (
     METRICS_FILE,
     EvaluationRecord,
@@ -149,6 +149,16 @@ def test_terminal_shows_a_bar_with_every_number() -> None:
     shown = text.getvalue()
     for words in ("step 4/4", "loss 2.5000", "12,346 tokens/s", "MFU 31.0 %", "loss [2]"):
         assert words in shown
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_disk_that_is_full_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    console, _ = plain_console()
+    words = f"cannot write the run's records to {tmp_path}: No space left on device"
+    with pytest.raises(TrainingError, match=words):
+        with RunLog(tmp_path, console, 1, tensorboard=False) as log:
+            log.note("environment", {})
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

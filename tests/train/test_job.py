@@ -186,10 +186,33 @@ def test_more_processes_than_the_host_can_hold_are_refused(
     config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del config
-    for words in ("train --strategy fsdp1000000 --device cpu", "verify dp1000000"):
+    for words in ("train --strategy fsdp1000000 --device cpu", "verify dp1000000"):  # at once
         assert main(words.split()) == 2
         text = " ".join(capsys.readouterr().err.split())
         assert re.search(r"1000000 processes take at least 97656\.2 GiB, .*, enough for \d+;", text)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--steps 1e19", r"steps is '1e19'"),
+        ("--steps 10000000000000000000", r"steps is 1\d+; .*; the nearest is 1099511627776"),
+        ("--batch.microbatch 100000000000", r"batch.microbatch is 1\d+; .*nearest is 1048576"),
+        ("--threads 100000", r"threads is 100000; .*nearest is 4096"),
+        ("--timeout-s 1e15", r"timeout_s is 1000000000000000\.0; .*nearest is 1000000"),
+        ("--steps 0", r"steps is 0; expected at least 1; the nearest is 1"),
+    ],
+)
+def test_numbers_that_no_run_can_have_are_refused(
+    option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *option.split()]) == 2
+    assert re.search(words, " ".join(capsys.readouterr().err.split()))
+
+
+def test_a_seed_that_verify_cannot_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("verify dp1 --seed 99999999999999999999".split()) == 2
+    assert "seed is 99999999999999999999; expected a number in [0, " in capsys.readouterr().err
 
 
 def test_warm_up_must_end_before_the_run(config: TrainConfig) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import print_json, screen
 from phalanx.config import OptimizerConfig, ShapeConfig
+from phalanx.config_check import check_range
 from phalanx.config_load import load_config
 from phalanx.errors import ConfigError
 
@@ -68,6 +69,7 @@ def _verify(config: VerifyConfig) -> Verdict:
     Raises:
         ConfigError: a value is out of range.
     """
+    from phalanx.measure.environment import check_memory_for
     from phalanx.models.registry import shape_of, with_sizes
     from phalanx.strategy import Strategy, require_built
     from phalanx.train.objective import NextToken
@@ -78,8 +80,10 @@ def _verify(config: VerifyConfig) -> Verdict:
         value: int | None = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
+    check_range("seed", config.seed)
     strategy = Strategy.parse(config.strategy)
     require_built(strategy)
+    check_memory_for(strategy.num_ranks)
     shape = with_sizes(shape_of(config.model), config.shape)
     num_rows = config.global_size or 4 * strategy.data_ranks * config.accumulation
     return verify(

@@ -205,10 +205,11 @@ def _read_jsonl(file: Path, name: str) -> Iterator[Document]:
 def _json_text(line: str, place: str) -> str:
     try:
         record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{place} is not JSON: {error.msg} at column {error.colno}; expected one object a line"
-        ) from error
+    except (ValueError, RecursionError) as error:  # also an endless number, or endless brackets
+        what = f"{error}"
+        if isinstance(error, json.JSONDecodeError):
+            what = f"{error.msg} at column {error.colno}"
+        raise DataError(f"{place} is not JSON: {what}; expected one object a line") from error
     if not isinstance(record, dict):
         raise DataError(
             f"{place} is a {type(record).__name__}; expected an object with the field '{FIELD}'"

@@ -55,7 +55,7 @@ def split_documents(names: Sequence[str], sizes_bytes: Sequence[int], share: flo
     """
     if not 0.0 <= share < 1.0:
         raise ConfigError(
-            f"corpus.validation is {share}; expected a share of the documents of at least 0 and "
+            f"corpus.validation is {share}; expected a share of the text of at least 0 and "
             f"less than 1, such as 0.02"
         )
     wanted = round(share * sum(sizes_bytes))

@@ -62,11 +62,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def check_wanted_size(vocab_size: int) -> None:
-    """Raise ConfigError if a byte-level BPE cannot have so few tokens."""
+def check_wanted_size(vocab_size: int, setting: str = "corpus.vocab_size") -> None:
+    """Raise ConfigError, which names the setting, if a byte-level BPE cannot have so few tokens."""
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(
-            f"corpus.vocab_size is {vocab_size}; a byte-level tokenizer needs one token for each "
+            f"{setting} is {vocab_size}; a byte-level tokenizer needs one token for each "
             f"byte and {END_OF_TEXT}: at least {SMALLEST_VOCABULARY}"
         )
 

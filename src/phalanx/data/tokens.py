@@ -124,7 +124,8 @@ def prepare(
     wanted = _wanted_vocabulary(corpus, model_vocab_size)
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     if given is None:
-        check_wanted_size(wanted)
+        is_given = corpus.vocab_size is not None
+        check_wanted_size(wanted, "corpus.vocab_size" if is_given else "shape.vocab_size")
     else:
         check_vocabulary(given, model_vocab_size, f"tokenizer {tokenizer}")
         end_of_text_id(given)

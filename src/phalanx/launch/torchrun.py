@@ -164,10 +164,12 @@ def _meet(place: Place, timeout_s: float) -> Store:
                 "env://", place.rank, place.num_ranks, timeout=timedelta(seconds=timeout_s)
             )
         )
-    except ValueError as error:  # MASTER_ADDR or MASTER_PORT
+    except (ValueError, dist.DistError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
         raise ConfigError(
-            f"RANK and WORLD_SIZE are set, but the ranks cannot meet: {error}; set MASTER_ADDR and "
-            "MASTER_PORT to the host of rank 0 and a free port on it, or unset RANK"
+            f"RANK and WORLD_SIZE are set, but the ranks cannot meet: {reason}; set MASTER_ADDR "
+            f"and MASTER_PORT to the host of rank 0 and a free port on it, start all ranks within "
+            f"{timeout_s:g} s (--timeout-s), or unset RANK"
         ) from error
     store.set_timeout(timedelta(seconds=PREPARATION_S))
     # Each rank counts its own calls, and all make the same.

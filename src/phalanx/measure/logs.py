@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, TrainingError
 from phalanx.measure.timer import StepTimes
 from phalanx.measure.utilization import percent
 
@@ -47,7 +48,7 @@ class StepRecord:
     """Tokens of the global batch."""
     tokens_per_s: float
     mfu: float | None
-    """Causal MFU in [0, 1]; None if no peak is known."""
+    """Causal MFU in [0, 1]; None if no peak is known, or if it would be above 1."""
     mfu_of: str = "ceiling"
     """What the MFU is a share of: "ceiling" or "data sheet"."""
     times: StepTimes | None = None
@@ -208,7 +209,8 @@ class RunLog:
     def close(self) -> None:
         """Flush and close the files and end the display; a second call does nothing."""
         self.display.close()
-        self._file.close()
+        with suppress(OSError):  # each line is flushed: what could not be written has been told
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -221,8 +223,13 @@ class RunLog:
 
     def _write(self, kind: str, values: Mapping[str, object]) -> None:
         line = {"kind": kind, "time": time.time(), **values}
-        self._file.write(json_text(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json_text(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write the run's records to {self.folder}: {error.strerror}"
+            ) from error
 
 
 def step_text(record: StepRecord, is_brief: bool = False) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from phalanx.data.loader import total_steps
 from phalanx.data.samples import Samples
 from phalanx.data.tokens import Progress, TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
-from phalanx.launch.torchrun import is_under_torchrun
+from phalanx.launch.torchrun import is_under_torchrun, read_place
 from phalanx.measure.environment import check_memory_for
 from phalanx.models.shape import ModelShape
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
@@ -88,7 +87,7 @@ def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
     device, num_devices = _choose_device(config.device)
     num_ranks = config.nproc
     if is_under_torchrun():
-        num_ranks = int(os.environ["WORLD_SIZE"])
+        num_ranks = read_place().num_ranks
         if config.nproc not in (None, num_ranks):
             raise ConfigError(
                 f"nproc is {config.nproc}, but torchrun has started {num_ranks} processes; leave "

@@ -19,7 +19,6 @@ from phalanx.comm.ledger import Entry
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.measure.environment import check_memory_for
 from phalanx.mesh import build_mesh
 from phalanx.parallel import compose
 from phalanx.strategy import Strategy, require_built
@@ -98,10 +97,9 @@ def compare_case(
         The verdict, and what rank 0 sent in the last step under the strategy.
 
     Raises:
-        ConfigError: a batch has too few rows, or this host too little memory for the ranks.
+        ConfigError: a batch has too few rows.
         StrategyError: the model cannot be split so.
     """
-    check_memory_for(strategy.num_ranks)
     check_rows(case, strategy.data_ranks)
     compose.check(case.build(), strategy, case.roles)
     alone = dataclasses.replace(case, accumulation=1)
