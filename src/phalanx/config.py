@@ -49,7 +49,7 @@ class CorpusConfig:
     """Size of the tokenizer that is trained when none is given; the model's vocabulary, at most
     8192, if unset."""
     validation: float = 0.02
-    """Share of the documents kept aside for validation."""
+    """Share of the text's bytes kept aside for validation, in whole documents but for one."""
     max_bytes: int | None = None
     """Read at most this many bytes of text; all of it if unset."""
     document_mask: bool = True
@@ -184,7 +184,7 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchPlan:
     """Solve the batch law for the numbers that are not given.
 
     Any two of global_size, microbatch and accumulation give the third. With fewer than two,
-    accumulation is 1, and if that is not enough microbatch is 8.
+    accumulation is 1, and if that is not enough microbatch is 4.
 
     Args:
         batch: the numbers that were given.

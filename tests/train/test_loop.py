@@ -152,3 +152,19 @@ def test_a_run_goes_on_under_torchrun_and_says_what_differs(
     assert losses(tmp_path / "out") == losses(config.out)[3:]
     assert done.stdout.count("goes on with other settings than before: corpus.tail keep -> dr") == 1
     assert done.stdout.count("other settings") == done.stdout.count("dp2 on cpu; global batch") == 1
+
+
+def test_a_run_whose_weights_blew_up_ends_with_its_report(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    optimizer = OptimizerConfig(lr=1e15, warmup_steps=0)
+    blown = dataclasses.replace(
+        config, steps=3, precision="float32", nonfinite="skip", out=str(tmp_path / "run"),
+        optimizer=optimizer,
+    )  # fmt: skip
+    summary = train(blown).as_dict()
+    assert [record["skipped"] for record in records(blown.out, "step")] == [False, True, True]
+    assert summary["sample"] is not None
+    # Of three steps the second and third are watched: only the first is timed as it was.
+    assert summary["steps"]["num_steps"] == 1
+    assert summary["tokens_per_s"] == records(blown.out, "step")[0]["tokens_per_s"]

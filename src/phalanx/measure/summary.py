@@ -12,12 +12,12 @@ from phalanx.errors import ConfigError
 from phalanx.measure.timer import TERMS, StepTimes, Term
 
 _ADVICE: dict[Term, str] = {
-    "data": "read ahead in a background process, or store tokens instead of text",
+    "data": "look for a slow disk, or for other work on these cores: samples are read ahead",
     "communication": (
         "give each rank more tokens a step: a larger microbatch or more accumulation"
     ),
     "optimizer": "give it fewer calls: more tokens a step, a fused optimizer, or a sharded one",
-    "other": "look for logging, evaluation or waits for the device between the phases",
+    "other": "look for waits for the device, or for other work, between the phases",
 }
 
 
@@ -39,7 +39,6 @@ class StepSummary:
             "wall_s": self.wall_s,
             "medians_s": dict(self.medians_s),
             "shares": dict(self.shares),
-            "advice": advice(self),
         }
 
 
@@ -63,7 +62,8 @@ def summarize(steps: Iterable[StepTimes]) -> StepSummary:
 
 def summary_table(summary: StepSummary) -> Table:
     """Draw the summary: one row a term, the median in ms and the share of the wall time."""
-    table = Table(title=f"Where {summary.num_steps} steps went", title_justify="left")
+    steps = "step" if summary.num_steps == 1 else "steps"
+    table = Table(title=f"Where {summary.num_steps:,} {steps} went", title_justify="left")
     table.add_column("term")
     table.add_column("median ms", justify="right")
     table.add_column("share", justify="right")
@@ -81,7 +81,7 @@ def advice(summary: StepSummary, *, sends_inside: bool = False) -> str:
 
     Args:
         summary: where the time went.
-        sends_inside: forward and backward hold communication of their own, as under tp.
+        sends_inside: forward and backward hold communication of their own, as under fsdp and tp.
     """
     term = max(_ADVICE, key=lambda term: summary.shares[term])
     share = summary.shares[term]
@@ -93,7 +93,6 @@ def advice(summary: StepSummary, *, sends_inside: bool = False) -> str:
             + (", and in what its layers send." if sends_inside else ".")
         )
     words = "Exposed communication" if term == "communication" else term.capitalize()
-    return (
-        f"{words} takes {100 * share:.0f} % of the step "
-        f"({1e3 * summary.medians_s[term]:.1f} of {1e3 * summary.wall_s:.1f} ms): {_ADVICE[term]}."
+    return f"{words} takes {100 * share:.0f} % of the step: {_ADVICE[term]}." + (
+        " What layers send is within forward and backward." if sends_inside else ""
     )

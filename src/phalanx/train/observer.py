@@ -32,7 +32,10 @@ MEMORY_STEP = 2
 """The step of this process whose memory is accounted for: the third, one that is not timed."""
 
 WARMUP_STEPS = 3
-"""Steps of this process that are left out of every median."""
+"""Steps of this process that are left out of every median; a shorter run has but its first."""
+
+MEASURED_STEPS = 10_000
+"""Steps whose times are kept, the latest."""
 
 
 class Observer:
@@ -50,7 +53,7 @@ class Observer:
 
     def __init__(self, session: Session, console: Console) -> None:
         self.session = session
-        self.timer = StepTimer(session.device, history=max(1, session.job.num_steps))
+        self.timer = StepTimer(session.device, history=MEASURED_STEPS)
         self.entries: list[Entry] = []
         self.memory: MemoryAccount | None = None
         self.last: StepResult | None = None
@@ -122,9 +125,10 @@ class Observer:
             self._log.note(kind, values)
 
     def measured(self) -> list[StepTimes]:
-        """Return the times of the steps after the warm-up, or of all if there were no more."""
+        """Return the times of the latest steps after the warm-up, or of the first, not watched."""
         times = list(self.timer.history)
-        return times[WARMUP_STEPS:] or times
+        num_forgotten = self._num_steps - len(times)
+        return times[max(0, WARMUP_STEPS - num_forgotten) :] or times[:LEDGER_STEP]
 
     def utilization(self, time_s: float | None = None) -> Utilization:
         """Return the share of the arithmetic used by a step of `time_s`, the median one if None."""

@@ -45,7 +45,7 @@ def write_text(
         weights_V = torch.softmax(logits_V / temperature, dim=-1).cumsum(0)
         draw = uniform(key(seed, "sample"), torch.tensor([place], device=device))
         chosen = share(int(torch.searchsorted(weights_V, draw * weights_V[-1])))
-        if chosen == first_id:
+        if chosen in (first_id, len(weights_V)):  # the latter where all weights are nan
             break
         ids.append(chosen)
     model.train()

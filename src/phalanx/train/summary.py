@@ -68,6 +68,7 @@ class Summary:
         return {
             "run": self.text,
             "steps": None if self.steps is None else self.steps.as_dict(),
+            "advice": self.advice(),
             "utilization": None if self.utilization is None else self.utilization.as_dict(),
             "tokens_per_s": self.tokens_per_s,
             "speed_up": self.speed_up,
@@ -80,13 +81,18 @@ class Summary:
             "paths": self.paths,
         }
 
+    def advice(self) -> str | None:
+        """Return what would make a step shorter."""
+        if self.steps is None:
+            return None
+        sends_inside = any(entry.phase == "forward" for entry in self.sent)
+        return advice(self.steps, sends_inside=sends_inside)
+
     def render(self) -> RenderableType:
         """Return tables and lines for a console, at most 100 columns."""
         parts: list[RenderableType] = [Text()]
         if self.steps is not None and self.utilization is not None:
-            sends_inside = any(e.axis.startswith("tp") and e.phase == "forward" for e in self.sent)
-            words = advice(self.steps, sends_inside=sends_inside)
-            parts += [summary_table(self.steps), Text(words), Text()]
+            parts += [summary_table(self.steps), Text(self.advice() or ""), Text()]
             if self.sent:
                 parts += [_sent_table(self.sent), Text()]
             if self.memory is not None:
