@@ -7,8 +7,7 @@ communication and not twice.
 On the CPU the host's clock is read where a phase begins and ends. On a GPU an event is recorded on
 the current stream there instead, which does not stall the device: a term is then the time that the
 stream spent between two events, idle time that a slow loader causes included. Only `end_step()`
-waits for the device, and `end_step(wait=False)` does not; the times of the steps in between are
-read from their events at the next step that waits, and none is lost.
+waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import torch
 
@@ -66,7 +65,6 @@ class StepTimer:
         self.history: deque[StepTimes] = deque(maxlen=history)
         self._is_cuda = torch.device(device).type == "cuda"
         self._open: list[Phase] = []
-        self._waiting: list[_Laps] = []
         self._laps = _Laps(self._is_cuda)
 
     def begin_step(self) -> None:
@@ -97,34 +95,14 @@ class StepTimer:
             self._open.pop()
             self._laps.switch(self._open[-1] if self._open else "other")
 
-    @overload
-    def end_step(self, wait: Literal[True] = True) -> StepTimes: ...
-
-    @overload
-    def end_step(self, wait: bool) -> StepTimes | None: ...
-
-    def end_step(self, wait: bool = True) -> StepTimes | None:
-        """End the step and begin the next.
-
-        Args:
-            wait: whether to wait until a GPU has finished the step. On the CPU there is nothing to
-                wait for and the times always come.
-
-        Returns:
-            The times of this step; None for a GPU's step without `wait`, whose times join `history`
-            at the next step that waits.
-        """
+    def end_step(self) -> StepTimes:
+        """End the step, wait until a GPU has finished it, begin the next; return its times."""
         self._require_none_open("end_step")
-        self._laps.end()
-        self._waiting.append(self._laps)
+        ended = self._laps
+        ended.end()
         self._laps = _Laps(self._is_cuda)
-        if self._is_cuda and not wait:
-            return None
-        times: StepTimes | None = None
-        for laps in self._waiting:
-            times = laps.times()
-            self.history.append(times)
-        self._waiting.clear()
+        times = ended.times()
+        self.history.append(times)
         return times
 
     def _require_none_open(self, caller: str) -> None:
