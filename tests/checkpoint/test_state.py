@@ -114,7 +114,7 @@ def words_on_a_full_disk(run: Path, num_steps: int, rank: int, limit_bytes: int)
 
 @pytest.mark.parametrize(
     ("rank", "limit_bytes", "name"),
-    [(0, 9000, "__0_0.distcp"), (1, 9000, "__1_0.distcp"), (0, 0, "__0_0.distcp")],
+    [(0, 9000, "__0_0.distcp"), (1, 9000, "__1_0.distcp"), (0, 100, "__0_0.distcp")],
 )
 def test_a_full_disk_is_one_error_on_every_rank(
     tmp_path: Path, rank: int, limit_bytes: int, name: str

@@ -60,14 +60,17 @@ def test_a_rate_is_flops_over_time() -> None:
 
 def test_measured_time_is_that_of_the_product() -> None:
     size = 512
-    point = measure_matmul(torch.device("cpu"), torch.float32, size, size, size, 0.1)
     a, b = torch.randn(size, size), torch.randn(size, size)
+    best_s: list[float] = []
     times_s: list[float] = []
-    for _ in range(10):
-        begin_s = time.perf_counter()
-        torch.mm(a, b)
-        times_s.append(time.perf_counter() - begin_s)
-    assert min(times_s) / 3 < point.best_s < 3 * min(times_s)
+    for _ in range(10):  # in turns, since other work comes and goes
+        point = measure_matmul(torch.device("cpu"), torch.float32, size, size, size, 0.05)
+        best_s.append(point.best_s)
+        for _ in range(5):
+            begin_s = time.perf_counter()
+            torch.mm(a, b)
+            times_s.append(time.perf_counter() - begin_s)
+    assert min(times_s) / 3 < min(best_s) < 3 * min(times_s)
 
 
 def test_quick_ceiling_is_quick_and_restores_the_threads() -> None:
