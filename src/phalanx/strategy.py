@@ -47,7 +47,13 @@ KINDS: Final[dict[str, dict[str, OptionRule | None]]] = {
     },
     "fsdp": {"zero3": None, "zero2": None, "zero1": None},
     "cp": {"ring": None, "ulysses": None},
-    "tp": {"1d": None, "2d": None, "2.5d": OptionRule("DEPTH", 1), "3d": None},
+    "tp": {
+        "1d": None,
+        "megatron": None,
+        "2d": None,
+        "2.5d": OptionRule("DEPTH", 1),
+        "3d": None,
+    },
     "recompute": {
         "none": None,
         "full": None,
@@ -69,6 +75,7 @@ BUILT: Final = frozenset(
         ("fsdp", "zero2"),
         ("fsdp", "zero1"),
         ("tp", "1d"),
+        ("tp", "megatron"),
         ("tp", "2d"),
         ("tp", "2.5d"),
         ("tp", "3d"),
@@ -177,7 +184,7 @@ class Strategy:
         3d.
         """
         degree, depth = self.tp.degree, self.tp.option or 1
-        if self.tp.kind == "1d":
+        if self.tp.kind in ("1d", "megatron"):
             return {"tp": degree}
         if self.tp.kind == "3d":
             side = round(degree ** (1 / 3))
@@ -330,6 +337,7 @@ def _check_arrangement(tp: Axis) -> None:
     """Raise StrategyError unless the ranks of tp can stand in the grid that its kind asks for."""
     depth, power, form = {
         "1d": (1, 1, ""),
+        "megatron": (1, 1, ""),
         "2d": (1, 2, "a square, q x q"),
         "2.5d": (tp.option or 1, 2, f"q x q x {tp.option}"),
         "3d": (1, 3, "a cube, q x q x q"),

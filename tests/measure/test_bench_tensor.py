@@ -36,9 +36,12 @@ def check_points(run: TensorRun) -> None:
 @pytest.mark.parametrize(
     ("precision", "layouts"),
     [
-        ("bfloat16", ["tp2", "tp4:2d", "tp8:2.5d/2", "tp8:3d"]),  # masters are float32
+        (
+            "bfloat16",
+            ["tp2", "tp2:megatron", "tp4:2d", "tp8:2.5d/2", "tp8:3d"],
+        ),  # masters are float32
         ("float32", ["tp2", "tp4:2d"]),
-        ("float64", ["tp2", "tp4:2d"]),
+        ("float64", ["tp2", "tp2:megatron", "tp4:2d"]),
     ],
 )
 def test_a_block_moves_and_holds_what_arithmetic_says(

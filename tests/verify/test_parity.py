@@ -136,6 +136,7 @@ def test_recomputation(family: str, text: str) -> None:
 
 
 TENSOR = ("tp2", "tp4", "tp4:2d", "tp8:2.5d/2", "tp8:3d")
+WHOLE = "tp2:megatron"
 """Every kind of tp. 17 places are uneven over all degrees, and so are 7 and 6 rows over most."""
 
 
@@ -154,7 +155,7 @@ def check_parity(shape: ModelShape, text: str, num_layers: int | None = None) ->
 @pytest.mark.parametrize(
     "text",
     [
-        *(*TENSOR, "dp2,tp2", "fsdp2,tp2", "fsdp2,tp4:2d"),
+        *(*TENSOR, WHOLE, f"fsdp2,{WHOLE}", "dp2,tp2", "fsdp2,tp2", "fsdp2,tp4:2d"),
         *map(by_hand, ("dp2,tp4", "fsdp2,tp4", "dp2,tp4:2d")),
         *(by_hand(outer + tensor) for outer in ("dp2,", "fsdp2,") for tensor in TENSOR[3:]),
     ],
@@ -163,7 +164,7 @@ def test_tensor_layouts(text: str) -> None:
     check_parity(LLAMA, text)
 
 
-@pytest.mark.parametrize("tensor", ["tp2", "tp4:2d", *map(by_hand, ("tp4", *TENSOR[3:]))])
+@pytest.mark.parametrize("tensor", ["tp2", WHOLE, "tp4:2d", *map(by_hand, ("tp4", *TENSOR[3:]))])
 def test_tensor_layouts_of_the_gpt2_family(tensor: str) -> None:
     """Norms with a mean, biases, a table of positions, an output projection of its own."""
     check_parity(GPT2, tensor)
@@ -174,7 +175,7 @@ def test_parts_of_tp_that_fsdp_splits_unevenly() -> None:
     check_parity(dataclasses.replace(LLAMA, vocab_size=68), "fsdp3,tp2")
 
 
-@pytest.mark.parametrize("tensor", ["tp2", "tp4:2d"])
+@pytest.mark.parametrize("tensor", ["tp2", WHOLE, "tp4:2d"])
 def test_tensor_layouts_with_norms_of_queries_and_keys(tensor: str) -> None:
     check_parity(dataclasses.replace(LLAMA, qk_norm=True), tensor, num_layers=1)
 
@@ -190,6 +191,7 @@ def test_tensor_layouts_beside_each_stage_of_sharding(text: str) -> None:
     "text, num_layers",
     [
         ("tp2,recompute:full", 2),
+        (f"{WHOLE},recompute:full", 2),
         by_hand("fsdp2,tp2,recompute:sqrt", 4),
         by_hand("tp2,recompute:every/3", 4),  # of which the last segment is short
         ("tp4:2d,recompute:selective", 1),

@@ -49,7 +49,7 @@ from phalanx.strategy import Axis, Strategy, require_built
 
 Precision = Literal["bfloat16", "float32", "float64"]
 
-DEFAULT_LAYOUTS = ("tp4", "tp4:2d", "tp8", "tp8:2.5d/2", "tp8:3d")
+DEFAULT_LAYOUTS = ("tp4", "tp4:megatron", "tp4:2d", "tp8", "tp8:2.5d/2", "tp8:3d")
 DEFAULT_SIZES = ("512x8x32", "512x8x128", "512x8x512")
 
 _PATTERNS: Patterns = {
@@ -262,7 +262,7 @@ def measure_tensor(
             )
             for hidden in dict.fromkeys(size.hidden for size in block_sizes)
             for strategy in strategies
-            if strategy.tp.kind != "1d"
+            if len(strategy.grid()) > 1
         ),
     )
 

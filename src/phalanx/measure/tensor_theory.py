@@ -11,19 +11,21 @@ A collective over n ranks makes a rank send share(n) = (n-1)/n of what it moves,
 that (comm/ledger.py). So a rank sends, forward and backward of a microbatch,
 
     1d      share(N) 10 B T D e
+    megatron  share(N) 8 B T D e
     2d      share(q)/q   (10 B T D e     + (2 e + m) W + 8 B T s)
     2.5d    share(q)/q   (10 B T D e / d + (2 e + m) W + 8 B T s / d)
     3d      share(q)/q^2 (B T (19 D + 7 F) e + (2 e + m) W + 8 B T s)
 
 and once a step, for gradients of what several ranks hold alike,
 
-    1d      share(N) 4 D m
+    1d, megatron  share(N) 4 D m
     2d      share(q) 4 D m / q
     2.5d    share(d) 2 W m / q^2 + (share(d) + share(q)) 4 D m / q
     3d      share(q) 8 D m / q
 
 In 1, 2 and 2.5 dimensions a branch moves D features five times: twice forward, three times backward
-(panels of the residual before its column products, of the result of its row product). In 3 what a
+(panels of the residual before its column products, of the result of its row product). Megatron's
+form reduces D once forward and once backward, twice the bytes each. In 3 what a
 product reads moves three times and what it makes twice, so F moves too: attention 14 D, MLP
 5 D + 7 F. Weights move three times: twice as they are, once as gradients, which are the masters'.
 """
@@ -80,15 +82,17 @@ def theory(tp: Axis, shape: ModelShape, num_tokens: int, item: ItemBytes) -> Amo
     # Parts over which rows or places, and features, of the residual lie.
     num_parts, num_feature_parts = {
         "1d": (tp.degree, 1),
+        "megatron": (1, 1),
         "2d": (side, side),
         "2.5d": (depth * side, side),
         "3d": (side**2, side),
     }[tp.kind]
     weights = num_weights(shape)
-    # The residual before and after each norm; queries, keys, values, attention's result; gate, up,
-    # the activation of gate, and its product with up.
-    features = (4 + 4) * shape.hidden + 4 * shape.ffn
-    kept = num_tokens * features * item.compute / tp.degree
+    # The residual before and after each norm.
+    kept = num_tokens * 4 * shape.hidden * item.compute / (num_parts * num_feature_parts)
+    # Queries, keys, values, attention's result; gate, up, the activation of gate, its product.
+    inner = 4 * shape.hidden + 4 * shape.ffn
+    kept += num_tokens * inner * item.compute / tp.degree
     kept += 2 * num_tokens * item.statistic / num_parts
     if item.compute > 2:  # models/cpu.py computes attention in bfloat16 without a log-sum-exp
         kept += num_tokens * shape.num_heads * item.statistic / tp.degree
@@ -111,6 +115,8 @@ def sent_bytes(tp: Axis, shape: ModelShape, num_tokens: float, item: ItemBytes) 
     vectors = 4 * hidden * item.master
     if tp.kind == "1d":
         return _share(tp.degree) * (residual + vectors)
+    if tp.kind == "megatron":
+        return _share(tp.degree) * (residual * 8 / 10 + vectors)
     if tp.kind == "3d":
         moved = num_tokens * (19 * hidden + 7 * shape.ffn) * item.compute
         per_microbatch = _share(q) / q**2 * (moved + panels + statistics)
@@ -152,6 +158,8 @@ def _num_calls(tp: Axis, shape: ModelShape, item: ItemBytes) -> int:
     """
     if tp.kind == "1d":
         return 2 * 5 + 1
+    if tp.kind == "megatron":
+        return 2 * 2 + 1
     if tp.kind == "3d":
         return (3 + 5 * 3 + 8) + (3 + 5 * 2 + 8) + 4 + 2
     q = _side(tp)

@@ -23,9 +23,10 @@ Besides blocks: tokens and positions, angles of the rotation, the bias between d
 of the embedding's dropout; and of the end of the model the last norm's input and what the chunked
 loss has made ahead, the gradients of its input and of the output projection (fp32). Under tp each
 rank keeps its share of all this, but tokens, angles and the bias whole, and no casts; of the loss
-it keeps the gradient of its logits. Not counted are
-buffers that pass: the gradients inside the block at work, which are up to 6 F elements a token.
-Compiled blocks keep what the compiler chooses.
+it keeps the gradient of its logits. Megatron's form keeps what lies along the residual whole.
+
+Not counted are buffers that pass: the gradients inside the block at work, which are up to 6 F
+elements a token. Compiled blocks keep what the compiler chooses.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ from typing import Final, Literal
 
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import KEEP_ALL, num_parameters
-from phalanx.strategy import Recompute
+from phalanx.strategy import Axis, Recompute
 
 ITEM_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by data type."""
+
+UNSPLIT: Final = Axis(1, "1d")
+"""No tensor parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ def activations(
     device: Literal["cpu", "cuda"] = "cpu",
     has_documents: bool = False,
     has_casts: bool | None = None,
-    num_parts: int = 1,
+    tp: Axis = UNSPLIT,
 ) -> Activations:
     """Count what one rank holds; see [Note: What a block keeps].
 
@@ -93,14 +97,14 @@ def activations(
         has_documents: several documents stand in a row, so that there is a bias between them.
         has_casts: whether blocks cast their weights; if None, where precision is below 32 bits.
             Sharding that gathers weights in the compute dtype leaves nothing to cast.
-        num_parts: ranks that share each activation, the degree of tp; its products keep no casts.
+        tp: the ranks that share each activation, and how; its products keep no casts.
 
     Raises:
         StrategyError: segments of more blocks than there are.
     """
     if has_casts is None:
-        has_casts = ITEM_BYTES[precision] < 4 and num_parts == 1
-    of = _block(shape, seq_len * num_sequences, precision, device, has_documents)
+        has_casts = ITEM_BYTES[precision] < 4 and tp.degree == 1
+    of = _block(shape, seq_len * num_sequences, precision, device, has_documents, tp)
     if has_casts:
         of["remade"] += _casts(shape) * ITEM_BYTES[precision]
     read = of["input"] + of["product"] + of["remade"]
@@ -113,20 +117,22 @@ def activations(
         kept = shape.num_layers * (of["input"] + of["product"] + of["unread"] + of["last"])
         recomputed = of["remade"] - of["unread"] - (of["last"] if shape.dropout else 0)
     return Activations(
-        blocks=kept // num_parts,
-        recomputed=recomputed // num_parts,
-        inputs=_inputs(shape, seq_len, num_sequences, precision, has_documents, num_parts),
-        head=_head(shape, seq_len * num_sequences, precision, num_parts),
-        gradient=of["input"] // num_parts,
+        blocks=kept,
+        recomputed=recomputed,
+        inputs=_inputs(shape, seq_len, num_sequences, precision, has_documents, tp),
+        head=_head(shape, seq_len * num_sequences, precision, tp),
+        gradient=of["input"],
     )
 
 
 def _block(
-    shape: ModelShape, num_tokens: int, precision: str, device: str, has_documents: bool
+    shape: ModelShape, num_tokens: int, precision: str, device: str, has_documents: bool, tp: Axis
 ) -> Counter[str]:
     """Return the bytes of one block's tensors by where they come from, without casts of weights."""
     item_bytes = ITEM_BYTES[precision]
-    stream = shape.hidden * item_bytes
+    # All but what lies along the residual is inside a branch, of which each rank has a share.
+    along_residual = tp.degree // _residual_parts(tp)
+    stream = shape.hidden * item_bytes * along_residual
     inner = shape.ffn * item_bytes
     queries = shape.num_heads * shape.head_dim * item_bytes
     groups = shape.num_kv_heads * shape.head_dim * item_bytes
@@ -136,10 +142,11 @@ def _block(
     is_turned = shape.qk_norm or shape.position == "rope"
     keys = queries if is_repeated else groups
     statistics = _statistics(shape, item_bytes)
+    of_norm = statistics * along_residual
 
     rows = [
         ("input", stream),
-        ("remade", statistics + stream),  # the first norm
+        ("remade", of_norm + stream),  # the first norm
         ("product" if shape.qk_norm or not is_turned else "unread", queries),  # as projected
         ("product" if shape.qk_norm or not (is_turned or is_repeated) else "unread", groups),
         ("unread" if is_repeated else "product", groups),  # values
@@ -149,16 +156,22 @@ def _block(
         ("product", queries),  # the result of attention
         ("product", 0 if has_blockwise else shape.num_heads * max(4, item_bytes)),  # log-sum-exp
         ("unread", stream),  # its projection
-        ("remade", stream + statistics + stream),  # the stream amid the block, and the second norm
+        ("remade", stream + of_norm + stream),  # the stream amid the block, and the second norm
         ("product", 2 * inner if shape.mlp == "swiglu" else inner),  # gate and up, or up
         ("remade", 2 * inner if shape.mlp == "swiglu" else inner),  # activation, and its product
         ("last", stream),  # the result of the MLP
-        ("remade", 2 * shape.hidden if shape.dropout else 0),  # two masks, a byte an element
+        # two masks, a byte an element
+        ("remade", 2 * shape.hidden * along_residual if shape.dropout else 0),
     ]
     of: Counter[str] = Counter()
     for origin, token_bytes in rows:
-        of[origin] += token_bytes * num_tokens
+        of[origin] += token_bytes * num_tokens // tp.degree
     return of
+
+
+def _residual_parts(tp: Axis) -> int:
+    """Return how many ranks share what lies along the residual stream."""
+    return 1 if tp.kind == "megatron" else tp.degree
 
 
 def _statistics(shape: ModelShape, item_bytes: int) -> int:
@@ -178,13 +191,15 @@ def _inputs(
     num_sequences: int,
     precision: str,
     has_documents: bool,
-    num_parts: int,
+    tp: Axis,
 ) -> int:
     """Return the bytes of what all blocks share, and of the embedding, held until the end."""
     item_bytes = ITEM_BYTES[precision]
     num_tokens = seq_len * num_sequences
     num_positions = num_tokens if has_documents else seq_len
-    inputs = 8 * num_tokens + num_tokens * (shape.hidden if shape.dropout else 0) // num_parts
+    inputs = 8 * num_tokens + num_tokens * (
+        shape.hidden if shape.dropout else 0
+    ) // _residual_parts(tp)
     if shape.position == "rope":
         inputs += num_positions * shape.head_dim * max(4, item_bytes)
     else:
@@ -194,7 +209,7 @@ def _inputs(
     return inputs
 
 
-def _head(shape: ModelShape, num_tokens: int, precision: str, num_parts: int) -> int:
+def _head(shape: ModelShape, num_tokens: int, precision: str, tp: Axis) -> int:
     """Return the bytes of the last norm, and of what the loss has made ahead.
 
     That is the gradients of its input and of the output projection; or, where ranks share the
@@ -202,7 +217,7 @@ def _head(shape: ModelShape, num_tokens: int, precision: str, num_parts: int) ->
     """
     item_bytes = ITEM_BYTES[precision]
     stream = shape.hidden * item_bytes
-    head = num_tokens * (2 * stream + _statistics(shape, item_bytes))
-    if num_parts > 1:
-        return (head + num_tokens * shape.vocab_size * item_bytes) // num_parts
+    head = num_tokens * (2 * stream + _statistics(shape, item_bytes)) // _residual_parts(tp)
+    if tp.degree > 1:
+        return head + num_tokens * shape.vocab_size * item_bytes // tp.degree
     return head + shape.vocab_size * shape.hidden * max(4, item_bytes)

@@ -178,7 +178,7 @@ def _memory(observer: Observer) -> MemoryReport | None:
         device="cuda" if session.device.type == "cuda" else "cpu",
         has_documents=job.config.corpus.document_mask,
         has_casts=False,  # they have a row of their own
-        num_parts=job.strategy.tp.degree,
+        tp=job.strategy.tp,
     ).peak
     return MemoryReport(account, predicted, int(largest), resident_peak_bytes())
 

@@ -18,7 +18,8 @@ from phalanx.parallel.tensor.layout import Extent, Layout
 from phalanx.strategy import Strategy
 
 TEXTS = (
-    "dp2,tp3", "tp2", "dp2,tp4:2d", "tp9:2d", "dp2,tp8:2.5d/2", "tp3:2.5d/3", "dp2,tp8:3d",
+    "dp2,tp3", "tp2", "dp2,tp2:megatron", "dp2,tp4:2d", "tp9:2d", "dp2,tp8:2.5d/2", "tp3:2.5d/3",
+    "dp2,tp8:3d",
 )  # fmt: skip
 """Most have an outer axis, so that a rank's number in tp is not its number in the job."""
 
@@ -29,6 +30,7 @@ AXES = {
     # kind: rows, places, features of the residual; the same of inner; rows of what is looked up;
     # out and in of a column weight; of a row weight
     "1d": (("", "tp", ""), ("", "", "tp"), "", ("tp", ""), ("", "tp")),
+    "megatron": (("", "", ""), ("", "", "tp"), "", ("tp", ""), ("", "tp")),
     "2d": (("row", "", "col"), ("row", "", "col"), "", ("col", "row"), ("row", "col")),
     "2.5d": (
         ("depth row", "", "col"),

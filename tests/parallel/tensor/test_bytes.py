@@ -13,6 +13,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose
 from phalanx.parallel.holding import Holding
+from phalanx.planner.activations import activations
 from phalanx.strategy import Strategy
 from phalanx.train.optimizer import build_optimizer
 
@@ -22,8 +23,18 @@ SHAPE = ModelShape(
 )  # fmt: skip
 ROWS, LENGTH = 16, 32  # which all degrees divide
 
-LAYOUTS = [("tp2", 2, 2), ("tp4", 4, 4), ("tp4:2d", 4, 4), ("tp8:2.5d/2", 4, 8), ("tp8:3d", 8, 8)]
-"""Strategy; parts of each weight; parts of each activation."""
+LAYOUTS = [
+    ("tp2", 2, 2),
+    ("tp2:megatron", 2, 5 / 3),
+    ("tp4", 4, 4),
+    ("tp4:2d", 4, 4),
+    ("tp8:2.5d/2", 4, 8),
+    ("tp8:3d", 8, 8),
+]
+"""Strategy; parts of each weight; parts of what a block keeps.
+
+Of 8 D + 4 F, Megatron's form keeps 4 D whole: 5/3 where F is 3 D.
+"""
 
 STATE = ("parameters", "optimizer", "other")
 """Kinds of what is there between steps; all else is kept for backward, a gather's result too."""
@@ -67,7 +78,7 @@ def test_a_rank_holds_its_share(
     alone: tuple[int, int, list[int], Holding],
     text: str,
     weight_parts: int,
-    activation_parts: int,
+    activation_parts: float,
 ) -> None:
     results = run_ranks(held, Strategy.parse(text).num_ranks, text, threads=1)
     one_block = alone[2][1] - alone[2][0]
@@ -76,3 +87,5 @@ def test_a_rank_holds_its_share(
         assert moments == pytest.approx(alone[1] / weight_parts, rel=0.05)
         assert holding.parameter_bytes == weights
         assert kept[1] - kept[0] == pytest.approx(one_block / activation_parts, rel=0.05)
+        predicted = activations(SHAPE, LENGTH, ROWS, "float32", tp=Strategy.parse(text).tp)
+        assert kept[1] - kept[0] == pytest.approx(predicted.blocks / SHAPE.num_layers, rel=0.05)

@@ -57,6 +57,14 @@ def test_one_dimension(num_ranks: int, length: int) -> None:
     assert sent_by_pair(f"tp{num_ranks}", torch.bfloat16) == half
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_one_dimension_with_whole_activations(num_ranks: int) -> None:
+    """Megatron's f and g: one all-reduce of B T D each way, twice (N-1)/N of it; nothing padded."""
+    once = (num_ranks - 1) / num_ranks * B * T * D * FP32
+    sent = {"forward": 2 * once, "backward": 2 * once}
+    assert sent_by_pair(f"tp{num_ranks}:megatron") == sent
+
+
 @pytest.mark.parametrize("q, rows", [(2, 6), (4, 8)])
 def test_two_dimensions(q: int, rows: int) -> None:
     """q panels of B T D / q^2 five times, q of each weight's D F / q^2 three times."""

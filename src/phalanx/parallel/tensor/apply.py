@@ -20,6 +20,7 @@ from phalanx.comm.primitives import broadcast
 from phalanx.errors import StrategyError
 from phalanx.parallel.tensor import layers, transformers_models
 from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.megatron import Megatron
 from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.roles import (
     OF_ALL,
@@ -36,6 +37,7 @@ from phalanx.strategy import Strategy
 
 LAYOUTS: dict[str, type[Layout]] = {
     "1d": OneD,
+    "megatron": Megatron,
     "2d": TwoD,
     "2.5d": TwoAndAHalfD,
     "3d": ThreeD,

@@ -16,8 +16,10 @@ Modules stay, and so do the names of their parameters, which become DTensors. Th
     whole      acts on what is whole already       whole -> whole
     scatter    makes the residual of what is no id whole[B, T, ...] -> residual
 
-The last four hold their parameters whole. In the last three every rank computes the same; for the
-gradient to be a sum over ranks, as all are, the first rank gives it and the others zeros.
+token, gather, whole and scatter replicate their parameters. Under the last three every rank
+computes the same value, so only the first rank contributes a gradient and the others contribute
+zeros; the usual sum over ranks stays right. The same holds of norm, token, table and the bias of
+row in a layout whose residual is whole on every rank.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def bind_table(module: nn.Module, layout: Layout) -> None:
 
     def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
         ids = layout.places_of(layout.rows_of(ids_BT, layout.residual), layout.residual, 1)
-        return F.embedding(ids, _part(self, "weight"), _padding(self))
+        weight = _given(_part(self, "weight"), layout)
+        return F.embedding(ids, weight, _padding(self))
 
     _replace(module, forward)
 
@@ -147,7 +150,10 @@ def bind_row(module: nn.Module, layout: Layout) -> None:
     """Multiply, back to the residual."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return _with_bias(self, products.back(layout, x, _matrix(self)))
+        y = products.back(layout, x, _matrix(self))
+        if getattr(self, "bias", None) is None:
+            return y
+        return y + _given(_part(self, "bias"), layout).to(y.dtype)
 
     _replace(module, forward)
 
@@ -155,7 +161,7 @@ def bind_row(module: nn.Module, layout: Layout) -> None:
 def bind_norm(module: nn.Module, layout: Layout) -> None:
     """Normalise over features of all ranks that share them; the module's own where none does."""
     if layout.residual.features is None:
-        bind_local(module, layout)
+        _bind_to_residual(module, layout)
         return
     if type(module).__name__ not in NORMS:
         raise StrategyError(
@@ -186,6 +192,12 @@ def bind_local(module: nn.Module, layout: Layout) -> None:
             return own(*args, **kwargs)
 
     _replace(module, forward)
+
+
+def _bind_to_residual(module: nn.Module, layout: Layout) -> None:
+    """Run the module's own forward on the residual, of which a rank has all features."""
+    bind = bind_whole if layout.is_residual_whole else bind_local
+    bind(module, layout)
 
 
 def bind_dropout(module: nn.Module, layout: Layout) -> None:
@@ -232,7 +244,7 @@ def bind_token(module: nn.Module, layout: Layout) -> None:
     """Run the module on all features of this rank's tokens, and keep this rank's features."""
     axis = layout.residual.features
     if axis is None:
-        bind_local(module, layout)
+        _bind_to_residual(module, layout)
         return
     own = module.forward
 
@@ -374,6 +386,12 @@ def is_transposed(module: nn.Module) -> bool:
 def _part(module: nn.Module, name: str) -> Tensor:
     """Return this rank's part of a parameter, through which gradients flow to it."""
     return local_part(cast(Tensor, getattr(module, name)))
+
+
+def _given(part: Tensor, layout: Layout) -> Tensor:
+    """Return a parameter used along the residual, with a gradient from who is to give it."""
+    gives_gradient = layout.is_first or not layout.is_residual_whole
+    return part if gives_gradient else cast(Tensor, _NoGradient.apply(part))
 
 
 def _padding(module: nn.Module) -> int | None:

@@ -13,8 +13,10 @@ column weights, [V, D]. A vector (norm, bias) is split as the features it meets.
 Rows and places are padded at the edge, so that each rank has as many; what is added counts nowhere:
 it has no label, and attention cuts padded places off.
 
-Every rank of tp computes other rows, places or features than the others. So whatever a parameter
-is *not* split over, its gradient is a sum owed there: one law, see `replicas`.
+Every rank of tp computes other rows, places or features than the others. A gradient is therefore
+partial over every axis of tp on which its parameter is replicated, and `replicas` sums it there.
+Where the residual is split over nothing (`megatron`), all ranks compute the same along it. There
+the first rank alone gives the gradients and the others give zeros, so the sum stays right.
 """
 
 from __future__ import annotations
@@ -200,6 +202,11 @@ class Layout(ABC):
     def is_first(self) -> bool:
         """Whether this rank is the first of tp."""
         return not any(self.coords.values())
+
+    @property
+    def is_residual_whole(self) -> bool:
+        """Whether every rank computes the same along the residual stream."""
+        return self.residual == Spread()
 
     def num_parts(self, axes: Sequence[str]) -> int:
         """Return the number of parts over `axes`."""

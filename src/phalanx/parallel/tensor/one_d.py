@@ -2,8 +2,11 @@
 
 Idea      Two products in a row, the first split by columns, the second by rows, need one sum
           between ranks (Shoeybi et al., Megatron-LM, 2019, arXiv 1909.08053, section 3). That sum
-          is scattered over places and gathered before the next product, so that norms, dropout and
-          residuals are split too (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+          is scattered over positions and gathered before the next product, so that norms, dropout
+          and residuals are split too (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+          So the operators f and g of Megatron (`megatron.py`) become: f all_gather forward and
+          reduce_scatter backward, before the column product; g reduce_scatter forward and
+          all_gather backward, after the row product. They are conjugate still.
 Layout    residual x[B, T_tp, D]    inner y[B, T, F_tp]    column W[F_tp, D]    row W[D, F_tp]
 Forward   column  x[T_tp] -> all_gather -> x;  y[F_tp] = x W^T
           row     z{sum tp} = y[F_tp] W^T -> reduce_scatter -> z[T_tp]
