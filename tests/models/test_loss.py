@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.models.loss import IGNORE, token_loss_sum
+from phalanx.models import loss as loss_module
+from phalanx.models.loss import IGNORE, chunk_rows, token_loss_sum
 
 ROWS, VOCABULARY, WIDTH = 23, 37, 11
 
@@ -25,10 +26,10 @@ def reference(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     return F.cross_entropy(hidden_ND @ weight_VD.T, labels_N, reduction="sum", ignore_index=IGNORE)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 5, 23, 100, None])
-def test_equals_cross_entropy(chunk_rows: int | None) -> None:
+@pytest.mark.parametrize("num_rows", [1, 5, 23, 100, None])
+def test_equals_cross_entropy(num_rows: int | None) -> None:
     hidden_ND, weight_VD, labels_N = inputs()
-    loss = token_loss_sum(hidden_ND, weight_VD, labels_N, chunk_rows=chunk_rows)
+    loss = token_loss_sum(hidden_ND, weight_VD, labels_N, num_rows=num_rows)
     expected = reference(hidden_ND, weight_VD, labels_N)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
     found = torch.autograd.grad(loss / 7, (hidden_ND, weight_VD))
@@ -48,9 +49,9 @@ def test_all_ignored_gives_zero_loss_and_zero_gradients() -> None:
 def test_same_value_without_gradients() -> None:
     hidden_ND, weight_VD, labels_N = inputs()
     with torch.no_grad():
-        loss = token_loss_sum(hidden_ND, weight_VD, labels_N, chunk_rows=5)
+        loss = token_loss_sum(hidden_ND, weight_VD, labels_N, num_rows=5)
     assert not loss.requires_grad
-    assert loss == token_loss_sum(hidden_ND, weight_VD, labels_N, chunk_rows=5)
+    assert loss == token_loss_sum(hidden_ND, weight_VD, labels_N, num_rows=5)
 
 
 def test_only_one_input_needs_a_gradient() -> None:
@@ -73,7 +74,7 @@ def test_bfloat16_sums_in_float32() -> None:
     """The error is that of bf16 products, however many chunks there are."""
     hidden_ND, weight_VD, labels_N = inputs(torch.bfloat16)
     master_VD = weight_VD.detach().float().requires_grad_()
-    loss = token_loss_sum(hidden_ND, master_VD, labels_N, chunk_rows=1)
+    loss = token_loss_sum(hidden_ND, master_VD, labels_N, num_rows=1)
     loss.backward()
     expected = reference(hidden_ND.detach().double(), weight_VD, labels_N)
     expected.backward()
@@ -82,6 +83,49 @@ def test_bfloat16_sums_in_float32() -> None:
     torch.testing.assert_close(loss.double(), expected, rtol=5e-3, atol=0.0)
     error = (master_VD.grad.double() - weight_VD.grad).norm() / weight_VD.grad.norm()
     assert error < 5e-3
+
+
+def test_the_weights_gradient_is_summed_in_float32() -> None:
+    """A thousand equal terms: a sum in bf16 would stand still at 256 of them."""
+    num_rows = 1000
+    hidden_ND = torch.ones(num_rows, 4, dtype=torch.bfloat16)
+    weight_VD = torch.zeros(8, 4, requires_grad=True)
+    labels_N = torch.zeros(num_rows, dtype=torch.int64)
+    token_loss_sum(hidden_ND, weight_VD, labels_N, num_rows=1).backward()
+    once = torch.autograd.grad(token_loss_sum(hidden_ND[:1], weight_VD, labels_N[:1]), weight_VD)
+    torch.testing.assert_close(weight_VD.grad, num_rows * once[0], rtol=1e-6, atol=0.0)
+
+
+def test_a_chunk_has_the_rows_that_its_device_holds() -> None:
+    llama, bf16 = 128_256, torch.bfloat16
+    assert chunk_rows(llama, bf16, "cpu") == 1024
+    assert chunk_rows(8192, bf16, "cpu") == 1024
+    assert chunk_rows(67, torch.float64, "cpu") == (1 << 23) // 67
+    assert chunk_rows(llama, torch.float64, "cpu") * llama * 8 <= 1 << 29
+    assert 2048 <= chunk_rows(llama, bf16, "cuda") == 4185
+    assert 2048 <= chunk_rows(151_936, bf16, "cuda")
+    assert chunk_rows(1 << 31, bf16, "cuda") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_both_ways_to_make_a_block_agree(dtype: torch.dtype) -> None:
+    """What a GPU runs is held against what a CPU runs, here on a CPU."""
+    generator = torch.Generator().manual_seed(1)
+    logits_bV = (8 * torch.randn(7, 50, generator=generator)).to(dtype)
+    labels_b = torch.randint(0, 50, (7,), generator=generator)
+    logits_bV[1, int(labels_b[1])] = 60.0  # p is 1 to the last bit, and the loss almost 0
+    labels_b[3] = IGNORE
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    blocks = [logits_bV.clone(), logits_bV.clone()]
+    losses = [
+        function(block, labels_b, wide)
+        for function, block in zip(
+            (loss_module._block_loss, loss_module._block_loss_in_cache), blocks, strict=True
+        )
+    ]
+    torch.testing.assert_close(losses[0], losses[1])
+    is_valid_b = labels_b != IGNORE
+    torch.testing.assert_close(blocks[0][is_valid_b], blocks[1][is_valid_b])
 
 
 def test_large_logits_stay_finite() -> None:
