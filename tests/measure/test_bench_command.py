@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import phalanx.cli.bench as bench
+import phalanx.measure.mlp as mlp
 from phalanx.errors import ConfigError
 
 
@@ -51,6 +52,34 @@ def test_mfu_prints_formula_and_share(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "MFU of ceiling" in shown and "MFU = model FLOPs" in " ".join(shown.split())
     assert last_line(shown)["width"] == 256
+
+
+def test_the_lectures_recipe_stands_beside_the_plain_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "mfu --recipe lecture --device cpu --dtype bfloat16 --width 256 --layers 2"
+    words = [*arguments.split(), "--budget-s=0.2", "--threads=1", "--json", f"--out={tmp_path}"]
+    assert bench.run(words) == 0
+    shown = capsys.readouterr().out
+    document = last_line(shown)
+    assert document["recipe"] == "lecture" and document["width"] == 256
+    assert [run["recipe"] for run in document["beside"]] == ["plain"]
+    assert json.loads((tmp_path / "mfu-cpu-bfloat16-lecture.json").read_text()) == document
+    heading = next(line for line in shown.splitlines() if "recipe" in line)
+    assert heading.index("lecture") < heading.index("plain")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_lectures_perceptron_is_the_lectures(dtype: torch.dtype) -> None:
+    make_loss, optimizer = mlp._lecture(torch.device("cpu"), dtype, 3, 16, False)
+    weights = optimizer.param_groups[0]["params"]
+    assert [tuple(p.shape) for p in weights] == [(16, 16), (16,)] * 3
+    assert {p.dtype for p in weights} == {torch.float32}
+    assert type(optimizer) is torch.optim.Adam and optimizer.defaults["lr"] == 1e-4
+    torch.manual_seed(0)
+    first, second = make_loss(), make_loss()
+    assert first != second, "each step has its own input"
+    assert first.dtype == dtype, "autocast does the products, and sums what they give"
 
 
 @pytest.mark.parametrize(

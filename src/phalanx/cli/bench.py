@@ -23,7 +23,7 @@ from phalanx.launch.local import num_cores
 from phalanx.measure.ceiling import LARGEST_SIZE, Ceiling, checked_device, measure_ceiling
 from phalanx.measure.environment import environment, has_fast_bfloat16
 from phalanx.measure.logs import json_text
-from phalanx.measure.mlp import MlpRun, measure_mlp
+from phalanx.measure.mlp import MlpRun, Recipe, measure_mlp
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.picture import draw_ceiling, has_matplotlib
 from phalanx.measure.tensor import DEFAULT_LAYOUTS, DEFAULT_SIZES, LayoutPoint, measure_tensor
@@ -73,6 +73,8 @@ class MfuConfig(BenchConfig):
     """Rows and columns of each; the largest of 8192, 4096, ... for time and memory if unset."""
     compile: bool = False
     """Compile the perceptron with torch.compile."""
+    recipe: Recipe = "plain"
+    """lecture: float32 weights under autocast, biases, Adam, new inputs; plain stands beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,24 +162,34 @@ def _bench_ceiling(config: CeilingConfig, console: Console) -> int:
 def _bench_mfu(config: MfuConfig, console: Console) -> int:
     device, arithmetic = _resolved(config)
     folder = _folder(config.out)
-    result = measure_mlp(
-        device,
-        arithmetic,
-        num_layers=config.layers,
-        width=config.width,
-        budget_s=config.budget_s,
-        compile=config.compile,
-    )
-    console.print(Text(f"MFU of a perceptron in {result.arithmetic}, {result.machine}"))
-    console.print(_mfu_table(result))
-    console.print(Text(f"{result.choice}"))
-    console.print(Text(result.utilization.text()))
-    document = _document("mfu", result.as_dict())
-    if folder is not None:
-        compiled = "-compiled" if result.is_compiled else ""
-        _write(
-            folder / f"mfu-{result.device}-{result.arithmetic}{compiled}.json", document, console
+    recipes: tuple[Recipe, ...] = ("plain",) if config.recipe == "plain" else ("lecture", "plain")
+    results: list[MlpRun] = []
+    for recipe in recipes:  # what stands beside the first is as wide
+        results.append(
+            measure_mlp(
+                device,
+                arithmetic,
+                num_layers=config.layers,
+                width=results[0].width if results else config.width,
+                budget_s=config.budget_s / len(recipes),
+                compile=config.compile,
+                recipe=recipe,
+            )
         )
+    result = results[0]
+    console.print(Text(f"MFU of a perceptron in {result.arithmetic}, {result.machine}"))
+    console.print(_mfu_table(results))
+    console.print(Text(f"{result.choice}"))
+    for run in results:
+        console.print(Text(f"{run.recipe}: {run.utilization.text()}"))
+    document = _document("mfu", result.as_dict())
+    if results[1:]:
+        document["beside"] = [run.as_dict() for run in results[1:]]
+    if folder is not None:
+        stem = f"mfu-{result.device}-{result.arithmetic}"
+        stem += "" if result.recipe == "plain" else f"-{result.recipe}"
+        stem += "-compiled" if result.is_compiled else ""
+        _write(folder / f"{stem}.json", document, console)
     if config.json:
         print_json(document)
     return 0
@@ -300,23 +312,30 @@ def _print_ceiling_text(ceiling: Ceiling, console: Console) -> None:
     console.print(Text(words))
 
 
-def _mfu_table(result: MlpRun) -> Table:
-    utilization = result.utilization
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_row(
-        "layers x width, rows", f"{result.num_layers} x {result.width}, {result.num_rows}"
-    )
-    table.add_row("compiled", "yes" if result.is_compiled else "no")
-    table.add_row("steps measured", str(result.num_steps))
-    table.add_row("step, median (best)", f"{utilization.time_s:.4g} s ({result.best_step_s:.4g} s)")
-    table.add_row("optimizer in it", percent(result.optimizer_s / utilization.time_s))
-    table.add_row("rate", f"{utilization.causal.model / utilization.time_s / 1e12:.3f} TFLOP/s")
-    if utilization.peak is not None:
-        table.add_row("MFU of data sheet", percent(utilization.mfu("data sheet")))
-    table.add_row("MFU of ceiling", percent(utilization.mfu("ceiling")))
+def _mfu_table(results: Sequence[MlpRun]) -> Table:
+    table = Table(show_header=len(results) > 1)
+    columns = [dict(_mfu_rows(result)) for result in results]
+    table.add_column("recipe")
+    for result in results:
+        table.add_column(result.recipe, justify="right")
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     return table
+
+
+def _mfu_rows(result: MlpRun) -> list[tuple[str, str]]:
+    utilization = result.utilization
+    rows = [
+        ("layers x width, rows", f"{result.num_layers} x {result.width}, {result.num_rows}"),
+        ("compiled", "yes" if result.is_compiled else "no"),
+        ("steps measured", str(result.num_steps)),
+        ("step, median (best)", f"{utilization.time_s:.4g} s ({result.best_step_s:.4g} s)"),
+        ("optimizer in it", percent(result.optimizer_s / utilization.time_s)),
+        ("rate", f"{utilization.causal.model / utilization.time_s / 1e12:.3f} TFLOP/s"),
+    ]
+    if utilization.peak is not None:
+        rows.append(("MFU of data sheet", percent(utilization.mfu("data sheet"))))
+    return [*rows, ("MFU of ceiling", percent(utilization.mfu("ceiling")))]
 
 
 def _tensor_table(points: Sequence[LayoutPoint]) -> Table:

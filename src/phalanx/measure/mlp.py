@@ -1,19 +1,28 @@
 """MFU of a plain multi-layer perceptron: an upper bound for what training can reach on a device.
 
 Square linear layers with ReLU, as many rows as columns, so that every product is a square one of
-the ceiling's table. Forward, backward and a fused AdamW step; parameters, gradients and optimizer
-state all in the data type under test. The input asks for its gradient, as it would inside a larger
-model, so backward is exactly twice forward: 6 x layers x width^2 x rows FLOPs a step.
+the ceiling's table. A step is forward, backward and optimizer, and counts as 6 x layers x width^2 x
+rows FLOPs. There are two recipes:
+
+    plain     parameters, gradients and optimizer state all in the data type under test, no biases,
+              fused AdamW, one input for all steps. It asks for its gradient, as it would inside a
+              larger model, so backward is exactly twice forward.
+    lecture   as a user writes it at first: float32 parameters with biases, the data type under test
+              by autocast, Adam with its defaults and lr 1e-4, the sum of the outputs as the loss,
+              and a new random input inside each timed step. The input asks for no gradient, so
+              1 / (3 layers) of the FLOPs that are counted are not executed.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.measure.ceiling import (
@@ -27,6 +36,8 @@ from phalanx.measure.environment import device_name, free_memory_bytes
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.model_shape import Flops
+
+Recipe = Literal["plain", "lecture"]
 
 LARGEST_WIDTH = 8192
 _SMALLEST_WIDTH = 256
@@ -44,6 +55,7 @@ class MlpRun:
     device: str
     device_name: str
     arithmetic: Arithmetic
+    recipe: Recipe
     num_threads: int | None
     """CPU threads; None on a GPU."""
     num_layers: int
@@ -71,6 +83,7 @@ class MlpRun:
             "device": self.device,
             "device_name": self.device_name,
             "dtype": self.arithmetic,
+            "recipe": self.recipe,
             "num_threads": self.num_threads,
             "num_layers": self.num_layers,
             "width": self.width,
@@ -92,6 +105,7 @@ def measure_mlp(
     width: int | None = None,
     budget_s: float = 60.0,
     compile: bool = False,
+    recipe: Recipe = "plain",
 ) -> MlpRun:
     """Train the perceptron for a few steps and divide its FLOPs by the time.
 
@@ -105,6 +119,7 @@ def measure_mlp(
         width: rows and columns; the largest of 8192, 4096, ... that fits time and memory if None.
         budget_s: time for the steps, in seconds.
         compile: compile the model with torch.compile.
+        recipe: what is trained, see above.
 
     Raises:
         ConfigError: a size below 1, the device cannot do it, or it does not fit in memory.
@@ -114,16 +129,20 @@ def measure_mlp(
         raise ConfigError(f"num_layers is {num_layers} and width {width}; both must be at least 1")
     ceiling = quick_ceiling(device, arithmetic)
     with arithmetic_of(arithmetic) as dtype:
-        width, choice = _choose_width(device, dtype, num_layers, width, ceiling, budget_s)
+        width, choice = _choose_width(
+            device, _square_bytes(recipe, dtype) * num_layers, num_layers, width, ceiling, budget_s
+        )
         ceiling = max(ceiling, _square_rate(device, dtype, width))
-        step_times_s, optimizer_times_s = _train(
-            device, dtype, num_layers, width, budget_s, compile
+        make = _lecture if recipe == "lecture" else _plain
+        step_times_s, optimizer_times_s = _time_steps(
+            device, *make(device, dtype, num_layers, width, compile), budget_s
         )
         ceiling = max(ceiling, _square_rate(device, dtype, width))
     return MlpRun(
         device=device.type,
         device_name=device_name(device),
         arithmetic=arithmetic,
+        recipe=recipe,
         num_threads=torch.get_num_threads() if device.type == "cpu" else None,
         num_layers=num_layers,
         width=width,
@@ -150,16 +169,25 @@ def _flops(num_layers: int, width: int) -> Flops:
 
 def _choose_width(
     device: torch.device,
-    dtype: torch.dtype,
+    element_bytes: int,
     num_layers: int,
     width: int | None,
     flops_per_s: float,
     budget_s: float,
 ) -> tuple[int, str]:
-    """Return the width to train with and a sentence that says why."""
+    """Return the width to train with and a sentence that says why.
+
+    Args:
+        device: where.
+        element_bytes: memory of all layers for an element of a square matrix.
+        num_layers: linear layers.
+        width: as asked, or None.
+        flops_per_s: the ceiling.
+        budget_s: time for the steps.
+    """
     free_bytes = free_memory_bytes(device)
     if width is not None:
-        need_bytes = _memory_bytes(num_layers, width, dtype)
+        need_bytes = element_bytes * width**2
         if need_bytes > free_bytes:
             raise ConfigError(
                 f"width {width} needs about {need_bytes / 2**30:.1f} GiB and "
@@ -170,7 +198,7 @@ def _choose_width(
     while candidate > _SMALLEST_WIDTH:
         step_s = _flops(num_layers, candidate).model / (_LIKELY_MFU * flops_per_s)
         fits_time = (_NUM_WARMUP + _FEWEST_STEPS) * step_s <= budget_s
-        fits_memory = _memory_bytes(num_layers, candidate, dtype) <= _MEMORY_SHARE * free_bytes
+        fits_memory = element_bytes * candidate**2 <= _MEMORY_SHARE * free_bytes
         if fits_time and fits_memory:
             break
         candidate //= 2
@@ -183,9 +211,15 @@ def _choose_width(
     )
 
 
-def _memory_bytes(num_layers: int, width: int, dtype: torch.dtype) -> int:
-    """Parameters, gradients and two moments, and three activations a layer; all are squares."""
-    return dtype.itemsize * width * width * num_layers * (4 + 3)
+def _square_bytes(recipe: Recipe, dtype: torch.dtype) -> int:
+    """Return the bytes of a layer for an element of its matrix; all is square.
+
+    A parameter, its gradient and two moments, and three activations; autocast keeps a narrow copy
+    of the parameter besides.
+    """
+    if recipe == "lecture":
+        return 4 * 4 + 4 * dtype.itemsize
+    return dtype.itemsize * (4 + 3)
 
 
 def _square_rate(device: torch.device, dtype: torch.dtype, width: int) -> float:
@@ -193,15 +227,13 @@ def _square_rate(device: torch.device, dtype: torch.dtype, width: int) -> float:
     return point.best_flops_per_s
 
 
-def _train(
-    device: torch.device,
-    dtype: torch.dtype,
-    num_layers: int,
-    width: int,
-    budget_s: float,
-    compile: bool,
-) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step, and of the optimizer in each step."""
+Steps = tuple[Callable[[], Tensor], torch.optim.Optimizer]
+"""What makes the loss of a step, and the optimizer."""
+
+
+def _plain(
+    device: torch.device, dtype: torch.dtype, num_layers: int, width: int, compile: bool
+) -> Steps:
     generator = torch.Generator(device).manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(num_layers):
@@ -209,20 +241,51 @@ def _train(
         nn.init.normal_(linear.weight, std=(2 / width) ** 0.5, generator=generator)
         layers += [linear, nn.ReLU()]
     model = nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     if compile:
         model.compile()
     x = torch.randn(width, width, device=device, generator=generator).to(dtype)
     x.requires_grad_()
 
+    def loss() -> Tensor:
+        x.grad = None
+        return model(x).square().mean()
+
+    return loss, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def _lecture(
+    device: torch.device, dtype: torch.dtype, num_layers: int, width: int, compile: bool
+) -> Steps:
+    master = torch.float64 if dtype == torch.float64 else torch.float32
+    layers: list[nn.Module] = []
+    for _ in range(num_layers):
+        layers += [nn.Linear(width, width, device=device, dtype=master), nn.ReLU()]
+    model = nn.Sequential(*layers)
+    if compile:
+        model.compile()
+
+    def loss() -> Tensor:
+        x = torch.randn(width, width, device=device, dtype=master)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != master):
+            return model(x).sum()
+
+    return loss, torch.optim.Adam(model.parameters(), lr=1e-4)
+
+
+def _time_steps(
+    device: torch.device,
+    make_loss: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    budget_s: float,
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each step, and of the optimizer in each step."""
     step_times_s: list[float] = []
     optimizer_times_s: list[float] = []
     begin_s = time.perf_counter()
     for step in range(_NUM_WARMUP + _MOST_STEPS):
         _wait(device)
         first_s = time.perf_counter()
-        x.grad = None
-        model(x).square().mean().backward()
+        make_loss().backward()
         # A GPU must have finished backward before the optimizer's own time begins.
         _wait(device)
         second_s = time.perf_counter()
