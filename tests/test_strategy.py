@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from phalanx.errors import StrategyError
 from phalanx.strategy import (
     AXES,
+    BUILT,
     KINDS,
     Axis,
     Recompute,
@@ -160,12 +161,25 @@ def test_values_made_in_python_meet_the_same_rules() -> None:
         Strategy(dp=Axis(0, "naive"))
 
 
-BUILT_TODAY = ["dp1", "dp7", "dp2:naive", "fsdp2:zero1", "dp2,fsdp4,recompute:every/2"]
+def text_of(name: str, kind: str) -> str:
+    """Return a legal strategy text with one axis of a kind, or one way to recompute."""
+    rule = KINDS[name][kind]
+    option = "" if rule is None else f"/{rule.least}"
+    return f"{name}{'' if name == 'recompute' else 8 if kind == '3d' else 4}:{kind}{option}"
 
 
-@pytest.mark.parametrize("text", BUILT_TODAY)
-def test_what_is_built_passes(text: str) -> None:
-    require_built(Strategy.parse(text))
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds]
+)
+def test_exactly_what_is_built_passes(name: str, kind: str) -> None:
+    strategy = Strategy.parse(text_of(name, kind))
+    if (name, kind) in BUILT or (name, kind) == ("recompute", "none"):
+        require_built(strategy)
+        if strategy.num_ranks > 1:
+            require_built(Strategy.parse(f"{strategy},recompute:full"))
+    else:
+        with pytest.raises(StrategyError, match=f"{name}.* is not built yet; built: dp2, "):
+            require_built(strategy)
 
 
 @pytest.mark.parametrize("text", ["dp1:naive", "fsdp1:zero2", "dp2,fsdp1:zero1"])

@@ -3,10 +3,23 @@
 The mesh has one axis for each degree above 1, outer to inner `pp dp fsdp cp tp`, so that the
 innermost axis lies on the fastest link; tp has one for each of its sub-axes (`Strategy.grid`). A
 strategy of one rank has the axis `dp` of size 1.
+
+[Note: Connections] gloo connects every rank of a group with every other. A group whose collectives
+speak to few ranks is connected lazily instead, and a barrier then opens what it will use: to the
+ranks 1, 2, 4, ... away in both directions, which are also the neighbours of gloo's rings and trees.
+So no rank first connects in the middle of a run, where gloo waits five times the timeout for one
+that stands still, and where two sends that wait for each other's connection would wait for ever.
+The groups of all ranks are such, and those of dp, which only reduce and broadcast. The ranks of the
+other axes exchange with each other. NCCL connects for itself.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phalanx.errors import ConfigError
 from phalanx.strategy import Strategy, check_ranks
 
 DATA_AXES = ("dp", "fsdp")
@@ -21,6 +35,12 @@ DATA_AXES = ("dp", "fsdp")
 
 WRITER_TIMEOUT_S = 3600.0
 """Longest wait for the disk of another rank, in seconds; a rank that is gone is noticed at once."""
+
+GROUP_FILES = 4
+"""Files that gloo has open for a group beside its connections: it listens and waits for events."""
+
+RESERVED_FILES = 128
+"""Files that a rank has open beside its connections: libraries, token files, records, pipes."""
 
 
 def join(
@@ -31,23 +51,120 @@ def join(
     device: str = "cpu",
     timeout_s: float = 600.0,
 ) -> None:
-    """Enter the default process group: gloo for the CPU, and NCCL beside it for CUDA devices.
+    """Enter the default process group: gloo for the CPU, NCCL for CUDA devices.
+
+    NCCL carries Python values too (comm.objects): a CUDA job has no gloo group but the writer's.
 
     Args:
         rank: global rank of this process.
         num_ranks: processes in the job.
         store: where the ranks meet; the environment that torchrun sets, if None.
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda", then that of `torch.cuda.set_device`.
         timeout_s: longest wait for another rank in one collective, in seconds.
+
+    Raises:
+        ConfigError: a rank may not open as many files as the job needs.
     """
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=store,
-        init_method=None if store is not None else "env://",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=timeout_s),
+    check_files({}, num_ranks, device)
+    # Named, NCCL connects at once, and the groups of the axes are split from this one.
+    device_id = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
+    with _lazily_connected():
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=store,
+            init_method=None if store is not None else "env://",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device_id,
+        )
+    dist.barrier()  # see [Note: Connections]
+
+
+def allow_files() -> None:
+    """Let this process open as many files as the system lets it, connections among them."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):  # macOS has a lower limit than it names
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10240)), hard))
+
+
+def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
+    """Return the most files that a rank of a job has open, which rank 0 has.
+
+    It holds the store, to which each rank connects twice: in `join` and by `job_store`.
+
+    Args:
+        axes: sizes of the axes of the mesh.
+        num_ranks: processes in the job.
+        device: "cpu" or "cuda".
+    """
+    peers = [_few(num_ranks)]  # of the writer's group
+    if device == "cpu":
+        peers += [_few(num_ranks)]
+        peers += [_few(size) if axis == "dp" else size - 1 for axis, size in axes.items()]
+    return RESERVED_FILES + 2 * num_ranks + sum(peers) + GROUP_FILES * len(peers)
+
+
+def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
+    """Refuse a job of which a rank needs more files than it may open; see `num_files`.
+
+    Raises:
+        ConfigError: names both numbers and the most ranks that fit.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_files(axes, num_ranks, device)
+    if limit == resource.RLIM_INFINITY or needed <= limit:
+        return
+    raise ConfigError(
+        f"{num_ranks} ranks need {needed} open files on rank 0, but it may open {limit}: "
+        f"{2 * num_ranks} connections to the store where the ranks meet, "
+        f"{needed - 2 * num_ranks - RESERVED_FILES} to ranks of its groups and {RESERVED_FILES} "
+        f"for all else; raise the limit on its host (ulimit -Hn {needed}), or start at most "
+        f"{max(1, (limit - (needed - 2 * num_ranks)) // 2)} ranks"
     )
+
+
+def _few(num_ranks: int) -> int:
+    """Return to how many ranks a rank connects that speaks to those 1, 2, 4, ... away."""
+    return min(num_ranks - 1, 2 * math.ceil(math.log2(num_ranks))) if num_ranks > 1 else 0
+
+
+@contextmanager
+def _lazily_connected() -> Generator[None]:
+    """Let the gloo groups that are made here connect two ranks when they first speak."""
+    # gloo is told by the environment alone; tests/test_mesh.py counts the connections.
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _connect(group: dist.ProcessGroup, *, fully: bool) -> None:
+    """Open the connections that a group will use, see [Note: Connections]."""
+    if dist.get_backend(group) != "gloo":
+        return
+    if fully:
+        numbers = torch.zeros(group.size())
+        dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
+    else:
+        dist.barrier(group)
 
 
 def job_store() -> dist.Store:
@@ -71,6 +188,7 @@ def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
 
     Raises:
         StrategyError: the degrees do not multiply to the number of ranks.
+        ConfigError: a rank may not open as many files as the mesh needs.
     """
     check_ranks(strategy, dist.get_world_size())
     axes: dict[str, int] = {}
@@ -78,7 +196,12 @@ def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
         if axis.degree > 1:
             axes |= strategy.grid() if name == "tp" else {name: axis.degree}
     axes = axes or {"dp": 1}
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    check_files(axes, dist.get_world_size(), device)
+    with _lazily_connected():
+        mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for axis in axes:
+        _connect(mesh.get_group(axis), fully=axis != "dp")
+    return mesh
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
@@ -105,12 +228,14 @@ def writer_group() -> dist.ProcessGroup:
 
     Its collectives run beside those of the training, which must not meet them.
     """
-    group = dist.new_group(
-        backend="gloo",
-        timeout=timedelta(seconds=WRITER_TIMEOUT_S),
-        group_desc="checkpoint writer",
-    )
+    with _lazily_connected():
+        group = dist.new_group(
+            backend="gloo",
+            timeout=timedelta(seconds=WRITER_TIMEOUT_S),
+            group_desc="checkpoint writer",
+        )
     assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    _connect(group, fully=False)
     return group
 
 

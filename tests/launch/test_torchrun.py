@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import phalanx
 from phalanx.errors import ConfigError
 from phalanx.launch import torchrun
 
@@ -66,7 +67,7 @@ def test_ranks_that_differ_are_named_once(tmp_path: Path) -> None:
     assert done.returncode != 0
     message = "rank 1 would run another job than rank 0: they differ in text (text 0 on rank 0, "
     assert done.stderr.count(message) == 1
-    assert "phalanx/launch/" not in done.stderr  # no traceback of ours
+    assert f'File "{Path(phalanx.__file__).parent}' not in done.stderr  # no traceback of ours
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_an_error_of_the_users_is_told_once(option: str, message: str, tmp_path:
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert len(ours) == 1 and ours[0].startswith("rank 0: ") and message in ours[0]
-    assert "phalanx/train/" not in done.stderr  # no traceback of ours
+    assert f'File "{Path(phalanx.__file__).parent}' not in done.stderr  # no traceback of ours
 
 
 def test_a_process_of_slurm_needs_no_local_rank() -> None:

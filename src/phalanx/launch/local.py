@@ -326,6 +326,7 @@ def _join(place: Place, listener: socket.socket | None) -> None:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     keep_freed_memory()
+    mesh.allow_files()
     torch.set_num_threads(place.threads or max(1, num_cores() // place.num_ranks))
     if place.device == "cuda":
         torch.cuda.set_device(place.rank)

@@ -110,6 +110,7 @@ def run_here(
 
     place = read_place()
     device = _use_device(place, device, threads)
+    mesh.allow_files()
     store = _meet(place, timeout_s)
     value = _prepare(place, store, prepare, facts)
     store.set_timeout(timedelta(seconds=timeout_s))

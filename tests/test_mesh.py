@@ -1,0 +1,107 @@
+"""Groups open the connections that they use, and a job with too many for a rank is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Generator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx import mesh
+from phalanx.comm.objects import gather_objects
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.strategy import Strategy
+
+resource = pytest.importorskip("resource")
+
+
+@pytest.fixture
+def limits() -> Generator[tuple[int, int]]:
+    """The limits of open files, as they are put back afterwards."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def num_open(*, sockets: bool) -> int:
+    """Return how many files, or only sockets, this process has open."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # that of listdir itself
+            continue
+        count += not sockets or target.startswith("socket:")
+    return count
+
+
+def counts(text: str) -> dict[str, int]:
+    """Return what this rank has open before and after a mesh, all kinds of calls and a save."""
+    sockets = num_open(sockets=True)
+    built = mesh.build_mesh(Strategy.parse(text))
+    for axis in built.mesh_dim_names or ():
+        dist.all_reduce(torch.ones(1000), group=built.get_group(axis))
+    writer = mesh.writer_group()
+    connected = num_open(sockets=True)
+    for group in (None, writer):
+        gather_objects("x" * 1000, group)
+        dist.broadcast_object_list([None], src=0, group=group)
+        dist.all_reduce(torch.ones(100_000), group=group)
+    return {
+        "joined": sockets,
+        "connected": connected,
+        "used": num_open(sockets=True),
+        "files": num_open(sockets=False),
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
+@pytest.mark.parametrize("text", ["fsdp2", "dp2,fsdp2", "dp4,tp2"])
+def test_a_rank_connects_to_few_ranks_and_never_later(text: str) -> None:
+    strategy = Strategy.parse(text)
+    axes = {name: axis.degree for name, axis in strategy.axes() if axis.degree > 1}
+    ranks = run_ranks(counts, strategy.num_ranks, text, threads=1)
+    for found in ranks:
+        assert found["used"] == found["connected"]
+        assert found["files"] <= mesh.num_files(axes, strategy.num_ranks, "cpu")
+    # To the ranks 1, 2 and 4 away, to listen, to the store and to the parent, less than to all.
+    assert all(found["joined"] <= 5 + 1 + 2 for found in ranks[1:])
+
+
+def test_connections_grow_with_the_logarithm_of_the_ranks() -> None:
+    axes = {"dp": 64, "fsdp": 8, "tp": 8}
+    store = 2 * 4096
+    on_cpu = mesh.num_files(axes, 4096, "cpu") - store - mesh.RESERVED_FILES
+    assert on_cpu == (2 * 12 + 2 * 12) + (2 * 6 + 7 + 7) + 5 * mesh.GROUP_FILES
+    assert mesh.num_files(axes, 4096, "cuda") - store - mesh.RESERVED_FILES == 24 + 4
+
+
+def test_the_files_that_the_system_allows_are_used(limits: tuple[int, int]) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 256), limits[1]))
+    mesh.allow_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard or (sys.platform == "darwin" and soft > 256)
+
+
+def test_a_job_too_large_for_the_files_is_refused_with_the_most_that_fit(
+    limits: tuple[int, int],
+) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    with pytest.raises(ConfigError, match=r"4096 ranks need \d+ open files .* may open 1024") as at:
+        mesh.check_files({}, 4096, "cuda")
+    fits = int(re.findall(r"at most (\d+) ranks", str(at.value))[0])
+    assert mesh.num_files({}, fits, "cuda") <= 1024
+    mesh.check_files({}, fits, "cuda")
+
+
+def test_groups_of_others_are_connected_as_ever() -> None:
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    with mesh._lazily_connected():
+        assert os.environ[name] == "1"
+    assert os.environ.get(name) == before
