@@ -8,9 +8,12 @@ Python. What a legal value is, stands in config_check; how the value is read, in
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from phalanx.errors import BatchError
+
+MOST_ROWS: Final = 2**20
+"""Most sequences of one rank in one step: their numbers and tokens are in memory at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +112,8 @@ class TrainConfig:
     """Preset of the model's shape; that of the checkpoint to begin with or go on from, else demo,
     if unset."""
     data: str | None = None
-    """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet; the standard
-    library of this Python if unset."""
+    """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the
+    working folder; the standard library of this Python if unset."""
     tokenizer: str | None = None
     """A tokenizer.json; a byte-level BPE trained on the data if unset."""
     strategy: str | None = None
@@ -135,7 +138,8 @@ class TrainConfig:
     out: str | None = None
     """Folder of what the run writes; runs/<model>-<strategy>-<date> if unset."""
     resume: str | None = None
-    """A run folder or checkpoint folder to go on from."""
+    """A run folder or checkpoint folder to go on from, with the settings of its config.toml; those
+    that are given override them."""
     eval_every: int = 100
     """Steps between two measurements of the validation loss; 0: only at the start and the end."""
     eval_samples: int = 256
@@ -202,7 +206,18 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchPlan:
         accumulation = 1
     if microbatch is None and size is None:
         microbatch = 4
+    if size is not None and size > MOST_ROWS * num_data_ranks:
+        raise BatchError(
+            f"batch.global_size is {size}, {size // num_data_ranks} sequences for each of "
+            f"{num_data_ranks} data ranks; the most is {MOST_ROWS} a rank, "
+            f"{MOST_ROWS * num_data_ranks} in all"
+        )
     if microbatch is not None and accumulation is not None:
+        if microbatch * accumulation > MOST_ROWS:
+            raise BatchError(
+                f"batch.microbatch {microbatch} x batch.accumulation {accumulation} are "
+                f"{microbatch * accumulation} sequences for each rank; the most is {MOST_ROWS}"
+            )
         product = microbatch * accumulation * num_data_ranks
         if size not in (None, product):
             raise BatchError(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Final, Literal
 
-from phalanx.config import TrainConfig
+from phalanx.config import MOST_ROWS, TrainConfig
 from phalanx.errors import ConfigError, nearest
 from phalanx.strategy import Strategy, check_ranks, require_built
 
@@ -31,7 +31,7 @@ RANGES: Final[Mapping[str, Interval]] = {
     "save_every": (0, math.inf, "[)"),
     "keep_checkpoints": (1, math.inf, "[)"),
     "timeout_s": (0, 10**6, "(]"),
-    "shape.num_layers": (1, math.inf, "[)"),
+    "shape.num_layers": (1, 10_000, "[]"),
     "shape.hidden": (1, math.inf, "[)"),
     "shape.num_heads": (1, math.inf, "[)"),
     "shape.num_kv_heads": (1, math.inf, "[)"),
@@ -45,8 +45,8 @@ RANGES: Final[Mapping[str, Interval]] = {
     "corpus.validation": (0, 1, "[)"),
     "corpus.max_bytes": (1, math.inf, "[)"),
     "batch.global_size": (1, math.inf, "[)"),
-    "batch.microbatch": (1, 2**20, "[]"),
-    "batch.accumulation": (1, math.inf, "[)"),
+    "batch.microbatch": (1, MOST_ROWS, "[]"),
+    "batch.accumulation": (1, MOST_ROWS, "[]"),
     "optimizer.lr": (0, math.inf, "()"),
     "optimizer.min_lr_ratio": (0, 1, "[]"),
     "optimizer.warmup_steps": (0, math.inf, "[)"),
@@ -93,6 +93,8 @@ def check(config: TrainConfig) -> None:
         check_type(key, hint, value)
         if key in RANGES and value is not None:
             check_range(key, value)
+        if isinstance(value, str):
+            _check_text(key, value)
     if config.optimizer.clip_p not in (1, 2, math.inf):
         near = min((1.0, 2.0, math.inf), key=lambda p: abs(p - config.optimizer.clip_p))
         raise ConfigError(
@@ -105,6 +107,22 @@ def check(config: TrainConfig) -> None:
         require_built(strategy)
         if config.nproc is not None:
             check_ranks(strategy, config.nproc)
+
+
+def _check_text(key: str, value: str) -> None:
+    """Raise ConfigError for what no file or name can be, and no file of settings can hold."""
+    if not value.strip():
+        raise ConfigError(
+            f"{key} is empty, such as a variable of the shell that is not set; give it a value, or "
+            "leave it out"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{key} is {value!r}, which is not UTF-8, so that no record of the run could name it; "
+            "give it a name in UTF-8, such as that of a link"
+        ) from None
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -192,7 +210,9 @@ def check_range(key: str, value: float) -> None:
         expected += " and finite" if above else ""
     else:
         expected = f"a number in {brackets[0]}{low}, {high}{brackets[1]}"
-    if not above and brackets[0] == "[":
+    if math.isnan(value):
+        pass  # no number is near
+    elif not above and brackets[0] == "[":
         expected += f"; the nearest is {low}"
     elif not below and brackets[1] == "]":
         expected += f"; the nearest is {high}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
+import os
 import re
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, TypeVar, cast
@@ -16,8 +15,9 @@ from typing import Annotated, Any, Final, Generic, TypeVar, cast
 import tyro
 
 from phalanx.config import TrainConfig, solve_batch
-from phalanx.config_check import check_type, choices, members, read_text, settings, value_at
-from phalanx.errors import ConfigError, nearest
+from phalanx.config_check import choices, members, read_text, settings, value_at
+from phalanx.config_file import RUN_FILE, closest, read_values
+from phalanx.errors import ConfigError
 from phalanx.strategy import Strategy
 
 Schema = TypeVar("Schema")
@@ -49,7 +49,8 @@ class _CommandLine(Generic[Schema]):
 
     settings: Annotated[Schema, tyro.conf.arg(name="")]
     config: str | None = None
-    """A TOML file of the settings below; the command line goes before it."""
+    """TOML file with any of the settings below; command-line values override it. Of several files,
+    later ones override earlier ones."""
     show_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print every value and where it came from, and do nothing else."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -73,12 +74,14 @@ def load_config(
         SystemExit: with code 0, after --help.
     """
     keys = {key: hint for key, hint, _ in settings(schema)}
+    files = [(path, read_values(path, keys)) for path in _values_of("config", argv)]
+    run_file = _run_file(argv, files) if schema is TrainConfig else None
+    if run_file is not None:
+        files = [(str(run_file), _to_go_on(run_file, keys)), *files]
     sources = dict.fromkeys(keys, "default")
     base = schema()
-    path = _config_path(argv)
-    if path is not None:
-        table = _read_toml(path)
-        for key, value in _flatten(table, keys, path).items():
+    for path, values in files:
+        for key, value in values.items():
             base = with_value(base, key, value)
             sources[key] = path
     options = ("config", "show_config", "json")
@@ -89,7 +92,8 @@ def load_config(
     for key in keys:
         if key in named or value_at(line.settings, key) != value_at(base, key):
             sources[key] = "command line"
-    return Loaded(line.settings, sources, line.show_config, line.json)
+    loaded = Loaded(line.settings, sources, line.show_config, line.json)
+    return loaded if run_file is None else _give_way(loaded, str(run_file))
 
 
 def read_command_line(argv: Sequence[str], default: Schema, *, prog: str) -> Schema:
@@ -140,93 +144,63 @@ def resolve(loaded: Loaded[TrainConfig], num_ranks: int) -> Loaded[TrainConfig]:
     return dataclasses.replace(loaded, config=config, sources=sources)
 
 
-def _config_path(argv: Sequence[str]) -> str | None:
-    """Return the file that --config names."""
+_OF_ONE_RUN: Final = ("out", "resume", "init", "nproc", "batch.microbatch", "batch.accumulation")
+"""Settings that a run which goes on does not take from its file: they say where it began and wrote,
+or follow from the others and the number of ranks."""
+
+_OF_ITS_TOKENIZER: Final = ("tokenizer", "corpus.vocab_size")
+"""Settings that are not taken either where the tokenizer they led to stands beside the file."""
+
+
+def _values_of(option: str, argv: Sequence[str]) -> list[str]:
+    """Return each value that the command line gives an option, in order."""
+    values: list[str] = []
     for index, word in enumerate(argv):
-        if word.startswith("--config="):
-            return word.removeprefix("--config=")
-        if word == "--config" and index + 1 < len(argv):
-            return argv[index + 1]
-    return None
+        if word.startswith(f"--{option}="):
+            values.append(word.partition("=")[2])
+        elif word == f"--{option}":
+            values += argv[index + 1 : index + 2]
+    return values
 
 
-def _read_toml(path: str) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: it is missing, not text, or not TOML; with the line.
-    """
-    file = Path(path)
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        beside = [other.name for other in file.parent.glob("*.toml")]
-        raise ConfigError(
-            f"--config {path}: there is no such file{nearest(file.name, beside)}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--config {path}: is not text; expected a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--config {path}: is not TOML: {error}") from None
+def _run_file(argv: Sequence[str], files: Sequence[tuple[str, dict[str, Any]]]) -> Path | None:
+    """Return the file of settings of the run that is to go on, if there is one."""
+    named = [values["resume"] for _, values in files if "resume" in values]
+    named += _values_of("resume", argv)
+    if not named or named[-1].lower() == "none":
+        return None
+    folder = Path(named[-1])
+    if (folder / RUN_FILE).is_file():
+        return folder / RUN_FILE
+    place = Path(os.path.abspath(folder))  # "." has no parents
+    run_file = place.parent.parent / RUN_FILE
+    return run_file if place.parent.name == "checkpoints" and run_file.is_file() else None
 
 
-def _flatten(
-    table: Mapping[str, Any], keys: Mapping[str, Any], path: str, prefix: str = ""
-) -> dict[str, Any]:
-    """Return {dotted key: value} of a file's tables, each key known and each value of its type."""
-    flat: dict[str, Any] = {}
-    sections = {key.split(".")[0] for key in keys if "." in key}
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        is_section = not prefix and name in sections
-        if isinstance(value, dict) and is_section:
-            flat |= _flatten(cast("dict[str, Any]", value), keys, path, f"{name}.")
-        elif is_section:
-            raise ConfigError(f"{path}: {name} is {value!r}; expected a section, [{name}]")
-        elif key not in keys:
-            raise ConfigError(f"{path}: {_unknown(key, keys, isinstance(value, dict))}")
-        else:
-            try:
-                check_type(key, keys[key], value)
-            except ConfigError as error:
-                raise ConfigError(f"{path}: {error}") from None
-            flat[key] = value
-    return flat
+def _to_go_on(run_file: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that are taken where it goes on."""
+    dropped = _OF_ONE_RUN
+    if (run_file.parent / "tokenizer.json").is_file():
+        dropped += _OF_ITS_TOKENIZER
+    values = read_values(str(run_file), keys)
+    return {key: value for key, value in values.items() if key not in dropped}
 
 
-def _unknown(key: str, keys: Mapping[str, Any], is_section: bool) -> str:
-    """Return why a key of a file is unknown, and which one was probably meant."""
-    if is_section:
-        sections = sorted({other.partition(".")[0] for other in keys if "." in other})
-        known = ", ".join(f"[{section}]" for section in sections)
-        return f"section [{key}] is unknown{nearest(key, sections)}; the sections are {known}"
-    section, _, name = key.rpartition(".")
-    homes = [other.rpartition(".")[0] for other in keys if other.rpartition(".")[2] == name]
-    if homes:
-        return f"'{name}' does not belong to {_place(section)}; it belongs to " + " or ".join(
-            map(_place, homes)
-        )
-    close = _closest(key, keys)
-    return f"'{key}' is unknown" + (f" (did you mean '{close}'?)" if close else "")
+def _give_way(loaded: Loaded[Schema], run_file: str) -> Loaded[Schema]:
+    """Unset what a run was told where another setting, given now, says the same in another way."""
+    config, sources = loaded.config, dict(loaded.sources)
 
+    def is_given(*keys: str) -> bool:
+        return all(sources[k] != run_file and value_at(config, k) is not None for k in keys)
 
-def _place(section: str) -> str:
-    """Return how a section of a file is called in a message."""
-    return f"section [{section}]" if section else "the top of the file, above all sections"
-
-
-def _closest(key: str, keys: Iterable[str]) -> str | None:
-    """Return the key that was probably meant: of the same name, beside it, or anywhere."""
-    section, _, name = key.rpartition(".")
-    names = {other: other.rpartition(".")[2] for other in keys}
-    beside = {other: n for other, n in names.items() if other.rpartition(".")[0] == section}
-    for pool, cutoff in ((names, 1.0), (beside, 0.5), (names, 0.5)):
-        close = difflib.get_close_matches(name, pool.values(), n=1, cutoff=cutoff)
-        if close:
-            return next(other for other, n in pool.items() if n == close[0])
-    return None
+    for key, others in (
+        ("steps", ("epochs",)),
+        ("epochs", ("steps",)),
+        ("batch.global_size", ("batch.microbatch", "batch.accumulation")),
+    ):
+        if sources[key] == run_file and is_given(*others):
+            config, sources[key] = with_value(config, key, None), "default"
+    return dataclasses.replace(loaded, config=config, sources=sources)
 
 
 def _key_of(word: str) -> str:
@@ -273,7 +247,7 @@ def _unread(word: str, keys: Sequence[str]) -> str:
         return (
             f"'{word}' on the command line belongs to no option; an option is written --name value"
         )
-    close = _closest(_key_of(word), [*keys, "help"])
+    close = closest(_key_of(word), [*keys, "help"])
     near = f" (did you mean '--{close.replace('_', '-')}'?)" if close else ""
     return f"option '{word}' is unknown{near}; --help lists all"
 

@@ -185,6 +185,7 @@ def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.Mon
     strategy = types.SimpleNamespace(num_ranks=2)
     ours, terminal = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(loop, "claim", lambda job: job)
     monkeypatch.setattr(loop, "run_ranks", interrupted)
     with os.fdopen(terminal, "w") as screen, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", screen)

@@ -37,7 +37,9 @@ def test_damaged_folder_is_not_believed_and_is_made_anew(tmp_path: Path, damage:
     elif damage == "manifest":
         manifest.write_text(manifest.read_text()[:-3])
     elif damage == "version":
-        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 0'))
+        manifest.write_text(
+            manifest.read_text().replace(f'"format": {cache.FORMAT}', '"format": 0')
+        )
     else:
         file.unlink()
         manifest.unlink()

@@ -26,6 +26,7 @@ from phalanx.train.job import (
     manifest_of,
     remarks_on,
     resolve,
+    words_of,
 )
 from phalanx.train.loop import facts_of, train
 from phalanx.train.precision import resolve as resolve_precision
@@ -314,10 +315,12 @@ def test_settings_other_than_the_run_had_are_named(config: TrainConfig) -> None:
         optimizer=OptimizerConfig(lr=1e-4, clip_p=float("inf")),
     )
     assert remarks_on(resolve(other)) == [
-        "goes on with other settings than before: batch.global_size 4 -> 8, precision float32 -> "
-        "float64, corpus.document_mask True -> False, shape.dropout 0.0 -> 0.1, optimizer.lr 0.002 "
-        "-> 0.0001, optimizer.clip_p 2.0 -> inf, steps 4 -> 8"
+        "goes on with other settings than before: steps 4 -> 8, precision float32 -> float64, "
+        "corpus.document_mask True -> False, batch.global_size 4 -> 8, optimizer.lr 0.002 -> "
+        "0.0001, optimizer.clip_p 2.0 -> inf, shape.dropout 0.0 -> 0.1"
     ]
+    (line,) = remarks_on(resolve(dataclasses.replace(resumed, strategy="fsdp2", save_every=3)))
+    assert line.endswith("before: strategy dp1 -> fsdp2, save_every 0 -> 3")
 
 
 def test_that_nothing_is_left_is_said(config: TrainConfig) -> None:
@@ -328,18 +331,24 @@ def test_that_nothing_is_left_is_said(config: TrainConfig) -> None:
     )
 
 
-def test_a_run_keeps_its_name(config: TrainConfig) -> None:
+def test_a_run_is_called_what_it_is(config: TrainConfig) -> None:
+    """A preset by its name, other sizes by theirs, and later runs as the one they come from."""
     with_checkpoints(config, 2)
-    assert resolve(dataclasses.replace(config, out=None)).name == "demo"
-    assert resolve(dataclasses.replace(config, resume="run", out=None)).name == "demo"
+    job = resolve(dataclasses.replace(config, out=None))
+    assert job.name == "decoder-6.77k" and num_parameters(job.shape).total == 6768
+    assert job.out.name.startswith("decoder-6.77k-dp1-")
+    assert resolve(dataclasses.replace(config, resume="run", out=None)).name == job.name
+    demo = dataclasses.replace(config, shape=ShapeConfig(dropout=0.5), out=None)
+    assert resolve(demo).name == "demo"
     assert not list(Path("run").glob(TOKENIZER))
-    shutil.copy(resolve(dataclasses.replace(config, out=None)).tokens.tokenizer, "run")
+    shutil.copy(job.tokens.tokenizer, "run")
     begun = dataclasses.replace(config, init="run", shape=ShapeConfig(dropout=0.2), out=None)
     job = resolve(begun)
-    assert job.name == "run" and job.out.name.startswith("run-dp1-")
+    assert job.name == "decoder-6.77k" and job.out.name.startswith("decoder-6.77k-dp1-")
+    assert words_of(job)[0].startswith("decoder-6.77k (6,768 parameters) from run/checkpoints/step")
     with_checkpoints(dataclasses.replace(begun, out="second"), 3)
     again = resolve(dataclasses.replace(begun, init=None, resume="second"))
-    assert again.name == "run" and again.shape == job.shape and again.shape.dropout == 0.2
+    assert again.name == job.name and again.shape == job.shape and again.shape.dropout == 0.2
 
 
 def test_a_preset_that_is_named_must_be_that_of_the_weights(config: TrainConfig) -> None:
@@ -410,3 +419,23 @@ def test_hosts_compare_every_setting_that_changes_the_run(config: TrainConfig) -
         assert [name for name in ours if ours[name] != theirs[name]] == [key]
         with pytest.raises(ConfigError, match=f"they differ in {key} "):
             check_same([ours, theirs])
+
+
+# What is said before the first step.
+
+
+def test_the_data_and_how_often_it_is_gone_through_is_said(config: TrainConfig) -> None:
+    job = resolve(config)
+    size = Path("squares.txt").stat().st_size
+    line = words_of(job)[1]
+    assert line.startswith(
+        f"data: {Path('squares.txt').absolute()}: {size:,} bytes in 1 document, "
+    )
+    assert f"{job.tokens.train.num_tokens:,} tokens to train on" in line
+    assert line.endswith("; 4 steps are 0.047 epochs") and remarks_on(job) == []
+    long = resolve(dataclasses.replace(config, steps=1000))
+    (line,) = remarks_on(long)
+    assert line.startswith("1000 steps go 12 times over this text; beyond 4 or so")
+    assert line.endswith("--epochs 4 are 339 steps")
+    assert resolve(dataclasses.replace(config, steps=None, epochs=4)).num_steps == 339
+    assert remarks_on(resolve(dataclasses.replace(config, steps=None, epochs=12))) == []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,8 +196,10 @@ def folder_of(run: Path, steps_done: int) -> Path:
 
 def run_of(folder: Path) -> Path | None:
     """Return the run folder that a checkpoint stands in, or None if it stands elsewhere."""
-    folder = folder.resolve()  # "." has no parents
-    return folder.parent.parent if folder.parent.name == "checkpoints" else None
+    for place in (Path(os.path.abspath(folder)), folder.resolve()):  # "checkpoints" may be a link
+        if place.parent.name == "checkpoints":
+            return place.parent.parent
+    return None
 
 
 def whole(run: Path) -> dict[int, Path]:

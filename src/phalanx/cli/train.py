@@ -89,9 +89,10 @@ def _run(config: TrainConfig, as_json: bool) -> int:
 
 def _announce(job: Job, console: Console) -> None:
     """Say what is about to run, and how that differs from the run it goes on with."""
-    from phalanx.train.job import remarks_on
+    from phalanx.train.job import remarks_on, words_of
 
-    console.print(Text(f"{job.strategy} on {job.device}; {job.batch}; {job.num_steps} steps"))
+    for line in words_of(job):
+        console.print(Text(line), soft_wrap=True)
     for line in remarks_on(job):
         console.print(Text(line, style="yellow"), soft_wrap=True)
     if job.strategy.tp.degree > 1:

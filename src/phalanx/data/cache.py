@@ -22,7 +22,7 @@ from typing import cast
 
 from phalanx.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 """Version of everything in the cache; a change of the law of any file in it raises this number."""
 
 _MANIFEST = "manifest.json"

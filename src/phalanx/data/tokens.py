@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,8 @@ class TokenFiles:
         validation: tokens kept aside; none if the share was 0.
         num_documents: documents of the corpus.
         num_bytes: bytes of its text.
+        text_digest: hash of the documents, names and text.
+        tokenizer_digest: hash of the tokenizer.
     """
 
     folder: Path
@@ -68,6 +71,8 @@ class TokenFiles:
     validation: TokenFile
     num_documents: int
     num_bytes: int
+    text_digest: str
+    tokenizer_digest: str
 
     @property
     def tokenizer(self) -> Path:
@@ -146,7 +151,12 @@ def prepare(
             np.save(buffer, count_token_bytes(given))
             (place / _TOKEN_BYTES).write_bytes(buffer.getvalue())
             _encode(place, data, corpus.max_bytes, given, split, survey, report)
-            return {"num_documents": len(survey.names), "num_bytes": survey.num_bytes}
+            return {
+                "num_documents": len(survey.names),
+                "num_bytes": survey.num_bytes,
+                "text_digest": survey.digest,
+                "tokenizer_digest": fingerprint("tokenizer", given.to_str()),
+            }
 
         width_bytes = 2 if count_ids(given) <= 1 << 16 else 4
         # A byte-level token of a text stands for about four bytes of it.
@@ -174,8 +184,7 @@ def open_tokens(folder: str | Path) -> TokenFiles:
         folder,
         open_token_file(folder / _TRAIN),
         open_token_file(folder / _VALIDATION),
-        int(str(facts["num_documents"])),
-        int(str(facts["num_bytes"])),
+        **cast("dict[str, Any]", facts),
     )
 
 

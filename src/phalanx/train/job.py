@@ -17,16 +17,21 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.launch.torchrun import is_under_torchrun, read_place
 from phalanx.measure.environment import check_memory_for
 from phalanx.models.shape import ModelShape
+from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.precision import Precision
 from phalanx.train.precision import resolve as resolve_precision
 from phalanx.train.resume import (
+    DEFAULT_MODEL,
     as_before,
+    check_stream,
     checkpoint_of,
     name_of,
     remarks,
+    resolved,
     settings_of,
     shape_of,
+    stream_of,
     tokenizer_of,
 )
 from phalanx.train.run_folder import (
@@ -41,15 +46,20 @@ from phalanx.train.run_folder import (
 DEFAULT_STEPS = 560
 """Optimizer steps of a run that names neither steps nor epochs: as many as suit the demo."""
 
+MANY_EPOCHS = 4
+"""Passes over a text up to which repeating it is nearly as good as new text (Muennighoff et al.
+2023, arXiv 2305.16264)."""
+
 
 @dataclass(frozen=True)
 class Job:
     """A run, resolved; the same value on every rank.
 
     Attributes:
-        config: the configuration it comes from, completed by the checkpoint it goes on from.
+        config: the configuration it comes from, resolved: completed by the checkpoint it goes on
+            from, with values for what was unset and absolute paths.
         strategy: how the work is split.
-        name: what the model is called: its preset, or the run or folder its weights are from.
+        name: what the model is called, see `resume.name_of`.
         shape: the model.
         batch: the batch law, solved.
         device: "cpu" or "cuda".
@@ -135,8 +145,8 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     strategy, device = choose_strategy(config)
     if start is not None:
         config = as_before(config, start.about, strategy.data_ranks)
-    name = name_of(config, start, init)
     shape = shape_of(config, start, init)
+    name = name_of(config, shape, start, init)
     if config.corpus.seq_len > shape.max_seq_len:
         raise ConfigError(
             f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "
@@ -157,7 +167,8 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         progress=progress,
     )
     if start is not None:
-        start.about.check(shape, _stream_of(config, tokens))
+        check_stream(start, resolved(config, batch), tokens)
+        start.about.check(shape, stream_of(config, tokens))
     num_samples = len(Samples(tokens.train, config.corpus.seq_len))
     if num_samples < 1:
         raise DataError(
@@ -169,8 +180,20 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     steps_done = 0 if start is None else start.about.steps_done
     num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=steps_done)
     check_space(out, num_checkpoints, config.keep_checkpoints, checkpoint_bytes(shape, precision))
+    settled: dict[str, Any] = {
+        "strategy": str(strategy),
+        "nproc": strategy.num_ranks,
+        "device": device,
+        "precision": precision.name if device == "cpu" else config.precision,
+        "steps": num_steps if config.epochs is None else None,
+        "model": config.model or (DEFAULT_MODEL if start is None and init is None else None),
+    }
+    if start is not None:  # so that its file can still begin such a run from the start
+        is_own = config.tokenizer is None and config.corpus.vocab_size is None
+        for key in ("init", *(("tokenizer", "corpus.vocab_size") if is_own else ())):
+            settled[key] = start.about.settings.get(key)
     return Job(
-        config=config,
+        config=resolved(config, batch, **settled),
         strategy=strategy,
         name=name,
         shape=shape,
@@ -242,8 +265,8 @@ def _precision_of(config: TrainConfig, device: str) -> Precision:
     "auto" asks the GPU what it can do, and the process that starts the ranks must not occupy one;
     whichever it chooses, master weights are those of float32.
     """
-    name = "float32" if config.precision == "auto" else config.precision
-    return resolve_precision(name, device)
+    is_open = config.precision == "auto" and device == "cuda"
+    return resolve_precision("float32" if is_open else config.precision, device)
 
 
 def _check_warmup(config: TrainConfig, num_steps: int) -> None:
@@ -266,25 +289,55 @@ def manifest_of(
         num_ranks=job.strategy.num_ranks,
         strategy=str(job.strategy),
         shape=dataclasses.asdict(job.shape),
-        stream=_stream_of(job.config, job.tokens),
-        settings=settings_of(job.config, job.batch, job.name, job.shape.dropout),
+        stream=stream_of(job.config, job.tokens),
+        settings=settings_of(job.config, job.name, job.shape.dropout),
         scaler=scaler,
     )
 
 
-def _stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
-    """Return what fixes the order of the samples, so that a place in it means the same."""
-    return {
-        "text and tokenizer": tokens.folder.name,
-        "seed": config.seed,
-        "corpus.seq_len": config.corpus.seq_len,
-        "corpus.shuffle": config.corpus.shuffle,
-    }
+def words_of(job: Job) -> list[str]:
+    """Return what is about to run: the model, the split and the data, in a line each."""
+    tokens, weights = job.tokens, ""
+    if (origin := job.init or (job.start and job.start.folder)) is not None:
+        weights = f" from {origin}"
+    held = tokens.validation.num_tokens
+    return [
+        f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
+        f"{job.device}; {job.batch}; {job.num_steps} steps",
+        f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "
+        f"bytes in {_count(tokens.num_documents, 'document')}, {tokens.train.num_tokens:,} tokens "
+        f"to train on and {held:,} to validate; {_count(job.num_steps, 'step')} "
+        f"{'is' if job.num_steps == 1 else 'are'} {num_epochs(job):.2g} epochs",
+    ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def num_epochs(job: Job) -> float:
+    """Return the passes over the data of the whole run; of a part that is done, as it was."""
+    done, consumed = 0, 0
+    if job.start is not None:
+        done, consumed = job.start.about.steps_done, job.start.about.consumed
+    rows = consumed + max(0, job.num_steps - done) * job.batch.global_size
+    return rows / len(Samples(job.tokens.train, job.config.corpus.seq_len))
 
 
 def remarks_on(job: Job) -> list[str]:
-    """Return what a person should know of a job that goes on with a run, in a line each."""
-    if job.start is None:
-        return []
-    before = job.start.about
-    return remarks(before, manifest_of(job, before.steps_done, before.consumed))
+    """Return what a person should know before the job runs, in a line each."""
+    lines: list[str] = []
+    if job.start is not None:
+        before = job.start.about
+        lines = remarks(before, manifest_of(job, before.steps_done, before.consumed))
+    passes = num_epochs(job)
+    if job.config.epochs is None and passes > MANY_EPOCHS:
+        one_epoch = (
+            len(Samples(job.tokens.train, job.config.corpus.seq_len)) / job.batch.global_size
+        )
+        lines.append(
+            f"{job.num_steps} steps go {passes:.2g} times over this text; beyond {MANY_EPOCHS} or "
+            f"so a model learns it by heart rather than from it; --epochs {MANY_EPOCHS} are "
+            f"{math.ceil(MANY_EPOCHS * one_epoch)} steps"
+        )
+    return lines

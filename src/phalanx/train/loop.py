@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+from phalanx.checkpoint.agree import agree_on_first
 from phalanx.comm.check import LIMIT_S, CollectiveCheck
-from phalanx.comm.primitives import barrier, share
+from phalanx.comm.primitives import barrier
 from phalanx.config import TrainConfig
 from phalanx.config_check import check, settings, value_at
 from phalanx.errors import CollectiveMismatch
@@ -22,6 +23,7 @@ from phalanx.train.evaluate import evaluate
 from phalanx.train.job import Job, manifest_of, resolve
 from phalanx.train.observer import Observer
 from phalanx.train.precision import resolve as resolve_precision
+from phalanx.train.run_folder import claim
 from phalanx.train.session import Session, open_session
 from phalanx.train.summary import Summary, summarize_run
 
@@ -60,6 +62,7 @@ def train(config: TrainConfig, announce: Announce | None = None) -> Summary:
 
 def start(job: Job) -> Summary:
     """Start the ranks of a resolved job on this host and wait for the summary."""
+    job = claim(job)
     try:
         return run_ranks(
             train_rank,
@@ -158,7 +161,8 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 def _train_here(announce: Announce | None, job: Job) -> Summary:
     # A folder named after the time must have one name.
-    job = dataclasses.replace(job, out=share(job.out))
+    out = agree_on_first(lambda: claim(job).out, f"cannot write to {job.out}")
+    job = dataclasses.replace(job, out=out)
     if announce is not None and dist.get_rank() == 0:
         announce(job)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,15 +15,31 @@ from phalanx.checkpoint import companions, hugging_face, manifest
 from phalanx.checkpoint.convert import shape_in
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.config import BatchConfig, BatchPlan, TrainConfig
+from phalanx.config_check import settings, value_at
+from phalanx.config_load import with_value
+from phalanx.data.tokens import TokenFiles
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
+from phalanx.planner.model_shape import num_parameters
 
 DEFAULT_MODEL: Final = "demo"
 """Preset of a run that names no model and begins with no checkpoint."""
 
-_FREE: Final = ("model", "epochs", "batch.microbatch")
+_PATHS: Final = ("data", "tokenizer", "init", "out", "corpus.cache")
+"""Settings that name files of this host."""
+
+_OF_ITS_FOLDER: Final = ("out", "resume", "nproc")
+"""Settings that a run does not keep: they follow from where it lies and from its strategy."""
+
+_OF_THE_STREAM: Final = ("corpus.validation", "seed", "corpus.seq_len", "corpus.shuffle")
+"""Settings that fix the order of the samples of a text."""
+
+_FREE: Final = (
+    *("model", "epochs", "batch.microbatch", "batch.accumulation"),
+    *("tokenizer", "corpus.vocab_size", "init", "threads", "corpus.cache"),
+)
 """Settings in a manifest that change no number of the run, or show in those that do."""
 
 
@@ -42,15 +59,34 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     return manifest.find_and_read(Path(path))
 
 
-def name_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | None) -> str:
-    """Return what the run's model is called; one that goes on keeps its name."""
-    if config.model is not None:
-        return config.model
-    if start is not None and "model" in start.about.settings:
-        return start.about.settings["model"]
-    if (origin := start or init) is None:
-        return DEFAULT_MODEL
-    return (manifest.run_of(origin.folder) or origin.folder.resolve()).name
+def name_of(
+    config: TrainConfig, shape: ModelShape, start: Checkpoint | None, init: Checkpoint | None
+) -> str:
+    """Return what the run's model is called.
+
+    It is that of the preset, of the run it goes on with or has its weights from, or of the folder
+    of converted weights; a preset whose sizes were replaced is called by its number of parameters.
+    """
+    origin = start or init
+    if origin is not None:
+        named = origin.about.settings.get("model")
+        return named or (manifest.run_of(origin.folder) or origin.folder.resolve()).name
+    name = config.model or DEFAULT_MODEL
+    if dataclasses.replace(shape, dropout=0.0) == dataclasses.replace(preset(name), dropout=0.0):
+        return name
+    return f"decoder-{_short(num_parameters(shape).total)}"
+
+
+def _short(number: int) -> str:
+    """Return a number as in the names of models: 558k, 1.2b."""
+    for unit, suffix in ((10**9, "b"), (10**6, "m"), (10**3, "k")):
+        if number >= unit:
+            return (
+                f"{number / unit:.3g}{suffix}"
+                if number < 1000 * unit
+                else f"{number // unit}{suffix}"
+            )
+    return str(number)
 
 
 def shape_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | None) -> ModelShape:
@@ -102,25 +138,47 @@ def tokenizer_of(
     return None if found is None else str(found)
 
 
-def settings_of(config: TrainConfig, batch: BatchPlan, name: str, dropout: float) -> dict[str, Any]:
-    """Return what a manifest keeps of the settings; shape and stream have places of their own.
+def resolved(config: TrainConfig, batch: BatchPlan, **settled: Any) -> TrainConfig:
+    """Return the settings with what was settled, and with paths that hold from any folder.
 
     Args:
         config: the settings.
         batch: the batch law, solved.
+        **settled: other values that were not given, by name.
+    """
+    for name, value in settled.items():
+        config = with_value(config, name, value)
+    for name in ("global_size", "microbatch", "accumulation"):
+        config = with_value(config, f"batch.{name}", getattr(batch, name))
+    for key in _PATHS:
+        if (path := value_at(config, key)) is not None:
+            # Not normalized: `..` after a link is another folder than the text says.
+            config = with_value(config, key, os.path.join(os.getcwd(), os.path.expanduser(path)))
+    return config
+
+
+def settings_of(config: TrainConfig, name: str, dropout: float) -> dict[str, Any]:
+    """Return what a manifest keeps of the settings; shape and stream have places of their own.
+
+    Args:
+        config: the settings, resolved.
         name: what the model is called.
         dropout: of the model.
     """
+    kept = {
+        key: value
+        for key, value in to_keep(config).items()
+        if not key.startswith("shape.") and key != "model"
+    }
+    return {"model": name, **kept, "shape.dropout": dropout}
+
+
+def to_keep(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that the folder of a run keeps, by dotted key."""
     return {
-        "model": name,
-        "epochs": config.epochs,
-        "batch.global_size": batch.global_size,
-        "batch.microbatch": batch.microbatch,
-        "precision": config.precision,
-        "corpus.document_mask": config.corpus.document_mask,
-        "corpus.tail": config.corpus.tail,
-        "shape.dropout": dropout,
-        **{f"optimizer.{key}": value for key, value in vars(config.optimizer).items()},
+        key: value_at(config, key)
+        for key, _, _ in settings(TrainConfig)
+        if key not in _OF_ITS_FOLDER
     }
 
 
@@ -141,33 +199,85 @@ def as_before(config: TrainConfig, about: Manifest, num_data_ranks: int) -> Trai
         epochs = about.settings.get("epochs")  # its last batch may be a smaller one
         steps = about.num_steps if epochs is None else None
         config = dataclasses.replace(config, steps=steps, epochs=epochs)
-    size = about.settings.get("batch.global_size")
-    given = [value for value in vars(config.batch).values() if value is not None]
-    if size is not None and not given:
-        config = dataclasses.replace(config, batch=_batch_of(about.settings, num_data_ranks))
-    elif size is not None and len(given) == 1 and config.batch.global_size is None:
-        batch = dataclasses.replace(config.batch, global_size=size)
-        config = dataclasses.replace(config, batch=batch)
-    return config
+    if "batch.global_size" not in about.settings:
+        return config
+    batch = config.batch
+    given = [name for name, value in vars(batch).items() if value is not None]
+    if given in (["microbatch"], ["accumulation"]):
+        batch = dataclasses.replace(batch, global_size=about.settings["batch.global_size"])
+    elif given in ([], ["global_size"]):
+        batch = _batch_of(about.settings, batch.global_size, num_data_ranks)
+    return dataclasses.replace(config, batch=batch)
 
 
-def _batch_of(settings: dict[str, Any], num_data_ranks: int) -> BatchConfig:
-    """Return the run's global batch in microbatches of its own size, or the largest that fit."""
-    size: int = settings["batch.global_size"]
-    share, rest = divmod(size, num_data_ranks)
+def _batch_of(settings: dict[str, Any], size: int | None, num_data_ranks: int) -> BatchConfig:
+    """Return the global batch in microbatches of the run's own size, or the largest that fit."""
+    whose = "the run's global batch" if size is None else "batch.global_size"
+    rows: int = settings["batch.global_size"] if size is None else size
+    share, rest = divmod(rows, num_data_ranks)
     if rest:
-        legal = min(_divisors(size), key=lambda number: abs(number - num_data_ranks))
-        above = (size // num_data_ranks + 1) * num_data_ranks
+        near = [n for n in range(1, 2 * num_data_ranks) if rows % n == 0]
+        legal = min(near, key=lambda number: abs(number - num_data_ranks))
+        above = (rows // num_data_ranks + 1) * num_data_ranks
         raise BatchError(
-            f"the run's global batch is {size} sequences, which {num_data_ranks} data ranks do not "
-            f"divide; use a strategy of {legal} data ranks, or --batch.global-size {above}"
+            f"{whose} is {rows} sequences, which {num_data_ranks} data ranks do not divide; use a "
+            f"strategy of {legal} data ranks, or --batch.global-size {above}"
         )
-    largest = max(n for n in _divisors(share) if n <= settings["batch.microbatch"])
-    return BatchConfig(global_size=size, microbatch=largest)
+    most = min(share, settings["batch.microbatch"])
+    microbatch = next(n for n in range(most, 0, -1) if share % n == 0)
+    return BatchConfig(global_size=rows, microbatch=microbatch)
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
+    """Return what fixes the order of the samples, so that a place in it means the same."""
+    return {
+        "text": tokens.text_digest,
+        "text bytes": tokens.num_bytes,
+        "tokenizer": tokens.tokenizer_digest,
+        **{key: value_at(config, key) for key in _OF_THE_STREAM},
+    }
+
+
+def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> None:
+    """Refuse to go on in another order of samples than the run was in.
+
+    Raises:
+        CheckpointError: names the setting by which it is another, and what it was.
+    """
+    before, ours = start.about.stream, stream_of(config, tokens)
+    differing = [name for name, value in ours.items() if before.get(name) != value]
+    if not differing:
+        return
+    run = manifest.run_of(start.folder) or start.folder
+    fix = f"or begin another run with its weights: --init {run}"
+    was = start.about.settings
+    if differing[0] == "text":
+        if was.get("corpus.max_bytes") != config.corpus.max_bytes:
+            said = f"corpus.max_bytes is {config.corpus.max_bytes}, but this run was made with "
+            said += f"{was.get('corpus.max_bytes')}; leave it out"
+        elif was.get("data") != config.data:
+            said = f"{_data_words(config.data)} ({tokens.num_bytes:,} bytes) is another text than "
+            said += f"this run was made with, {_data_words(was.get('data'))} "
+            said += f"({before.get('text bytes', 0):,} bytes); leave --data out"
+        else:
+            said = f"this run was made with {_data_words(config.data)}, which has changed since "
+            said += f"({before.get('text bytes', 0):,} bytes, now {tokens.num_bytes:,}); give it "
+            said += "the text that it had, by --data"
+    elif differing[0] == "tokenizer":
+        given = config.tokenizer or (
+            config.corpus.vocab_size and f"one of {config.corpus.vocab_size} tokens, made anew"
+        )
+        said = f"the tokenizer ({given or tokens.tokenizer}) is another than this run was made "
+        said += "with; leave --tokenizer and --corpus.vocab-size out, so that it is "
+        said += f"{run / companions.TOKENIZER}"
+    else:
+        key = differing[0]
+        said = f"{key} is {ours[key]}, but this run was made with {before.get(key)}; leave it out"
+    raise CheckpointError(f"{said}, {fix}")
+
+
+def _data_words(path: str | None) -> str:
+    return "the standard library of its Python" if path is None else f"--data {path}"
 
 
 def remarks(before: Manifest, now: Manifest) -> list[str]:
@@ -181,9 +291,13 @@ def remarks(before: Manifest, now: Manifest) -> list[str]:
     earlier = {**before.settings, "steps": before.num_steps}
     settings = {**now.settings, "steps": now.num_steps}
     differing = [
-        f"{key} {earlier[key]} -> {value}"
+        f"{key} {_text(earlier[key])} -> {_text(value)}"
         for key, value in json.loads(json.dumps(settings)).items()  # as a manifest has them
-        if key not in _FREE and key in earlier and earlier[key] != value
+        if key not in _FREE
+        and key in earlier
+        and earlier[key] != value
+        # What the devices are to settle is not known before the ranks are started.
+        and not (key == "precision" and "auto" in (value, earlier[key]))
     ]
     if differing:
         lines.append(f"goes on with other settings than before: {', '.join(differing)}")
@@ -193,3 +307,7 @@ def remarks(before: Manifest, now: Manifest) -> list[str]:
             f"takes {now.num_steps} in all; --steps says how many"
         )
     return lines
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else str(value)

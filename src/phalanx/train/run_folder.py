@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.companions import keep_tokenizer
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.place import existing, free_bytes
 from phalanx.config import TrainConfig
+from phalanx.config_file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Strategy
 from phalanx.train.precision import Precision
+from phalanx.train.resume import to_keep
+
+if TYPE_CHECKING:
+    from phalanx.train.job import Job
 
 TENSORS_PER_PARAMETER: Final = 3
 """What a checkpoint keeps of each parameter: the weight and the two moments of AdamW."""
@@ -48,6 +57,45 @@ def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
     return Path("runs") / new.replace(":", "_").replace("/", "_").replace(",", "-")
 
 
+def claim(job: Job) -> Job:
+    """Make the folder of a run, under a name that no other run has made; one process calls this."""
+    out = job.out
+    if job.config.out is not None or job.start is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                out.mkdir()
+                break
+            except FileExistsError:  # by a run that was begun in the same second
+                out = job.out.with_name(f"{job.out.name}-{number}")
+    return dataclasses.replace(job, out=out)
+
+
+def keep_origin(job: Job) -> None:
+    """Put into the folder of a run what it was made from: its settings and its tokenizer.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    job.out.mkdir(parents=True, exist_ok=True)
+    keep_tokenizer(job.tokens.tokenizer, job.out)
+    partial = job.out / (RUN_FILE + manifest.PARTIAL)
+    with partial.open("wb") as file:
+        file.write(_HEAD.encode() + to_toml(to_keep(job.config)).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(job.out / RUN_FILE)
+
+
+_HEAD: Final = """\
+# The settings of this run, as they were resolved. `phalanx train --resume` on this folder goes on
+# with them; `phalanx train --config` on this file begins another run with the same settings.
+
+"""
+
+
 def check_unused(out: Path, start: Checkpoint | None) -> None:
     """Refuse to mix the checkpoints of two runs, of which --resume would take the wrong one.
 
@@ -58,7 +106,7 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
     if not checkpoints:
         return
     last = max(checkpoints)
-    if start is None or manifest.run_of(start.folder) != out.resolve():
+    if start is None or not any(start.folder.samefile(ours) for ours in checkpoints.values()):
         raise ConfigError(
             f"{out} holds checkpoints of another run, the last after step {last}; give another "
             f"--out, or go on with that run by --resume {out}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.checkpoint import state
 from phalanx.checkpoint.agree import agree_on_first
-from phalanx.checkpoint.companions import keep_tokenizer
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.loader import Loader, stream_length
 from phalanx.data.order import Order
@@ -23,7 +24,7 @@ from phalanx.train.job import Job, manifest_of
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import Precision, resolve
-from phalanx.train.run_folder import check_unused
+from phalanx.train.run_folder import check_unused, keep_origin
 from phalanx.train.step import Trainer
 
 
@@ -86,8 +87,11 @@ def open_session(job: Job) -> Session:
     saver = Saver(job.out, keep=config.keep_checkpoints)
     # Another run may have saved to it, and ended, since the job was resolved.
     agree_on_first(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
-    agree_on_first(lambda: _keep_tokenizer(job), f"cannot write to {job.out}")
     precision = resolve(config.precision, job.device)
+    settled: dict[str, Any] = {"precision": precision.name, "out": str(job.out.absolute())}
+    config = dataclasses.replace(config, **settled)
+    job = dataclasses.replace(job, config=config)
+    agree_on_first(lambda: keep_origin(job), f"cannot write to {job.out}")
     with torch.device("meta"):
         model = Decoder(job.shape).to(dtype=precision.master)
     model.compute_dtype = precision.compute
@@ -135,11 +139,6 @@ def open_session(job: Job) -> Session:
         validation=_validation(job),
         saver=saver,
     )
-
-
-def _keep_tokenizer(job: Job) -> None:
-    job.out.mkdir(parents=True, exist_ok=True)
-    keep_tokenizer(job.tokens.tokenizer, job.out)
 
 
 def _loader(job: Job, mesh: DeviceMesh, consumed: int) -> Loader:

@@ -1,0 +1,142 @@
+"""A configuration as a TOML file: read with each key known and typed, and written.
+
+Relative paths in a file are relative to the working folder, as they are on the command line; a file
+that a run writes has absolute ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from phalanx.config_check import check_type
+from phalanx.errors import ConfigError, nearest
+
+RUN_FILE: Final = "config.toml"
+"""What a run's folder calls the file of its settings."""
+
+
+def read_values(path: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a file by dotted key.
+
+    Args:
+        path: of a TOML file.
+        keys: the known keys, with their types.
+
+    Raises:
+        ConfigError: it cannot be read, or has an unknown key or a value of another type.
+    """
+    return _flatten(_read_toml(path), keys, path)
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Return the text of a file with these values, by dotted key; TOML has no None: it is left out.
+
+    Raises:
+        ConfigError: a text is not UTF-8, which TOML must be.
+    """
+    sections: dict[str, list[str]] = {"": []}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        if value is not None:
+            sections.setdefault(section, []).append(f"{name} = {_toml(key, value)}")
+    return "\n".join(
+        "".join(f"{line}\n" for line in ([f"[{section}]"] if section else []) + lines)
+        for section, lines in sections.items()
+    )
+
+
+def _toml(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return repr(value)  # inf and nan too are words that TOML knows
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{key} is {value!r}, which is not UTF-8 and cannot be kept in {RUN_FILE}; give it a "
+            "name in UTF-8, such as that of a link"
+        ) from None
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: it is missing, not text, or not TOML; with the line.
+    """
+    file = Path(path)
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        beside = [other.name for other in file.parent.glob("*.toml")]
+        raise ConfigError(f"{path}: there is no such file{nearest(file.name, beside)}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not text; expected a TOML file") from None
+    except (ValueError, RecursionError) as error:  # also an endless number, or endless brackets
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
+def _flatten(
+    table: Mapping[str, Any], keys: Mapping[str, Any], path: str, prefix: str = ""
+) -> dict[str, Any]:
+    """Return {dotted key: value} of a file's tables, each key known and each value of its type."""
+    flat: dict[str, Any] = {}
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        is_section = not prefix and name in sections
+        if isinstance(value, dict) and is_section:
+            flat |= _flatten(cast("dict[str, Any]", value), keys, path, f"{name}.")
+        elif is_section:
+            raise ConfigError(f"{path}: {name} is {value!r}; expected a section, [{name}]")
+        elif key not in keys:
+            raise ConfigError(f"{path}: {_unknown(key, keys, isinstance(value, dict))}")
+        else:
+            try:
+                check_type(key, keys[key], value)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
+            flat[key] = value
+    return flat
+
+
+def _unknown(key: str, keys: Mapping[str, Any], is_section: bool) -> str:
+    """Return why a key of a file is unknown, and which one was probably meant."""
+    if is_section:
+        sections = sorted({other.partition(".")[0] for other in keys if "." in other})
+        known = ", ".join(f"[{section}]" for section in sections)
+        return f"section [{key}] is unknown{nearest(key, sections)}; the sections are {known}"
+    section, _, name = key.rpartition(".")
+    homes = [other.rpartition(".")[0] for other in keys if other.rpartition(".")[2] == name]
+    if homes:
+        return f"'{name}' does not belong to {_place(section)}; it belongs to " + " or ".join(
+            map(_place, homes)
+        )
+    close = closest(key, keys)
+    return f"'{key}' is unknown" + (f" (did you mean '{close}'?)" if close else "")
+
+
+def _place(section: str) -> str:
+    """Return how a section of a file is called in a message."""
+    return f"section [{section}]" if section else "the top of the file, above all sections"
+
+
+def closest(key: str, keys: Iterable[str]) -> str | None:
+    """Return the key that was probably meant: of the same name, beside it, or anywhere."""
+    section, _, name = key.rpartition(".")
+    names = {other: other.rpartition(".")[2] for other in keys}
+    beside = {other: n for other, n in names.items() if other.rpartition(".")[0] == section}
+    for pool, cutoff in ((names, 1.0), (beside, 0.5), (names, 0.5)):
+        close = difflib.get_close_matches(name, pool.values(), n=1, cutoff=cutoff)
+        if close:
+            return next(other for other, n in pool.items() if n == close[0])
+    return None

@@ -1,0 +1,265 @@
+"""`--resume RUN` alone goes on with any run; what is given beside it is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from phalanx.checkpoint import manifest
+from phalanx.cli.main import main
+from phalanx.config import BatchConfig
+from phalanx.config_check import check
+from phalanx.config_load import load_config
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.train.job import Job, remarks_on, resolve
+from phalanx.train.loop import train
+from phalanx.train.run_folder import claim
+from phalanx.train.session import open_session
+from small_run import losses, records, small_run
+
+STEPS, EVERY = 160, 8
+
+TOML = f"""\
+data = "文本/一.txt"
+precision = "float32"
+device = "cpu"
+threads = 1
+steps = {STEPS}
+eval_every = 0
+eval_samples = 4
+save_every = {EVERY}
+[shape]
+num_layers = 1
+hidden = 16
+num_heads = 2
+ffn = 24
+dropout = 0.1
+[corpus]
+seq_len = 16
+cache = "cache"
+validation = 0.1
+[optimizer]
+lr = 0.003
+"""
+FLAGS = [
+    *("--strategy", "fsdp2", "--seed", "7", "--batch.global-size", "8", "--batch.microbatch", "2"),
+    *("--shape.vocab-size", "512", "--corpus.vocab-size", "400", "--optimizer.warmup-steps", "5"),
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file of settings and a text, and a run of both that nothing stopped."""
+    home = tmp_path_factory.mktemp("home")
+    lines = (f"第{n}个数的平方是{n * n},立方是{n**3}。\n" for n in range(500))
+    (home / "文本").mkdir()
+    (home / "文本" / "一.txt").write_text("".join(lines))
+    (home / "run.toml").write_text(TOML)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        assert main(["train", "--config", "run.toml", *FLAGS, "--out", "runs/whole"]) == 0
+    assert len(losses(home / "runs/whole")) == STEPS
+    return home
+
+
+@pytest.fixture
+def run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that run as it was after some steps, and another working folder."""
+    run = tmp_path / "runs" / "half"
+    shutil.copytree(home / "runs/whole", run)
+    for steps_done, folder in manifest.whole(run).items():
+        if steps_done > 5 * EVERY:
+            shutil.rmtree(folder)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return run
+
+
+def resolved(*words: str) -> Job:
+    config = load_config(words).config
+    check(config)
+    return resolve(config)
+
+
+def test_a_killed_run_goes_on_alone_to_the_bit(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made from a file and flags, on Chinese text with a tokenizer of its own; kill -9."""
+    killed = tmp_path / "killed"
+    words = ["train", "--config", "run.toml", *FLAGS, "--out", str(killed)]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", *words],
+        cwd=home,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+    )
+    while not manifest.folder_of(killed, 3 * EVERY).exists():
+        assert job.poll() is None
+        time.sleep(0.001)
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+    assert max(manifest.whole(killed)) < STEPS
+    monkeypatch.chdir(tmp_path)  # the text, the cache and the run lie elsewhere from here
+    assert main(["train", "--resume", "killed"]) == 0
+    last = {record["step"]: record["loss"] for record in records(killed, "step")}
+    assert list(last.values()) == losses(home / "runs/whole")
+    expected, ours = (records(run, "config")[-1] for run in (home / "runs/whole", killed))
+    for name in ("time", "out", "resume"):
+        del expected[name], ours[name]
+    assert ours == expected
+
+
+def test_the_file_of_a_run_is_whole_and_says_all(home: Path) -> None:
+    folder = home / "runs/whole"
+    values = tomllib.loads((folder / "config.toml").read_text())
+    assert values["strategy"] == "fsdp2" and values["model"] == "demo"
+    assert values["data"] == str(home / "文本/一.txt")
+    assert values["corpus"]["cache"] == str(home / "cache")
+    assert values["batch"] == {"global_size": 8, "microbatch": 2, "accumulation": 2}
+    assert values["optimizer"]["lr"] == 0.003
+    assert not {"out", "resume", "nproc", "init"} & set(values)
+    (config,) = records(folder, "config")
+    assert (config["precision"], config["nproc"], config["out"]) == ("float32", 2, str(folder))
+    assert config["batch"] == values["batch"]
+
+
+def test_the_file_of_a_run_begins_another(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = resolved("--config", str(home / "runs/whole/config.toml"))
+    assert job.start is None and job.out.parts[0] == "runs" and job.num_steps == STEPS
+    (before,) = records(home / "runs/whole", "config")
+    now = json.loads(json.dumps(dataclasses.asdict(job.config)))
+    assert now == {key: before[key] for key in now} | {"out": None}
+
+
+def test_what_is_given_beside_replaces_and_is_named(run: Path, tmp_path: Path) -> None:
+    assert remarks_on(resolved("--resume", str(run))) == []
+    (tmp_path / "more.toml").write_text("steps = 170\nsave_every = 50\n")
+    job = resolved(
+        *("--resume", str(run), "--strategy", "dp4", "--config", str(tmp_path / "more.toml")),
+        *("--optimizer.lr", "0.1", "--save-every", "60"),
+    )
+    assert str(job.batch) == "global batch 8 = microbatch 2 x accumulation 1 x 4 data ranks"
+    assert remarks_on(job) == [
+        "goes on with other settings than before: strategy fsdp2 -> dp4, steps 160 -> 170, "
+        "save_every 8 -> 60, optimizer.lr 0.003 -> 0.1"
+    ]
+    for words, num_steps in (("--steps 50", 50), ("--epochs 1", None)):
+        job = resolved("--resume", str(run), *words.split())
+        assert job.config.steps == num_steps
+    for words, sizes in {
+        "--batch.global-size 12": (12, 2, 3),
+        "--batch.microbatch 1": (8, 1, 4),
+        "--batch.accumulation 1": (8, 4, 1),
+        "--batch.microbatch 3 --batch.accumulation 1": (6, 3, 1),
+    }.items():
+        batch = resolved("--resume", str(run), *words.split()).batch
+        assert (batch.global_size, batch.microbatch, batch.accumulation) == sizes
+
+
+def test_a_checkpoint_of_a_run_has_the_settings_of_the_run(run: Path) -> None:
+    for place in (run, manifest.find(run)):
+        assert resolved("--resume", str(place)).config.optimizer.warmup_steps == 5
+    with pytest.raises(ConfigError, match=r"init is .* and resume is"):
+        resolved("--resume", str(run), "--init", str(run))
+
+
+def test_a_run_that_was_resumed_with_another_length_keeps_it(run: Path) -> None:
+    """Even if it was killed before it saved: what it was told last is in its file."""
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace(f"steps = {STEPS}", "steps = 190"))
+    job = resolved("--resume", str(run))
+    assert job.num_steps == 190
+    assert "steps 160 -> 190" in remarks_on(job)[0]
+
+
+def test_a_linked_folder_of_checkpoints_is_the_runs_own(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints").rename(tmp_path / "large disk")
+    (run / "checkpoints").symlink_to(tmp_path / "large disk")
+    assert resolved("--resume", str(run)).out == run
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("--data OTHER", r"--data .*other\.txt \(\d+ bytes\) is another text than this run was "
+         r"made with, --data .*一\.txt \([\d,]+ bytes\); leave --data out, or begin"),
+        ("--corpus.max-bytes 5000", "corpus.max_bytes is 5000, but this run was made with None"),
+        ("--corpus.vocab-size 300", r"the tokenizer \(one of 300 tokens, made anew\) is another "
+         r".*leave --tokenizer and --corpus.vocab-size out, so that it is .*tokenizer\.json"),
+        ("--seed 8", "seed is 8, but this run was made with 7; leave it out, or begin another"),
+        ("--corpus.seq-len 8", "corpus.seq_len is 8, but this run was made with 16"),
+        ("--corpus.no-shuffle", "corpus.shuffle is False, but this run was made with True"),
+        ("--corpus.validation 0.2", "corpus.validation is 0.2, but this run was made with 0.1"),
+    ],
+)  # fmt: skip
+def test_what_changes_the_samples_is_refused_by_its_name(
+    run: Path, tmp_path: Path, words: str, fault: str
+) -> None:
+    (tmp_path / "other.txt").write_text("another text, of some few words\n" * 30)
+    words = words.replace("OTHER", str(tmp_path / "other.txt"))
+    with pytest.raises(CheckpointError, match=fault) as caught:
+        resolved("--resume", str(run), *words.split())
+    assert f"--init {run}" in str(caught.value)
+
+
+def test_a_text_that_has_changed_is_named(tmp_path: Path) -> None:
+    config = small_run(tmp_path, strategy="dp1", steps=2, num_lines=100)
+    train(config)
+    before = (tmp_path / "squares.txt").stat().st_size
+    (tmp_path / "squares.txt").write_text((tmp_path / "squares.txt").read_text() + "more\n")
+    with pytest.raises(
+        CheckpointError, match=rf"squares.txt, .* \({before:,} b.* {before + 5:,}\)"
+    ):
+        resolved("--resume", str(tmp_path / "run"))
+
+
+def rows_of(job: Job, num_steps: int) -> list[int]:
+    """Take steps and save; return the rows of the global order that this rank had."""
+    session = open_session(job)
+    rows: list[int] = []
+    with session.loader, session.saver:
+        for _ in range(num_steps):
+            microbatches = next(session.loader)
+            rows += [int(row) for batch in microbatches for row in batch.rows_B]
+            session.trainer.step(microbatches)
+        session.begin_save()
+    return rows
+
+
+def test_another_global_batch_begins_where_the_last_one_ended(tmp_path: Path) -> None:
+    """The place in the data is what was consumed, not the steps times the present batch."""
+    config = small_run(tmp_path, strategy="dp2", steps=9)
+    job = resolve(config)
+    rows = [sorted(chain(*run_ranks(rows_of, 2, job, 2, threads=1)))]
+    for size, num_steps in ((4, 3), (12, 2)):
+        batch = BatchConfig(global_size=size, microbatch=2)
+        job = resolve(dataclasses.replace(config, resume=config.out, batch=batch))
+        rows.append(sorted(chain(*run_ranks(rows_of, 2, job, num_steps, threads=1))))
+    assert rows == [list(range(16)), list(range(16, 28)), list(range(28, 52))]
+
+
+def test_runs_of_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolve(small_run(tmp_path, strategy="dp1", steps=2, out=None))
+    monkeypatch.chdir(tmp_path)
+    names = [claim(job).out.name for _ in range(3)]
+    assert names == [job.out.name, f"{job.out.name}-2", f"{job.out.name}-3"]
+    named = dataclasses.replace(job, config=dataclasses.replace(job.config, out="runs/mine"))
+    named = dataclasses.replace(named, out=Path("runs/mine"))
+    assert claim(named).out == claim(named).out == Path("runs/mine")
