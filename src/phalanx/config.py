@@ -148,9 +148,13 @@ class TrainConfig:
     """A checkpoint, or a run folder, to take the first weights from, and nothing else; the model
     then has that checkpoint's shape."""
     save_every: int = 0
-    """Steps between two checkpoints; 0: only at the end."""
+    """Steps between two checkpoints that are kept; 0: only the one at the end."""
+    save_every_minutes: float = 10.0
+    """Most minutes between two checkpoints; those made for this are replaced by the next one. 0: no
+    such checkpoints."""
     keep_checkpoints: int | None = None
-    """Checkpoints of this run to keep, the latest; all of them if unset."""
+    """Of the checkpoints after every `save_every` steps and at the end, how many to keep, the
+    latest; all of them if unset."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What all ranks do on a loss or gradient that is not finite: end the run, or skip the step."""
     debug_comm: bool = False

@@ -29,6 +29,7 @@ RANGES: Final[Mapping[str, Interval]] = {
     "eval_every": (0, math.inf, "[)"),
     "eval_samples": (1, math.inf, "[)"),
     "save_every": (0, math.inf, "[)"),
+    "save_every_minutes": (0, 10**6, "[]"),
     "keep_checkpoints": (1, math.inf, "[)"),
     "timeout_s": (0, 10**6, "(]"),
     "shape.num_layers": (1, 10_000, "[]"),

@@ -11,12 +11,16 @@ PhalanxError                 any of the below; the command line prints it in one
     ├── CollectiveMismatch   ranks of a group call different collectives, or one does not come
     └── RankFailed           a process of the job ended; carries that rank's own traceback
 
+Interrupted                  a KeyboardInterrupt, also by SIGTERM or SIGHUP; nobody catches it but
+                             the outermost caller
+
 Each message says what is wrong, the actual value, what was expected, and the nearest legal value.
 """
 
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -91,7 +95,26 @@ class RankFailed(TrainingError):
     def __init__(self, rank: int, traceback: str) -> None:
         self.rank = rank
         self.traceback = traceback
-        super().__init__(f"rank {rank} failed first; its own words:\n{traceback.rstrip()}")
+        super().__init__(f"rank {rank} failed first:\n{traceback.rstrip()}")
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended the work: Ctrl-C, SIGTERM or SIGHUP.
+
+    Attributes:
+        signum: number of the signal.
+    """
+
+    def __init__(self, signum: int, message: str = "") -> None:
+        self.signum = signum
+        name = signal.Signals(signum).name
+        by = "" if signum == signal.SIGINT else f" by {name}"
+        super().__init__(f"interrupted{by}{message and '; '}{message}")
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of `error` and the notes on it, such as a save that failed as well."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

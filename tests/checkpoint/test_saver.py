@@ -93,6 +93,23 @@ def test_the_last_k_are_kept(tmp_path: Path) -> None:
         assert names == ["step-00000002", "step-00000003"]
 
 
+def saves_by_the_clock(run: Path) -> list[str]:
+    """Save after steps 1 to 6; those after 2 and 5 last."""
+    model, optimizer = runs.build()
+    with Saver(run) as saver_:
+        for steps_done in range(1, 7):
+            is_passing = steps_done not in (2, 5)
+            about = dataclasses.replace(runs.about(steps_done), is_passing=is_passing)
+            saver_.begin(model, optimizer, about)
+    return runs.folders(run)
+
+
+def test_one_by_the_clock_is_replaced_by_the_next(tmp_path: Path) -> None:
+    (names,) = run_ranks(saves_by_the_clock, 1, tmp_path, threads=1)
+    assert names == ["step-00000002", "step-00000005", "step-00000006"]
+    assert manifest.passing(tmp_path) == [manifest.folder_of(tmp_path, 6)]
+
+
 def save_by(way: str, run: Path, rank: int) -> list[str]:
     """Save on a full disk; say what was raised when."""
     model, optimizer = runs.build()

@@ -4,16 +4,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import ConfigError, NotDivisible, PhalanxError, RankFailed, TrainingError
+from phalanx.errors import (
+    ConfigError,
+    Interrupted,
+    NotDivisible,
+    PhalanxError,
+    RankFailed,
+    TrainingError,
+)
 from phalanx.launch.local import run_ranks
+from phalanx.launch.pulse import BEAT_S, PULSE
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
@@ -153,6 +163,34 @@ def test_a_reader_that_left_is_the_cause() -> None:
     with pytest.raises(RankFailed) as caught:
         run_ranks(break_the_pipe, 1)
     assert isinstance(caught.value.__cause__, BrokenPipeError)
+
+
+def sleep_long(begun: Path, heeds_stop: bool) -> None:
+    with PULSE.heeding() if heeds_stop else nullcontext():
+        begun.touch()
+        time.sleep(100)
+
+
+@pytest.mark.parametrize(("heeds_stop", "num_signals"), [(False, 1), (True, 2)])
+def test_a_signal_ends_at_once_what_does_not_heed_it(
+    heeds_stop: bool, num_signals: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun = tmp_path / "begun"
+
+    def interrupt() -> None:
+        deadline_s = time.monotonic() + 60
+        while not begun.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        time.sleep(3 * BEAT_S)  # the parent hears whether the rank heeds
+        for _ in range(num_signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(Interrupted) as caught:
+        run_ranks(sleep_long, 1, begun, heeds_stop)
+    assert caught.value.signum == signal.SIGTERM
+    assert capfd.readouterr().err.count("a second signal ends it at once") == heeds_stop
 
 
 def pid_then_fail() -> None:

@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,8 @@ def test_checkpoints_to_come(
 def test_all_checkpoints_must_fit_on_the_disk(
     config: TrainConfig, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = dataclasses.replace(config, save_every=2, precision=precision)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"save_every": 2, "save_every_minutes": 0.0, "precision": precision}
+    config = dataclasses.replace(config, **settings)
     shape = resolve(config).shape
     one_bytes = checkpoint_bytes(shape, resolve_precision(precision, "cpu"))
     assert one_bytes == (12 if precision == "float32" else 24) * num_parameters(shape).total
@@ -145,7 +147,7 @@ def test_all_checkpoints_must_fit_on_the_disk(
 def test_with_old_ones_removed_one_more_than_kept_must_fit(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = dataclasses.replace(config, steps=12, save_every=2)
+    config = dataclasses.replace(config, steps=12, save_every=2, save_every_minutes=0.0)
     one_bytes = checkpoint_bytes(resolve(config).shape, resolve_precision("float32", "cpu"))
     free = SimpleNamespace(free=4 * one_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
@@ -154,6 +156,20 @@ def test_with_old_ones_removed_one_more_than_kept_must_fit(
         resolve(dataclasses.replace(config, keep_checkpoints=4))
     with pytest.raises(ConfigError, match=r"checkpoints \(6, of "):
         resolve(config)
+
+
+def test_one_checkpoint_by_the_clock_must_fit_beside_the_others(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_bytes = checkpoint_bytes(resolve(config).shape, resolve_precision("float32", "cpu"))
+    free = SimpleNamespace(free=2 * one_bytes - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(ConfigError, match=r"checkpoints \(2, of .*--save-every-minutes 0"):
+        resolve(config)
+    free.free += 1
+    resolve(config)
+    free.free -= one_bytes
+    resolve(dataclasses.replace(config, save_every_minutes=0.0))
 
 
 def test_the_estimate_of_a_checkpoint_is_near_its_size(config: TrainConfig) -> None:
@@ -372,7 +388,9 @@ def test_weights_without_a_tokenizer_are_refused(config: TrainConfig) -> None:
 def test_the_checkpoints_that_are_there_need_no_more_room(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = dataclasses.replace(config, steps=12, save_every=2, keep_checkpoints=3)
+    config = dataclasses.replace(
+        config, steps=12, save_every=2, save_every_minutes=0.0, keep_checkpoints=3
+    )
     one_bytes = checkpoint_bytes(resolve(config).shape, resolve_precision("float32", "cpu"))
     with_checkpoints(config, 2, 4)
     resumed = dataclasses.replace(config, resume="run")

@@ -311,13 +311,18 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
     sync(final.parent)
 
 
-def remove_older(run: Path, keep: int) -> None:
-    """Remove the whole checkpoints of a run but the last `keep`.
+def remove_older(run: Path, keep: int | None) -> None:
+    """Remove those whole checkpoints of a run that later ones replace.
 
+    Those are the passing ones, unless one is the latest, and the others but for the last `keep`.
     Each loses its name before it loses a file, so that no folder ever looks whole that is not. One
     that cannot be removed is no reason to end a run: the next save tries again.
     """
-    for folder in list(manifest.whole(run).values())[:-keep]:
+    whole = list(manifest.whole(run).values())
+    passing = manifest.passing(run)
+    lasting = [folder for folder in whole if folder not in passing]
+    older = [folder for folder in passing if folder != whole[-1]]
+    for folder in older + ([] if keep is None else lasting[:-keep]):
         removed = folder.with_name(folder.name + manifest.REMOVED)
         with suppress(OSError):
             folder.rename(removed)

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,8 @@ class Manifest:
         scaler: state of the scaler of the loss, or None if the precision needs none.
         has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one
             with weights alone can only begin a run.
+        is_passing: whether it was made for the time that had passed alone, and is to be removed
+            once a later one is whole.
         files: checksum of each file but the manifest, by name.
         format: of the checkpoint.
     """
@@ -76,6 +79,7 @@ class Manifest:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     scaler: dict[str, Any] | None = None
     has_optimizer: bool = True
+    is_passing: bool = False
     files: dict[str, Checksum] = field(default_factory=dict[str, Checksum])
     format: int = FORMAT
 
@@ -181,8 +185,9 @@ def _problem(about: Manifest) -> str | None:
     for name in ("shape", "stream", "settings", "files"):
         if not isinstance(getattr(about, name), dict):
             return f"{name} is not an object"
-    if type(about.has_optimizer) is not bool:
-        return f"has_optimizer is {about.has_optimizer!r}, expected true or false"
+    for name in ("has_optimizer", "is_passing"):
+        if type(getattr(about, name)) is not bool:
+            return f"{name} is {getattr(about, name)!r}, expected true or false"
     for name, entry in about.files.items():
         if [type(value) for value in entry] != [int, str]:
             return f"the entry of file {name} is {entry!r}, expected [bytes, sha256]"
@@ -207,6 +212,16 @@ def whole(run: Path) -> dict[int, Path]:
     folders = [path.parent for path in (run / "checkpoints").glob(f"*/{NAME}")]
     matches = [(STEP_FOLDER.fullmatch(folder.name), folder) for folder in folders]
     return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
+
+
+def passing(run: Path) -> list[Path]:
+    """Return the whole checkpoints of a run folder that the next one replaces."""
+    found: list[Path] = []
+    for folder in whole(run).values():
+        with suppress(CheckpointError):  # one that cannot be read is not for us to remove
+            if read(folder).is_passing:
+                found.append(folder)
+    return found
 
 
 def others_than(folder: Path) -> str:

@@ -213,10 +213,8 @@ class Saver:
             if dist.get_rank(group) == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        if self._keep is not None:
-            keep = self._keep
-            doing = f"{final} is saved, but older checkpoints cannot be removed"
-            agree_on_first(lambda: remove_older(self._run, keep), doing, group)
+        doing = f"{final} is saved, but older checkpoints cannot be removed"
+        agree_on_first(lambda: remove_older(self._run, self._keep), doing, group)
 
 
 def _parts(state: dict[str, torch.Tensor]) -> Iterable[Part]:

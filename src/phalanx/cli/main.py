@@ -16,7 +16,10 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Final
 
-from phalanx.errors import ConfigError, PhalanxError, nearest
+from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of, nearest
+from phalanx.launch import signals
+from phalanx.launch.local import server_stopped
+from phalanx.launch.scratch import scratch_folder
 
 VERBS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -59,9 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 1 the work went wrong, 2 the request was wrong, 130 interrupted,
-        141 nobody reads the output any more.
+        129, 143 ended by SIGHUP or SIGTERM, 141 nobody reads the output any more.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with signals.raised():
+            return _run(words)
+    finally:
+        if argv is None:  # the process ends: there is nothing left to interrupt
+            signals.ignore()
+
+
+def _run(words: list[str]) -> int:
+    """Run one verb, and turn what goes wrong into a message and an exit code."""
     try:
         exit_code = _dispatch(words)
         sys.stdout.flush()
@@ -69,9 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PhalanxError as error:
         if isinstance(error.__cause__, BrokenPipeError) and _reader_has_left():  # a rank's words
             return READER_LEFT
-        return _fail(str(error), error.exit_code, words)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 128 + signal.SIGINT, words)
+        return _fail(message_of(error), error.exit_code, words)
+    except KeyboardInterrupt as error:
+        how = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
+        return _fail(str(how), 128 + how.signum, words)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
             return READER_LEFT
@@ -105,7 +119,8 @@ def _dispatch(words: list[str]) -> int:
             f"{', '.join(VERBS)}"
         )
     try:
-        return import_module(f"phalanx.cli.{verb}").run(rest)
+        with scratch_folder(), server_stopped():
+            return import_module(f"phalanx.cli.{verb}").run(rest)
     except SystemExit as stop:  # --help has been printed, or a rich console found no reader
         if isinstance(stop.__context__, BrokenPipeError):
             return READER_LEFT

@@ -177,6 +177,14 @@ def share(value: Any) -> Any:
     return values[0]
 
 
+def max_over_ranks(values: list[int]) -> list[int]:
+    """Return the largest of each value over the ranks of the job."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    largest = torch.tensor(values, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
 def barrier() -> None:
     """Wait until every rank of the job has come here."""
     dist.barrier()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,9 +19,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from phalanx.errors import ConfigError, PhalanxError, TrainingError
-from phalanx.launch.local import is_reader_gone, message_of, num_cores
+from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of
+from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.rank import is_reader_gone
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -256,7 +258,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if isinstance(error, KeyboardInterrupt):
-        leave(130)
+        leave(128 + getattr(error, "signum", signal.SIGINT))
     if is_reader_gone(error):
         leave(141)
     is_others = is_everyones and os.environ.get("LOCAL_RANK", "0") != "0"

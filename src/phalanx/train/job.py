@@ -179,7 +179,7 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     _check_warmup(config, num_steps)
     steps_done = 0 if start is None else start.about.steps_done
     num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=steps_done)
-    check_space(out, num_checkpoints, config.keep_checkpoints, checkpoint_bytes(shape, precision))
+    check_space(out, num_checkpoints, config, checkpoint_bytes(shape, precision))
     settled: dict[str, Any] = {
         "strategy": str(strategy),
         "nproc": strategy.num_ranks,

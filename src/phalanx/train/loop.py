@@ -6,22 +6,27 @@ import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
 
+from phalanx.checkpoint import manifest
 from phalanx.checkpoint.agree import agree_on_first
 from phalanx.comm.check import LIMIT_S, CollectiveCheck
 from phalanx.comm.primitives import barrier
 from phalanx.config import TrainConfig
 from phalanx.config_check import check, settings, value_at
-from phalanx.errors import CollectiveMismatch
+from phalanx.errors import CollectiveMismatch, Interrupted, TrainingError
 from phalanx.launch.local import run_ranks
+from phalanx.launch.pulse import PULSE
 from phalanx.launch.torchrun import PeerFailed, is_under_torchrun, run_here
 from phalanx.train.evaluate import evaluate
 from phalanx.train.job import Job, manifest_of, resolve
 from phalanx.train.observer import Observer
+from phalanx.train.pace import Decision, Pace
 from phalanx.train.precision import resolve as resolve_precision
 from phalanx.train.run_folder import claim
 from phalanx.train.session import Session, open_session
@@ -61,10 +66,15 @@ def train(config: TrainConfig, announce: Announce | None = None) -> Summary:
 
 
 def start(job: Job) -> Summary:
-    """Start the ranks of a resolved job on this host and wait for the summary."""
+    """Start the ranks of a resolved job on this host and wait for the summary.
+
+    Raises:
+        PhalanxError: the run is at fault.
+        Interrupted: a signal ended it; it has saved a checkpoint if it was given the time.
+    """
     job = claim(job)
     try:
-        return run_ranks(
+        outcome: Summary | Stopped = run_ranks(
             train_rank,
             job.strategy.num_ranks,
             job,
@@ -72,38 +82,98 @@ def start(job: Job) -> Summary:
             threads=job.config.threads,
             timeout_s=job.config.timeout_s,
         )[0]
-    except BaseException:
-        # The display of rank 0 hides the terminal's cursor; a rank that is ended leaves it so.
-        console = Console()
-        if console.is_terminal:
-            console.show_cursor(True)
-            console.print()  # what comes next does not go on in the line of the display
+    except Interrupted as error:
+        _restore_terminal()
+        raise Interrupted(error.signum, how_to_go_on(job.out)) from None
+    except TrainingError as error:
+        _restore_terminal()
+        error.add_note(how_to_go_on(job.out))
         raise
+    except BaseException:
+        _restore_terminal()
+        raise
+    return _summary_of(job, outcome)
 
 
-def train_rank(job: Job) -> Summary:
+def _restore_terminal() -> None:
+    # The display of rank 0 hides the terminal's cursor; a rank that is ended leaves it so.
+    console = Console()
+    if console.is_terminal:
+        console.show_cursor(True)
+        console.print()  # what comes next does not go on in the line of the display
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run that a signal has ended between two steps, with a checkpoint.
+
+    Attributes:
+        signum: number of the signal.
+        steps_done: steps that the checkpoint is after.
+    """
+
+    signum: int
+    steps_done: int
+
+
+def _summary_of(job: Job, outcome: Summary | Stopped) -> Summary:
+    if isinstance(outcome, Stopped):
+        done = f"step {outcome.steps_done} of {job.num_steps} is done"
+        raise Interrupted(outcome.signum, f"{done}; {how_to_go_on(job.out)}")
+    return outcome
+
+
+def how_to_go_on(out: Path) -> str:
+    """Say which checkpoint of a run stands, and how to go on from it."""
+    checkpoints = manifest.whole(out)
+    if not checkpoints:
+        return f"there is no checkpoint in {out} yet"
+    return f"{checkpoints[max(checkpoints)]} stands; go on by: phalanx train --resume {out}"
+
+
+def train_rank(job: Job) -> Summary | Stopped:
     """Train on this rank, with the others of the job."""
     session = open_session(job)
     with session.loader, session.saver, Observer(session, Console()) as observer:
-        with _checked(session):
-            _take_steps(session, observer)
-        session.saver.finish()
-        summary = summarize_run(observer)
+        with PULSE.heeding(), _checked(session), session.trainer.watched(PULSE.phase):
+            stop_signal = _take_steps(session, observer)
+        if stop_signal:
+            return Stopped(stop_signal, session.trainer.steps_done)
+        with PULSE.doing("the summary"):
+            summary = summarize_run(observer)
     barrier()  # rank 0 writes for longer than the others; all return together
     return summary
 
 
-def _take_steps(session: Session, observer: Observer) -> None:
+def _take_steps(session: Session, observer: Observer) -> int:
+    """Take all steps and save; return the signal that ended them early, or 0."""
     config, num_steps = session.job.config, session.job.num_steps
-    observer.evaluation(evaluate(session))
-    while (done := session.trainer.steps_done) < num_steps:
+    pace = Pace(60 * config.save_every_minutes, session.is_first)
+    _evaluate(session, observer)
+    decision = Decision()
+    while (done := session.trainer.steps_done) < num_steps and not decision.stop_signal:
         is_last = done + 1 == num_steps
-        observer.step()
+        with PULSE.doing(f"data of step {done + 1}"):
+            observer.step()
+        PULSE.steps_done = done + 1
         session.saver.poll()
-        if is_last or _is_due(done + 1, config.eval_every):
-            observer.evaluation(evaluate(session))
-        if is_last or _is_due(done + 1, config.save_every):
-            session.begin_save()
+        decision = pace.after_step(can_save=not session.saver.is_writing)
+        is_saved = is_last or _is_due(done + 1, config.save_every)
+        is_passing = not is_saved and (decision.is_save_due or decision.stop_signal > 0)
+        if is_last or (_is_due(done + 1, config.eval_every) and not decision.stop_signal):
+            _evaluate(session, observer)
+        if is_saved or is_passing:
+            with PULSE.doing(f"beginning the checkpoint after step {done + 1}"):
+                session.begin_save(is_passing=is_passing)
+            pace.saved()
+    with PULSE.doing("writing the last checkpoint"):
+        session.saver.finish()
+    return pace.compare().stop_signal
+
+
+def _evaluate(session: Session, observer: Observer) -> None:
+    with PULSE.doing(f"evaluation after step {session.trainer.steps_done}"):
+        observer.evaluation(evaluate(session))
 
 
 @contextmanager
@@ -166,7 +236,7 @@ def _train_here(announce: Announce | None, job: Job) -> Summary:
     if announce is not None and dist.get_rank() == 0:
         announce(job)
     try:
-        return train_rank(job)
+        return _summary_of(job, train_rank(job))
     except CollectiveMismatch as error:
         if error.speaker == dist.get_rank():
             raise

@@ -147,25 +147,30 @@ def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
     return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).total
 
 
-def check_space(out: Path, num_checkpoints: int, keep: int | None, one_bytes: int) -> None:
+def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes: int) -> None:
     """Refuse to begin what could not be saved.
 
     Args:
         out: folder of the run.
-        num_checkpoints: that it writes from here on.
-        keep: how many are kept, those that are there already included; None keeps all.
+        num_checkpoints: that it writes from here on, apart from those by the clock.
+        config: says how many are kept, and whether one by the clock stands beside them.
         one_bytes: size of each.
 
     Raises:
         ConfigError: with what is needed and what is left.
     """
+    keep = config.keep_checkpoints
     if keep is not None:  # the next is whole before the oldest goes
-        num_checkpoints = min(num_checkpoints, max(1, keep + 1 - len(manifest.whole(out))))
+        num_kept = len(manifest.whole(out)) - len(manifest.passing(out))
+        num_checkpoints = min(num_checkpoints, max(1, keep + 1 - num_kept))
+    if config.save_every_minutes > 0 and num_checkpoints > 0:
+        num_checkpoints += 1  # the next is whole before it goes
     left_bytes = free_bytes(out)
     if left_bytes < num_checkpoints * one_bytes:
         raise ConfigError(
             f"the run's checkpoints ({num_checkpoints}, of {one_bytes / 2**30:.2f} GiB each) need "
             f"{num_checkpoints * one_bytes / 2**30:.2f} GiB, but {out} has "
             f"{left_bytes / 2**30:.2f} GiB left; give another --out, make room, save less often "
-            "(--save-every) or keep fewer (--keep-checkpoints)"
+            "(--save-every), keep fewer (--keep-checkpoints), or none by the clock "
+            "(--save-every-minutes 0)"
         )

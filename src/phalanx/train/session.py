@@ -59,8 +59,11 @@ class Session:
         """Whether this rank speaks for the job."""
         return dist.get_rank() == 0
 
-    def begin_save(self) -> None:
+    def begin_save(self, *, is_passing: bool = False) -> None:
         """Begin to save a checkpoint while the run goes on; every rank calls this together.
+
+        Args:
+            is_passing: whether the next checkpoint replaces it.
 
         Raises:
             CheckpointError: the one before could not be written.
@@ -72,6 +75,7 @@ class Session:
             self.loader.consumed,
             scaler=None if scaler is None else scaler.state_dict(),
         )
+        about = dataclasses.replace(about, is_passing=is_passing)
         self.saver.begin(self.model, self.trainer.optimizer, about)
 
 

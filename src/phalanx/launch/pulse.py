@@ -1,0 +1,113 @@
+"""Where a rank stands: what its main thread does, since when, and at which place in the code.
+
+The main thread notes the step and the phase; that costs two assignments. A thread of the rank looks
+at it about once a second and sends a `Beat` to whoever watches the job: the parent process on one
+host, the job's store under torchrun.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+BEAT_S = 1.0
+"""Seconds between two beats of a rank."""
+
+_COMPUTING = ("_engine_run_backward",)
+"""Functions of torch that compute for long in one place: a thread in one does not stand still."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """Where one rank stands.
+
+    Attributes:
+        steps_done: optimizer steps that it has done.
+        doing: what it does, such as "backward of step 12".
+        still_s: how long its main thread has stood at one place of the code, in seconds.
+        place: that place, and from where it was called; empty as long as it moves.
+        heeds_stop: whether a request to stop will end it after its step.
+    """
+
+    steps_done: int = 0
+    doing: str = "starting"
+    still_s: float = 0.0
+    place: str = ""
+    heeds_stop: bool = False
+
+
+class Pulse:
+    """What this process says of its own main thread.
+
+    Attributes:
+        steps_done: optimizer steps that are done.
+        heeds_stop: set by work that looks at `stop_signal` after each step.
+        stop_signal: the signal by which the job was asked to stop, or 0.
+        on_change: called when what it heeds has changed, so that the watcher knows at once.
+    """
+
+    def __init__(self) -> None:
+        self.steps_done = 0
+        self.heeds_stop = False
+        self.stop_signal = 0
+        self.on_change: Callable[[], None] = lambda: None
+        self._doing = "starting"
+        self._place: tuple[int, int] = (0, 0)
+        self._since_s = time.monotonic()
+
+    @contextmanager
+    def doing(self, what: str) -> Generator[None]:
+        """Note what the main thread does inside."""
+        before, self._doing = self._doing, what
+        try:
+            yield
+        finally:
+            self._doing = before
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Note the phase of the step under way; a watcher of the trainer."""
+        with self.doing(f"{name} of step {self.steps_done + 1}"):
+            yield
+
+    @contextmanager
+    def heeding(self) -> Generator[None]:
+        """Promise to look at `stop_signal` inside, and to end soon if it is set."""
+        self.heeds_stop = True
+        self.on_change()
+        try:
+            yield
+        finally:
+            self.heeds_stop = False
+            self.on_change()
+
+    def beat(self) -> Beat:
+        """Look at the main thread."""
+        from phalanx.comm.fingerprint import find_places  # it loads torch
+
+        # Private by its name, public by its documentation.
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        frame = frames.get(threading.main_thread().ident or 0)
+        now_s, place, where = time.monotonic(), (0, 0), ""
+        if frame is not None and frame.f_code.co_name not in _COMPUTING:
+            place = (id(frame), frame.f_lasti)
+        if place == (0, 0) or place != self._place:
+            self._place, self._since_s = place, now_s
+        still_s = now_s - self._since_s
+        if still_s > BEAT_S and frame is not None:
+            where = ", called from ".join(find_places(frame)[0])
+        return Beat(
+            steps_done=self.steps_done,
+            doing=self._doing,
+            still_s=still_s,
+            place=where,
+            heeds_stop=self.heeds_stop,
+        )
+
+
+PULSE = Pulse()
+"""That of this process, which has one main thread as it has one rank."""

@@ -1,0 +1,223 @@
+"""What runs in a process that was started for one rank of a job on this host."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from phalanx import errors
+from phalanx.errors import PhalanxError, RankFailed, message_of
+from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.pulse import BEAT_S, PULSE
+from phalanx.launch.signals import ENDING
+
+_LOST = re.compile(
+    "Timed out waiting|Connection (closed|reset|refused)|closed connection|Socket closed"
+    "|NCCL.*(timeout|timed out|remote process exited|aborted)|TCPStore.*(timed out|reset|closed)",
+    re.DOTALL | re.IGNORECASE,
+)
+"""What gloo, NCCL and the store say of a rank that does not come or has left."""
+
+LEAVE = "leave"
+"""What the parent sends when the rank may end; a number is the signal to stop by."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one rank must know to join the job.
+
+    Attributes:
+        rank: global rank.
+        num_ranks: ranks in the job.
+        port: TCP port of the store on the loopback address.
+        device: "cpu" or "cuda".
+        threads: CPU threads of this rank.
+        timeout_s: longest wait for another rank in one collective, in seconds.
+    """
+
+    rank: int
+    num_ranks: int
+    port: int
+    device: str
+    threads: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed.
+
+    Attributes:
+        rank: global rank.
+        time_s: when, by the host's clock.
+        text: the message of a PhalanxError, else the traceback.
+        kind: class of a PhalanxError; None for any other exception.
+        is_reader_gone: it wrote to a pipe that nobody reads any more.
+        is_lost_peer: another rank did not come, or left: its failure says more.
+    """
+
+    rank: int
+    time_s: float
+    text: str
+    kind: type[PhalanxError] | None = None
+    is_reader_gone: bool = False
+    is_lost_peer: bool = False
+
+    def as_error(self) -> PhalanxError:
+        """Return what the caller of `run_ranks` is to catch."""
+        if self.kind is not None:
+            # Not by calling the class: some compose their message from other arguments.
+            error = self.kind.__new__(self.kind, self.text)
+        else:
+            error = RankFailed(self.rank, self.text)
+        error.__cause__ = BrokenPipeError() if self.is_reader_gone else None
+        return error
+
+
+class Line:
+    """This rank's end of the pipe to the parent, for its main thread and the one that beats."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._may_leave = threading.Event()
+        PULSE.on_change = self._beat
+        threading.Thread(target=self._serve, name="pulse", daemon=True).start()
+
+    def send(self, kind: str, value: Any) -> None:
+        """Send to the parent.
+
+        Raises:
+            OSError: the parent listens no more.
+        """
+        with self._lock:
+            self._connection.send((kind, value))
+
+    def wait_for_leave(self) -> None:
+        """Wait until the parent lets this rank end."""
+        self._may_leave.wait()
+
+    def _beat(self) -> None:
+        self.send("beat", PULSE.beat())
+
+    def _serve(self) -> None:
+        """Send a beat now and then, and obey the parent; without a parent, end at once."""
+        try:
+            while True:
+                if self._connection.poll(BEAT_S):
+                    word = self._connection.recv()
+                    if word == LEAVE:
+                        self._may_leave.set()
+                        return
+                    PULSE.stop_signal = word
+                self._beat()
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def run_rank(
+    place: Place,
+    listener: socket.socket | None,
+    connection: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Join the job, call the function, and report; never returns."""
+    for signum in ENDING:  # they may come to all processes of the job: the parent decides
+        signal.signal(signum, signal.SIG_IGN)
+    line = Line(connection)
+    try:
+        _join(place, listener)
+        with PULSE.doing("running"):
+            result = function(*args)
+        sys.stdout.flush()
+        line.send("result", result)
+        exit_code = 0
+    except BaseException as error:
+        # Once another rank has failed, the parent listens no more.
+        with suppress(OSError):
+            line.send("failure", _describe(place.rank, error))
+        exit_code = 1
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    line.wait_for_leave()
+    # gloo's threads sometimes abort a process that succeeded while they are torn down.
+    os._exit(exit_code)
+
+
+def _describe(rank: int, error: BaseException) -> Failure:
+    if isinstance(error, PhalanxError):
+        # The nearest class that every process knows: a user's own may be of a script.
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        text = message_of(error)
+        return Failure(rank, time.time(), text, kind, is_lost_peer=is_lost_peer(error))
+    return Failure(
+        rank,
+        time.time(),
+        traceback.format_exc(),
+        is_reader_gone=is_reader_gone(error),
+        is_lost_peer=is_lost_peer(error),
+    )
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether `error` says no more than that another rank did not come, or has left."""
+    # torch has no class for what gloo says; tests/launch/test_local.py pins its words.
+    return isinstance(error, (RuntimeError, PhalanxError)) and bool(_LOST.search(str(error)))
+
+
+def is_reader_gone(error: BaseException) -> bool:
+    """Return whether `error` came of writing to a pipe that nobody reads, as after `| head`.
+
+    A rich console turns the BrokenPipeError into a SystemExit.
+    """
+    if isinstance(error, SystemExit):
+        return isinstance(error.__context__, BrokenPipeError)
+    return isinstance(error, BrokenPipeError)
+
+
+def _join(place: Place, listener: socket.socket | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from phalanx import mesh
+
+    os.environ.update(
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=str(place.num_ranks),
+        LOCAL_WORLD_SIZE=str(place.num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(place.port),
+    )
+    # All ranks are on this host: gloo need not resolve the host's name, which often fails, and
+    # what the environment says of the interface between hosts is of no use here.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    keep_freed_memory()
+    mesh.allow_files()
+    torch.set_num_threads(place.threads)
+    if place.device == "cuda":
+        torch.cuda.set_device(place.rank)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        place.port,
+        place.num_ranks,
+        is_master=listener is not None,
+        master_listen_fd=listener.detach() if listener is not None else None,
+        use_libuv=True,
+    )
+    mesh.join(
+        place.rank, place.num_ranks, store=store, device=place.device, timeout_s=place.timeout_s
+    )

@@ -1,0 +1,102 @@
+"""One folder for all that a run leaves in the temporary folder; it goes when the process ends.
+
+A process that was killed cannot clean up: the next one removes the folder whose lock nobody holds.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where folders of killed runs stay
+    fcntl = None
+
+PREFIX = "phalanx-"
+
+LOCK = ".lock"
+
+NEW_S = 10.0
+"""A folder may have no lock for a moment while it is made, in seconds."""
+
+LONGEST = 50
+"""Characters of the temporary folder's name. A socket's may have 103, of which 50 come after it."""
+
+AFTER_ALL = -1000
+"""Priority of the removal at exit: after multiprocessing has removed its own folder from this."""
+
+
+@contextmanager
+def scratch_folder() -> Generator[None]:
+    """Have this process and those it starts inside put temporary files into a folder of its own.
+
+    Nothing changes where the temporary folder cannot be written to: what needs it will say so. Nor
+    where its name is so long that multiprocessing could not bind a socket below it.
+    """
+    shared = Path(tempfile.gettempdir())
+    _sweep(shared)
+    if len(str(shared)) > LONGEST:
+        yield
+        return
+    try:
+        own = Path(tempfile.mkdtemp(prefix=PREFIX, dir=shared))
+        lock = os.open(own / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    _is_locked(lock)
+    # What is compiled is of use to the next run: it stays where torch keeps it by itself. The
+    # import of torch._dynamo makes that folder, also for those who compile nothing.
+    compiled = shared / f"torchinductor_{getpass.getuser()}"
+    Finalize(None, _remove, (own, lock, compiled), exitpriority=AFTER_ALL)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(own)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = None
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+def _remove(own: Path, lock: int, compiled: Path) -> None:
+    shutil.rmtree(own, ignore_errors=True)
+    os.close(lock)
+    with suppress(OSError):  # it is not there, or holds something
+        compiled.rmdir()
+
+
+def _sweep(shared: Path) -> None:
+    """Remove the folders of runs that were killed."""
+    for left in shared.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # it is another user's, or another process removes it
+            if time.time() - left.stat().st_mtime < NEW_S:
+                continue
+            lock = os.open(left / LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if _is_locked(lock):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _is_locked(lock: int) -> bool:
+    """Lock an open file for this process; return whether nobody else holds it."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,93 @@
+"""What a signal that asks the program to end means: to end at once, or after the step under way.
+
+SIGINT is Ctrl-C; SIGTERM comes from Slurm, Kubernetes and `docker stop`; SIGHUP comes from a
+terminal that is closed. A signal that is ignored already, as SIGHUP is under nohup, stays ignored.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from phalanx.errors import Interrupted
+
+ENDING = tuple(
+    signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+"""The signals that ask the program to end."""
+
+
+class Requests:
+    """The signals that have come inside `with collected()`.
+
+    Attributes:
+        signum: the first of them; None if there is none.
+        count: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.count = 0
+
+    def add(self, signum: int) -> None:
+        """Count a signal."""
+        self.signum = self.signum or signum
+        self.count += 1
+
+
+@contextmanager
+def raised() -> Generator[None]:
+    """Raise Interrupted in the main thread for each of the signals that comes inside."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        del frame
+        raise Interrupted(signum)
+
+    with _handled(stop):
+        yield
+
+
+@contextmanager
+def collected() -> Generator[Requests]:
+    """Count the signals that come inside, and do nothing else; not in a thread of its own."""
+    requests = Requests()
+    with _handled(lambda signum, _: requests.add(signum)):
+        yield requests
+
+
+def ignore() -> None:
+    """Ignore the signals from now on."""
+    for signum in ENDING:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+@contextmanager
+def ignored_by_children() -> Generator[None]:
+    """Have a program that is started inside ignore Ctrl-C, which is for its parent to answer."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
+        before = {signum: signal.getsignal(signum) for signum in ENDING}
+        before = {signum: old for signum, old in before.items() if old is not signal.SIG_IGN}
+    for signum in before:
+        signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)

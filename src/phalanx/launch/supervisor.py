@@ -1,0 +1,229 @@
+"""Watch the ranks of this host from their parent: collect results, name who holds the others up.
+
+What is told while the job goes on is told once, on standard error: a rank that a signal has stopped
+(at once), that does not answer, or that stands still. One that is silent for the whole timeout ends
+the job.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, Final
+
+from phalanx.errors import Interrupted, PhalanxError, TrainingError
+from phalanx.launch.rank import LEAVE, Failure
+from phalanx.launch.roll import SILENT_S, Roll, named
+from phalanx.launch.signals import Requests
+
+Rank = tuple[ForkServerProcess, Any]
+"""A process, and the parent's end of the pipe to it (its class depends on the system)."""
+
+GRACE_S: Final = 0.3
+"""How long the failures of other ranks are collected before the first is chosen by its clock."""
+
+TICK_S: Final = 0.25
+"""How often the supervisor looks up, in seconds."""
+
+SLEPT_S: Final = 5.0
+"""If the supervisor did not look for so long, it was stopped itself, and its ranks with it."""
+
+STOPPED_S: Final = 2.0
+"""How long a process must be stopped before it is told: Ctrl-Z and `fg` stop all for a moment."""
+
+
+class Supervisor:
+    """Watches ranks until all have returned or one has failed."""
+
+    def __init__(
+        self, ranks: list[Rank], requests: Requests, *, timeout_s: float, uneven_s: float
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            ranks: the processes, in the order of the ranks.
+            requests: the signals that have come.
+            timeout_s: longest silence of a rank, in seconds.
+            uneven_s: how long ranks may go on after the first has returned, in seconds.
+        """
+        self._ranks = ranks
+        self._requests = requests
+        self._timeout_s = timeout_s
+        self._uneven_s = uneven_s
+        self._roll = Roll()
+        self._results: dict[int, Any] = {}
+        self._failures: list[Failure] = []
+        self._going: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
+        self._stopped_since_s: dict[int, float] = {}
+        self._returned_s: float | None = None
+        self._is_asked_to_stop = False
+        self._looked_s = time.monotonic()
+
+    def watch(self) -> list[Any]:
+        """Return what each rank returned, or raise the first failure.
+
+        Raises:
+            PhalanxError: a rank failed, does not answer, or returned while others went on.
+            Interrupted: a signal came that the ranks do not heed, or a second one.
+        """
+        while self._going and not self._failures:
+            self._receive(TICK_S)
+            self._obey_signals()
+            if time.monotonic() - self._looked_s > 1:
+                self._look()
+            self._check_even()
+        if self._failures:
+            until_s = time.monotonic() + GRACE_S
+            while self._going and (left_s := until_s - time.monotonic()) > 0:
+                self._receive(left_s)
+            raise self._failure()
+        for _, line in self._ranks:
+            line.send(LEAVE)
+        return [self._results[rank] for rank in range(len(self._ranks))]
+
+    def _receive(self, limit_s: float) -> None:
+        """Take what the ranks have sent, or send within some time."""
+        ready: list[Any] = wait(list(self._going), limit_s)
+        for line in ready:
+            rank = self._going[line]
+            kind: str
+            value: Any
+            try:
+                kind, value = line.recv()
+            except (EOFError, ConnectionResetError):
+                kind, value = "failure", _death(rank, self._ranks[rank][0])
+            if kind == "beat":
+                self._roll.hear(rank, value)
+                continue
+            del self._going[line]
+            if kind == "failure":
+                self._failures.append(value)
+            else:
+                self._results[rank] = value
+                self._roll.leave(rank)
+                self._returned_s = self._returned_s or time.monotonic()
+
+    def _obey_signals(self) -> None:
+        """Ask the ranks to end after their step; those that would not, and at once, by raising."""
+        signum = self._requests.signum
+        if signum is None:
+            return
+        if self._requests.count > 1 or not (self._is_asked_to_stop or self._roll.heeds_stop()):
+            raise Interrupted(signum)
+        if self._is_asked_to_stop:
+            return
+        self._is_asked_to_stop = True
+        for line in self._going:
+            with suppress(OSError):  # it has ended: the next look finds that out
+                line.send(signum)
+        tell(
+            f"{signal.Signals(signum).name}: the run ends after the step under way and a "
+            "checkpoint; a second signal ends it at once"
+        )
+
+    def _look(self) -> None:
+        """Tell who holds the others up.
+
+        Raises:
+            TrainingError: a rank has been silent for the whole timeout.
+        """
+        now_s = time.monotonic()
+        slept_s, self._looked_s = now_s - self._looked_s, now_s
+        if slept_s > SLEPT_S:
+            self._roll.wake(slept_s)
+            self._stopped_since_s.clear()
+        for rank in self._going.values():
+            if not _is_stopped(self._ranks[rank][0]):
+                self._stopped_since_s.pop(rank, None)
+                continue
+            since_s = self._stopped_since_s.setdefault(rank, now_s)
+            if now_s - since_s >= STOPPED_S and self._roll.is_news(rank):
+                tell(f"{self._why_silent(rank)}; the others wait for it")
+        for rank in self._roll.silent(SILENT_S):
+            if self._roll.is_news(rank):
+                tell(f"{self._why_silent(rank)}; the others will wait for it")
+        stall = self._roll.stall()
+        if stall is not None:
+            tell(
+                f"{stall}\nUnless this is a slow step: end it, and start again with --debug-comm, "
+                "which compares the calls of the ranks"
+            )
+        gone = self._roll.silent(self._timeout_s)
+        if gone:
+            raise TrainingError(
+                f"{self._why_silent(gone[0])}; the timeout of {self._timeout_s:g} s is over"
+            )
+
+    def _check_even(self) -> None:
+        """Blame the ranks that returned, for which the others wait.
+
+        Raises:
+            TrainingError: they have waited for too long.
+        """
+        if not self._going or self._returned_s is None:
+            return
+        if time.monotonic() - self._returned_s > self._uneven_s:
+            returned, going = sorted(self._results), sorted(self._going.values())
+            raise TrainingError(
+                f"{named(returned)} returned, but {named(going)} neither returned nor failed "
+                f"within {self._uneven_s:g} s after that: most likely they wait in a collective; "
+                "each rank must make the same calls before it returns"
+            )
+
+    def _failure(self) -> PhalanxError:
+        """Return the error of the rank that failed first by itself, or say whom the ranks miss."""
+        own = [failure for failure in self._failures if not failure.is_lost_peer]
+        if own:
+            return min(own, key=lambda failure: failure.time_s).as_error()
+        first = min(self._failures, key=lambda failure: failure.time_s)
+        waited = f"{named([first.rank])} has waited in vain for another rank"
+        silent = self._roll.silent(STOPPED_S)
+        if silent:
+            return TrainingError(f"{self._why_silent(silent[0])}; {waited}")
+        return TrainingError("\n".join([f"{waited}; all stood", *self._roll.lines()]))
+
+    def _why_silent(self, rank: int) -> str:
+        """Say what is known of a rank that does not answer."""
+        process, doing = self._ranks[rank][0], self._roll.doing(rank)
+        for_s = f"for {self._roll.silence_s(rank):.0f} s"
+        if not _is_stopped(process):
+            return f"rank {rank} (process {process.pid}) has not answered {for_s}, in {doing}"
+        return (
+            f"rank {rank} (process {process.pid}) has been stopped by a signal {for_s}, in "
+            f"{doing}; `kill -CONT {process.pid}` lets it go on"
+        )
+
+
+def tell(message: str) -> None:
+    """Print a message on standard error while the job goes on."""
+    print(f"phalanx: {message}", file=sys.stderr, flush=True)  # noqa: T201 - no verb is at hand
+
+
+def _is_stopped(process: ForkServerProcess) -> bool:
+    """Return whether a signal has stopped the process; unknown but on Linux."""
+    with suppress(OSError, IndexError):
+        status = Path(f"/proc/{process.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _death(rank: int, process: ForkServerProcess) -> Failure:
+    """Describe a rank that ended without a word."""
+    process.join(5)
+    code = process.exitcode
+    how = f"exit code {code}"
+    if code is not None and code < 0:
+        how = f"signal {signal.Signals(-code).name}"
+    text = f"the process ended by {how}, without a Python traceback"
+    if code == 1:  # what multiprocessing itself ends with if it cannot import or find the function
+        text += (
+            ' of its work; a script that starts ranks needs `if __name__ == "__main__":` before '
+            "what it runs, and a function that can be imported from its file"
+        )
+    # What its peers say follows from it.
+    return Failure(rank, 0.0, text)

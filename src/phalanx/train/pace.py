@@ -1,0 +1,85 @@
+"""Decide together, about once a second, whether to stop and whether a checkpoint is due by time.
+
+    step      1   2   3   4   5   6   7   8   9  10 ...
+    compare   x   x           x           x             about a second apart, by rank 0's clock
+
+Signals and clocks are each rank's own, but all ranks must stop and save after the same step. So
+they compare: at each comparison rank 0 says after how many steps the next one is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.comm.primitives import max_over_ranks
+from phalanx.launch.pulse import PULSE
+
+COMPARE_S = 1.0
+"""About how often the ranks compare, in seconds."""
+
+MAX_STEPS = 1000
+"""Most steps between two comparisons."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do after a step.
+
+    Attributes:
+        stop_signal: the signal to stop by, or 0.
+        is_save_due: whether the last checkpoint was begun so long ago that another is due.
+    """
+
+    stop_signal: int = 0
+    is_save_due: bool = False
+
+
+class Pace:
+    """When to stop, and when to save by the clock; every rank makes one, and calls it alike."""
+
+    def __init__(
+        self, save_every_s: float, is_first: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin to count.
+
+        Args:
+            save_every_s: most seconds between two checkpoints; 0 for no such bound.
+            is_first: whether this is rank 0, whose clock decides.
+            clock: returns seconds.
+        """
+        self._is_first = is_first
+        self._save_every_s = save_every_s
+        self._clock = clock
+        self._saved_s = self._compared_s = clock()
+        self._interval = self._steps_left = 1
+
+    def saved(self) -> None:
+        """Note that a checkpoint was begun."""
+        self._saved_s = self._clock()
+
+    def after_step(self, *, can_save: bool = True) -> Decision:
+        """Return what all ranks do now; called after each step.
+
+        Args:
+            can_save: whether a save may begin, since none is under way; that of rank 0 decides.
+        """
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return Decision()
+        return self.compare(can_save=can_save)
+
+    def compare(self, *, can_save: bool = False) -> Decision:
+        """Compare now; every rank calls this together."""
+        is_due, interval = 0, 0
+        if self._is_first:
+            now_s = self._clock()
+            late = self._save_every_s > 0 and now_s - self._saved_s >= self._save_every_s
+            is_due = int(late and can_save)
+            step_s = max((now_s - self._compared_s) / self._interval, COMPARE_S / MAX_STEPS)
+            interval = max(1, round(COMPARE_S / step_s))
+            self._compared_s = now_s
+        stop_signal, is_due, interval = max_over_ranks([PULSE.stop_signal, is_due, interval])
+        self._interval = self._steps_left = interval
+        return Decision(stop_signal, bool(is_due))

@@ -1,0 +1,134 @@
+"""SIGTERM, SIGHUP and Ctrl-C: the step under way, a checkpoint, and the run goes on to the bit."""
+
+import dataclasses
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx.checkpoint import manifest
+from phalanx.config import TrainConfig
+from phalanx.errors import Interrupted, RankFailed, message_of
+from phalanx.train import loop
+from phalanx.train.job import resolve
+from small_run import losses, small_run
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("stopped")
+    return small_run(folder, steps=100_000, strategy="dp2", save_every_minutes=60)
+
+
+def when(is_so: Callable[[], bool], act: Callable[[], None]) -> None:
+    """Act in a thread once something is so."""
+
+    def wait() -> None:
+        deadline_s = time.monotonic() + 100
+        while not is_so() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def num_steps(run: Path) -> int:
+    return len(losses(run)) if (run / "metrics.jsonl").exists() else 0
+
+
+def interrupted(config: TrainConfig, signum: int, after: int) -> tuple[Interrupted, list[float]]:
+    """Train until a signal comes after some steps; return how it ended, and its losses."""
+    out = Path(config.out or "")
+    when(lambda: num_steps(out) >= after, lambda: os.kill(os.getpid(), signum))
+    with pytest.raises(Interrupted) as caught:
+        loop.train(config)
+    return caught.value, losses(out)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bit(config: TrainConfig, tmp_path: Path) -> None:
+    out = Path(config.out or "")
+    error, before = interrupted(config, signal.SIGTERM, 5)
+    (last,) = manifest.whole(out)
+    assert last == len(before) >= 5
+    assert str(error) == (
+        f"interrupted by SIGTERM; step {last} of 100000 is done; {manifest.folder_of(out, last)} "
+        f"stands; go on by: phalanx train --resume {out}"
+    )
+    again = dataclasses.replace(config, resume=config.out)
+    error, both = interrupted(again, signal.SIGHUP, last + 5)
+    assert error.signum == signal.SIGHUP
+    assert list(manifest.whole(out)) == [len(both)]  # the one before was made to go on from it
+    reference = dataclasses.replace(config, out=str(tmp_path))
+    error, whole = interrupted(reference, signal.SIGINT, last + 5)
+    assert str(error).startswith("interrupted; step ")
+    assert both[: last + 5] == whole[: last + 5]
+
+
+def test_a_killed_rank_says_how_to_go_on(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolve(dataclasses.replace(config, out=str(tmp_path)))
+
+    def fail(*args: object, **options: object) -> None:
+        raise RankFailed(1, "ended by SIGKILL")
+
+    monkeypatch.setattr(loop, "run_ranks", fail)
+    with pytest.raises(RankFailed) as caught:
+        loop.start(job)
+    assert message_of(caught.value).endswith(f"\nthere is no checkpoint in {tmp_path} yet")
+    last = manifest.folder_of(tmp_path, 4)
+    last.mkdir(parents=True)
+    (last / manifest.NAME).touch()
+    with pytest.raises(RankFailed) as caught:
+        loop.start(job)
+    on = f"{last} stands; go on by: phalanx train --resume {tmp_path}"
+    assert message_of(caught.value).splitlines()[-1] == on
+
+
+def test_a_terminal_gets_its_cursor_back_and_the_temporary_folder_is_empty(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    shape = {k: v for k, v in dataclasses.asdict(config.shape).items() if v is not None}
+    command = [
+        *(sys.executable, "-m", "phalanx", "train", "--steps=100000", "--strategy=dp2"),
+        *(f"--data={config.data}", f"--corpus.cache={config.corpus.cache}", "--device=cpu"),
+        *(
+            f"--shape.{name.replace('_', '-')}={value}"
+            for name, value in shape.items()
+            if name != "tied"
+        ),
+        *("--corpus.seq-len=24", "--corpus.validation=0.1", f"--out={tmp_path / 'run'}"),
+    ]
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's is too long for a socket's name
+    killed = temporary / "phalanx-killed"
+    killed.mkdir()
+    (killed / ".lock").touch()
+    os.utime(killed, (0, 0))
+    ours, theirs = pty.openpty()
+    job = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env={**os.environ, "TMPDIR": str(temporary), "TERM": "xterm", "COLUMNS": "100"},
+    )  # fmt: skip
+    os.close(theirs)
+    when(lambda: num_steps(tmp_path / "run") >= 3, lambda: os.killpg(job.pid, signal.SIGTERM))
+    shown = b""
+    while select.select([ours], [], [], 100)[0]:
+        try:
+            shown += os.read(ours, 65536)
+        except OSError:  # the terminal is closed
+            break
+    assert job.wait(30) == 128 + signal.SIGTERM, shown.decode()
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l") >= 0
+    assert shown.decode().count("go on by: phalanx train --resume") == 1
+    assert b"Traceback" not in shown
+    assert not list(temporary.iterdir())  # not what was left by a run that was killed either
+    temporary.rmdir()
