@@ -144,6 +144,11 @@ class TrainConfig:
     """Steps between two measurements of the validation loss; 0: only at the start and the end."""
     eval_samples: int = 256
     """Validation samples in one such measurement."""
+    prompt: str | None = None
+    """How the sample begins that the model writes at the end; the first words of the validation
+    text if unset."""
+    report: bool = False
+    """Print at the end, before the result, the tables of where time, bytes and memory went."""
     init: str | None = None
     """A checkpoint, or a run folder, to take the first weights from, and nothing else; the model
     then has that checkpoint's shape."""

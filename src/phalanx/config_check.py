@@ -233,11 +233,6 @@ def _check_contradictions(config: TrainConfig) -> None:
             f"optimizer.warmup_steps is {warmup_steps}, but the run has {config.steps} steps; the "
             f"nearest is {config.steps - 1}"
         )
-    if config.debug_comm and config.compile:
-        raise ConfigError(
-            "debug_comm and compile are both set, but nothing is compiled where each operation is "
-            "watched; give one of them"
-        )
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but each says where the weights "

@@ -81,7 +81,7 @@ def _run(config: TrainConfig, as_json: bool) -> int:
         _announce(job, console)
         summary = start(job)
     if os.environ.get("RANK", "0") == "0":
-        console.print(summary.render())
+        console.print(summary.render(report=config.report), crop=False)
         if as_json:
             print_json(summary.as_dict())
     return 0

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from phalanx.comm.calls import group_named
+from phalanx.comm.waits import waiting
 
 _LIBRARY = torch.library.Library("phalanx_comm", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) output, Tensor input, str group_name) -> ()")
@@ -81,9 +82,10 @@ def _exchange(
         source, target = (coord - distance) % num_ranks, (coord + distance) % num_ranks
         works.append(dist.irecv(incoming[source], group=group, group_src=source))
         works.append(dist.isend(outgoing[target], group=group, group_dst=target))
-    for work in works:
-        assert work is not None  # None is for ranks outside the group
-        work.wait()
+    with waiting():
+        for work in works:
+            assert work is not None  # None is for ranks outside the group
+            work.wait()
 
 
 class _Allocates:

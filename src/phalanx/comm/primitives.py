@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm import exchange
+from phalanx.comm.waits import waiting
 from phalanx.mesh import DATA_AXES, axis_size
 
 Reduction = Literal["sum", "max", "min"]
@@ -48,7 +49,8 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Return the tensor once the collective has ended (for CUDA: once it is on the stream)."""
         if self._work is not None:
-            self._work.wait()
+            with waiting():
+                self._work.wait()
             self._work = None
         return self._tensor
 
@@ -121,7 +123,8 @@ def all_to_all(
         return tensor
     parts = tensor.unflatten(split_dim, (num_ranks, -1)).movedim(split_dim, 0).contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=mesh.get_group(axis))
+    with waiting():
+        dist.all_to_all_single(received, parts, group=mesh.get_group(axis))
     return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
 
@@ -153,7 +156,8 @@ def swap(tensor: torch.Tensor, group: dist.ProcessGroup, partner: int) -> torch.
     out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     sizes = [0] * group.size()
     sizes[partner] = tensor.numel()
-    dist.all_to_all_single(out.view(-1), tensor.reshape(-1), sizes, sizes, group=group)
+    with waiting():
+        dist.all_to_all_single(out.view(-1), tensor.reshape(-1), sizes, sizes, group=group)
     return out
 
 

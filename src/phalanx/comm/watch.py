@@ -7,6 +7,12 @@ operator. The ledger of bytes, the check of collectives and the account of memor
 to PyTorch, so that recomputation can keep its result alone. While a mode handles an operator it is
 off, and would not see the inside. So a watch runs the Python implementation of such an operator
 instead, and is on meanwhile: it sees each operator within, and so do the modes outside of it.
+
+[Note: Compiled code] Dynamo skips a function for good once it meets it under a dispatch mode: one
+watched step would switch torch.compile off for the rest of the run. A mode that says it ignores
+what compiled code does inside is left alone, and the code stays compiled. So a watch sees the
+operators around compiled code, collectives of FSDP2 among them, and of the inside only what the
+compiler did not fuse: bytes are counted whole, memory is not.
 """
 
 from __future__ import annotations
@@ -44,9 +50,16 @@ class Watch(TorchDispatchMode):
         phase_name: the phase under way.
     """
 
+    supports_higher_order_operators = True  # without it, the mode fails where it meets one
+
     def __init__(self) -> None:
         super().__init__()
         self.phase_name = "other"
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code as it is, see [Note: Compiled code]."""
+        return True
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, `func(*args, **kwargs)`, and return its result."""
@@ -80,7 +93,9 @@ class Watch(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs operators on its parts, which come back here
         kwargs = kwargs or {}
-        if getattr(func, "namespace", "") != COMPOSITE_NAMESPACE:
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)  # of compiled code: it calls operators, which come here
+        if func.namespace != COMPOSITE_NAMESPACE:
             return self.see(func, args, kwargs)
         if func not in COMPOSITES:
             raise NotImplementedError(f"{func} was not given to phalanx.comm.watch")

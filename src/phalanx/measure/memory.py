@@ -22,7 +22,7 @@ What a storage is, is decided by what it is found to be, at any time of its life
     other          the rest: samples, buffers of the model, temporaries of clipping and update
 
 Not seen: work space inside a kernel, memory of libraries (gloo, NCCL, oneDNN), memory that the
-allocator keeps free, and what compilation saves: compiled blocks run uncompiled in this step.
+allocator keeps free, and what compiled code allocates: there is no account of a compiled run.
 """
 
 from __future__ import annotations

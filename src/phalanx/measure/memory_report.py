@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from phalanx.measure.memory import KINDS, Kind, MemoryAccount
 from phalanx.parallel.holding import Holding
@@ -35,6 +36,24 @@ class MemoryReport:
     largest_bytes: int
     resident_bytes: int
 
+    def doubt(self) -> str | None:
+        """Say why this account cannot be true; None if it can."""
+        account = self.account
+        held = sum(account.at_end[kind] for kind in ("parameters", "optimizer"))
+        if not held <= account.peak_bytes <= self.largest_bytes:
+            return (
+                f"no account is given: its peak of {_mib(account.peak_bytes)} MiB is below the "
+                f"{_mib(held)} MiB held all along, or above the largest of all ranks"
+            )
+        if any(account.at_peak[kind] > account.at_most[kind] for kind in KINDS):
+            return "no account is given: at the peak it has more of one kind than ever"
+        if account.allocated_bytes is not None and account.allocated_bytes < account.peak_bytes:
+            return (
+                f"no account is given: its peak of {_mib(account.peak_bytes)} MiB is more than "
+                f"the {_mib(account.allocated_bytes)} MiB that CUDA's allocator gave out"
+            )
+        return None
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, in bytes."""
         return {
@@ -43,10 +62,13 @@ class MemoryReport:
             "peak_bytes": self.account.peak_bytes,
             "largest_bytes": self.largest_bytes,
             "resident_bytes": self.resident_bytes,
+            "doubt": self.doubt(),
         }
 
-    def table(self) -> Table:
+    def table(self) -> Table | Text:
         """Draw a row for each kind, in MiB."""
+        if doubt := self.doubt():
+            return Text(doubt)
         table = Table(title="What rank 0 holds in a step, MiB", title_justify="left")
         table.add_column("what")
         for name in ("predicted", "at most", "at the peak"):
@@ -66,6 +88,8 @@ class MemoryReport:
     def text(self) -> str:
         """Return what goes with the table, in a line or two."""
         account = self.account
+        if self.doubt():
+            return f"Rank 0's process had up to {_mib(self.resident_bytes)} MiB in RAM."
         words = f"The peak lies in {account.peak_phase}; the highest of any rank is "
         words += f"{_mib(self.largest_bytes)} MiB. "
         if account.allocated_bytes is not None:

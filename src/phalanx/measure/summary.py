@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
+from rich.text import Text
 
+from phalanx.comm.ledger import Entry
 from phalanx.errors import ConfigError
 from phalanx.measure.timer import TERMS, StepTimes, Term
 
+SUM_TOLERANCE = 0.02
+"""How far the terms of a step may be from its wall time, which is measured on its own."""
+
 _ADVICE: dict[Term, str] = {
     "data": "look for a slow disk, or for other work on these cores: samples are read ahead",
-    "communication": (
-        "give each rank more tokens a step: a larger microbatch or more accumulation"
-    ),
     "optimizer": "give it fewer calls: more tokens a step, a fused optimizer, or a sharded one",
     "other": "look for waits for the device, or for other work, between the phases",
 }
@@ -32,6 +36,15 @@ class StepSummary:
     shares: dict[Term, float]
     """Time of each term over all steps / wall time of all steps."""
 
+    def doubt(self) -> str | None:
+        """Say why these times cannot be true; None if they can."""
+        if self.wall_s <= 0 or min(self.shares.values()) < 0:
+            return "no times are given: a part of a step took less than no time, by this clock"
+        total = sum(self.shares.values())
+        if abs(total - 1) > SUM_TOLERANCE:
+            return f"no times are given: the terms of a step sum to {100 * total:.0f} % of its time"
+        return None
+
     def as_dict(self) -> dict[str, object]:
         """Return plain values for JSON."""
         return {
@@ -39,6 +52,7 @@ class StepSummary:
             "wall_s": self.wall_s,
             "medians_s": dict(self.medians_s),
             "shares": dict(self.shares),
+            "doubt": self.doubt(),
         }
 
 
@@ -60,8 +74,10 @@ def summarize(steps: Iterable[StepTimes]) -> StepSummary:
     )
 
 
-def summary_table(summary: StepSummary) -> Table:
+def summary_table(summary: StepSummary) -> Table | Text:
     """Draw the summary: one row a term, the median in ms and the share of the wall time."""
+    if doubt := summary.doubt():
+        return Text(doubt)
     steps = "step" if summary.num_steps == 1 else "steps"
     table = Table(title=f"Where {summary.num_steps:,} {steps} went", title_justify="left")
     table.add_column("term")
@@ -76,23 +92,45 @@ def summary_table(summary: StepSummary) -> Table:
     return table
 
 
-def advice(summary: StepSummary, *, sends_inside: bool = False) -> str:
+def advice(summary: StepSummary, sent: Sequence[Entry] = ()) -> str:
     """Name the largest term that is not the model's own arithmetic, and what would shrink it.
 
     Args:
         summary: where the time went.
-        sends_inside: forward and backward hold communication of their own, as under fsdp and tp.
+        sent: what a rank sends in a step, by axis.
     """
-    term = max(_ADVICE, key=lambda term: summary.shares[term])
+    if doubt := summary.doubt():
+        return doubt
+    term = max((*_ADVICE, "communication"), key=lambda term: summary.shares[term])
     share = summary.shares[term]
     model_share = summary.shares["forward"] + summary.shares["backward"]
     if share < 0.05:
         return (
             f"Forward and backward take {100 * model_share:.0f} % of the step and no other term 5 "
-            "% or more: what is left to gain is in the model's own arithmetic, which MFU measures"
-            + (", and in what its layers send." if sends_inside else ".")
+            "% or more: what is left to gain is in the model's own arithmetic, which MFU measures."
         )
-    words = "Exposed communication" if term == "communication" else term.capitalize()
-    return f"{words} takes {100 * share:.0f} % of the step: {_ADVICE[term]}." + (
-        " What layers send is within forward and backward." if sends_inside else ""
+    if term == "communication":
+        return f"Exposed communication takes {100 * share:.0f} % of the step: {_send_less(sent)}."
+    return f"{term.capitalize()} takes {100 * share:.0f} % of the step: {_ADVICE[term]}."
+
+
+def _send_less(sent: Sequence[Entry]) -> str:
+    """Return what shrinks the communication over the axis that carries the most bytes."""
+    by_axis: Counter[str] = Counter()
+    for entry in sent:
+        by_axis[entry.axis] += math.ceil(entry.sent_bytes)
+    axis = next((axis for axis, _ in by_axis.most_common(1)), "dp")
+    if axis == "fsdp":
+        gathers = sum(e.op == "all_gather" and e.axis == axis for e in sent)
+        if gathers > 1:  # in forward and again in backward
+            return (
+                "most bytes are gathers of fsdp, at each microbatch anew: make microbatches "
+                "larger, or choose zero2, which gathers once a step, where memory allows"
+            )
+        return "most bytes go over fsdp, once a step: give each rank more tokens a step"
+    if axis == "dp":
+        return "give each rank more tokens a step: a larger microbatch or more accumulation"
+    return (
+        f"most bytes go over {axis}, in proportion to the tokens: split layers over fewer ranks, "
+        "or over a faster link"
     )

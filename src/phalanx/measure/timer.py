@@ -37,8 +37,8 @@ class StepTimes:
     forward_s: float
     backward_s: float
     communication_s: float
-    """Exposed communication: time in which the rank could do nothing but wait for others. What
-    layers send and wait for, as under fsdp and tp, is within forward and backward."""
+    """Exposed communication: time in which the rank could do nothing but wait for others, also in
+    the middle of forward and backward (see comm.waits); on a GPU only outside of them."""
     optimizer_s: float
     other_s: float
     wall_s: float

@@ -16,6 +16,11 @@ from phalanx.planner.model_shape import Attention, Flops
 
 Reference = Literal["data sheet", "ceiling"]
 
+GOOD, EXCELLENT = 0.30, 0.40
+"""From where on an MFU, of the data sheet of a GPU, is called so."""
+
+_YARDSTICK = "large models were trained at 21 to 46 % (PaLM, arXiv 2204.02311, table 3)"
+
 _SHARES = "MFU = model FLOPs / (time x devices x peak), HFU = (model FLOPs + recompute) / the same"
 _COUNT = "model FLOPs = 6 x matmul parameters x tokens"
 _ATTENTION = (
@@ -94,6 +99,26 @@ class Utilization:
                 )
         return found
 
+    def brief(self) -> str | None:
+        """Return the causal MFU in a line, and what it is worth; None if it is not known."""
+        for of in ("data sheet", "ceiling"):
+            rate, share = self._rate(of), self.mfu(of)
+            if rate is not None and share is not None:
+                words = f"{percent(share)} of the {of} ({_tera(rate)} for {self.num_devices})"
+                return words + (f"; {self.grade()}" if of == "data sheet" else "")
+        return None
+
+    def grade(self) -> str | None:
+        """Say what the MFU is worth; None unless it is a share of a GPU's data sheet."""
+        share = self.mfu("data sheet")
+        if share is None:
+            return None
+        word = "excellent" if share > EXCELLENT else "good" if share > GOOD else "can be better"
+        return (
+            f"{word}: on GPUs above {100 * GOOD:.0f} % is good and above {100 * EXCELLENT:.0f} % "
+            f"excellent; {_YARDSTICK}"
+        )
+
     def text(self) -> str:
         """Return one line for each peak, the formula, and any warning."""
         lines: list[str] = []
@@ -110,6 +135,8 @@ class Utilization:
                     "(full attention)"
                 )
             lines.append(f"{'; '.join(parts)} of the {of} ({_tera(rate)}{source})")
+        if (grade := self.grade()) is not None:
+            lines.append(f"The MFU is {grade}.")
         if not lines:
             lines.append("no MFU: neither a data sheet nor a measured ceiling for this device")
         lines.append(f"{_tera(self.causal.model / self.time_s)} of model FLOPs; {self.formula}")

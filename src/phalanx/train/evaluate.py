@@ -10,6 +10,7 @@ import torch
 from phalanx.comm.primitives import sum_over_data
 from phalanx.data.loader import evaluation_batches, evaluation_rows
 from phalanx.mesh import data_coordinate
+from phalanx.train.notice import said_if_long
 from phalanx.train.session import Session
 
 
@@ -43,12 +44,15 @@ def evaluate(session: Session) -> Evaluation | None:
         return None
     rank, num_ranks = data_coordinate(session.mesh)
     sums = torch.zeros(2, dtype=torch.float64, device=session.device)
-    session.model.eval()
-    for batch in evaluation_batches(
+    batches = evaluation_batches(
         session.validation, rows, microbatch=job.batch.microbatch, rank=rank, num_ranks=num_ranks
-    ):
-        sums[0] += session.trainer.objective.loss_sum(session.model, batch.to(session.device), 0)
-        sums[1] += batch.count_valid()
+    )
+    objective = session.trainer.objective
+    session.model.eval()
+    with said_if_long(f"evaluating on {len(rows):,} samples"):
+        for batch in batches:
+            sums[0] += objective.loss_sum(session.model, batch.to(session.device), 0)
+            sums[1] += batch.count_valid()
     session.model.train()
     nats, num_tokens = sum_over_data(sums, session.mesh).tolist()
     num_bytes = session.validation.count_bytes(rows, job.tokens.token_bytes())

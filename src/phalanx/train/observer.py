@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, cast
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.primitives import all_reduce
+from phalanx.comm.waits import told_to
 from phalanx.measure.ceiling import quick_ceiling
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import EvaluationRecord, RunLog, StepRecord
@@ -22,6 +24,7 @@ from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.model_shape import step_flops
 from phalanx.train.evaluate import Evaluation
+from phalanx.train.notice import said_if_long
 from phalanx.train.session import Session
 from phalanx.train.step import TERMS, StepResult
 
@@ -48,6 +51,7 @@ class Observer:
         memory: what one step held on this rank; None before that step.
         last: result of the last step.
         evaluations: those made so far, with the step each was made after.
+        num_steps: steps taken so far.
         ceiling_flops_per_s: the rate one rank's matrix products reach while all ranks are busy.
     """
 
@@ -58,8 +62,11 @@ class Observer:
         self.memory: MemoryAccount | None = None
         self.last: StepResult | None = None
         self.evaluations: list[tuple[int, Evaluation]] = []
-        self.ceiling_flops_per_s = self._measure_ceiling()
-        self._num_steps = 0
+        self._begin_s = time.perf_counter()
+        with said_if_long("measuring the rate of matrix products on all ranks"):
+            self.ceiling_flops_per_s = self._measure_ceiling()
+        self.num_steps = 0
+        self._begins_anew = True
         self._watching = ExitStack()
         self._log: RunLog | None = None
         if session.is_first:
@@ -71,6 +78,8 @@ class Observer:
         self._watching.enter_context(
             self.session.trainer.watched(lambda name: self.timer.phase(TERMS[name]))
         )
+        if self.session.device.type == "cpu":  # a GPU's stream waits, not this thread
+            self._watching.enter_context(told_to(lambda: self.timer.phase("communication")))
         return self
 
     def __exit__(
@@ -84,30 +93,39 @@ class Observer:
             self._log.close()
 
     def step(self) -> None:
-        """Take the next step of the session and record it."""
-        trainer = self.session.trainer
-        self.timer.begin_step()
+        """Take the next step of the session and record it.
+
+        A step lasts from the end of the one before it, so that what is done between two steps,
+        such as keeping their records, is part of the rate; an evaluation is not.
+        """
+        trainer, loader = self.session.trainer, self.session.loader
+        if self._begins_anew:
+            self.timer.begin_step()
+            self._begins_anew = False
+        consumed = loader.consumed
         with self.timer.phase("data"):
-            microbatches = [batch.to(self.session.device) for batch in next(self.session.loader)]
-        if self._num_steps == LEDGER_STEP:
+            microbatches = [batch.to(self.session.device) for batch in next(loader)]
+        if self.num_steps == LEDGER_STEP:
             with Ledger(self.session.mesh) as ledger, trainer.watched(ledger.phase):
                 self.last = trainer.step(microbatches)
             self.entries = ledger.entries()
-        elif self._num_steps == MEMORY_STEP and not self.session.job.config.debug_comm:
-            # It runs our own operators past any other mode, so the check would not see them.
+        elif self.num_steps == MEMORY_STEP and self._blind_spot is None:
             memory = MemoryLedger(trainer.model, trainer.optimizer, self.session.device)
             with memory, trainer.watched(memory.phase):
                 self.last = trainer.step(microbatches)
             self.memory = memory.account()
         else:
-            self.last = trainer.step(microbatches)
+            is_compiling = self.session.job.config.compile and self.num_steps == 0
+            with said_if_long("compiling the blocks") if is_compiling else nullcontext():
+                self.last = trainer.step(microbatches)
         times = self.timer.end_step()
-        self._num_steps += 1
+        self.num_steps += 1
         if self._log is not None:
-            self._log.step(self._record(self.last, times))
+            self._log.step(self._record(self.last, times, loader.consumed - consumed))
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
-        """Record a measurement on the validation text."""
+        """Record a measurement on the validation text, which has just been made."""
+        self._begins_anew = True
         if evaluation is None:
             return
         steps_done = self.session.trainer.steps_done
@@ -127,13 +145,18 @@ class Observer:
     def measured(self) -> list[StepTimes]:
         """Return the times of the latest steps after the warm-up, or of the first, not watched."""
         times = list(self.timer.history)
-        num_forgotten = self._num_steps - len(times)
+        num_forgotten = self.num_steps - len(times)
         return times[max(0, WARMUP_STEPS - num_forgotten) :] or times[:LEDGER_STEP]
 
-    def utilization(self, time_s: float | None = None) -> Utilization:
-        """Return the share of the arithmetic used by a step of `time_s`, the median one if None."""
+    def utilization(self, time_s: float | None = None, num_rows: int | None = None) -> Utilization:
+        """Return the share of the arithmetic used by a step.
+
+        Args:
+            time_s: how long it took; as long as the median one if None.
+            num_rows: samples in it; those of a full global batch if None.
+        """
         job = self.session.job
-        sizes = (job.shape, job.config.corpus.seq_len, job.batch.global_size)
+        sizes = (job.shape, job.config.corpus.seq_len, num_rows or job.batch.global_size)
         if time_s is None:
             time_s = statistics.median(times.wall_s for times in self.measured())
         return Utilization(
@@ -153,6 +176,27 @@ class Observer:
         return self.session.job.batch.global_size * self.session.job.config.corpus.seq_len
 
     @property
+    def seconds(self) -> float:
+        """Seconds since the run was first measured."""
+        return time.perf_counter() - self._begin_s
+
+    @property
+    def no_account(self) -> str:
+        """Why no step's memory was accounted for."""
+        return f"No account of the memory by kind: {self._blind_spot or 'it needs three steps'}."
+
+    @property
+    def _blind_spot(self) -> str | None:
+        """Return why the memory of a step cannot be accounted for, None if it can."""
+        config = self.session.job.config
+        if config.compile:
+            return "under --compile it would not see what compiled code holds"
+        if config.debug_comm:
+            # It runs our own operators past any other mode.
+            return "--debug-comm would not see the collectives that it runs"
+        return None
+
+    @property
     def _arithmetic(self) -> Arithmetic:
         name = self.session.precision.name
         if name == "float32" and self.session.device.type == "cuda":
@@ -168,16 +212,17 @@ class Observer:
             all_reduce(total, mesh, axis)
         return float(total) / mesh.size()
 
-    def _record(self, result: StepResult, times: StepTimes) -> StepRecord:
-        use = self.utilization(times.wall_s)
+    def _record(self, result: StepResult, times: StepTimes, num_rows: int) -> StepRecord:
+        use = self.utilization(times.wall_s, num_rows)
+        num_tokens = num_rows * self.session.job.config.corpus.seq_len
         of = "ceiling" if use.peak is None else "data sheet"
         return StepRecord(
             step=self.session.trainer.steps_done,
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.learning_rate,
-            tokens=self.step_tokens,
-            tokens_per_s=self.step_tokens / times.wall_s,
+            tokens=num_tokens,
+            tokens_per_s=num_tokens / times.wall_s,
             mfu=use.mfu(of),
             mfu_of=of,
             times=times,

@@ -6,8 +6,25 @@ import torch
 from tokenizers import Tokenizer
 
 from phalanx.comm.primitives import share
+from phalanx.data.tokens import TokenFiles
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import key, uniform
+
+_PROMPT_CHARACTERS = 24
+_OPENING_TOKENS = 64
+_BROKEN = "\ufffd"
+"""What a decoder puts for bytes that are a part of a character alone."""
+
+
+def opening(tokens: TokenFiles, tokenizer: Tokenizer) -> str:
+    """Return the first words of the validation text, or of the training text without one."""
+    file = tokens.validation if tokens.validation.num_tokens > 1 else tokens.train
+    text = tokenizer.decode(file.map()[1:_OPENING_TOKENS].tolist()).strip(_BROKEN)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    if len(line) <= _PROMPT_CHARACTERS:
+        return line
+    words, _, _ = line[: _PROMPT_CHARACTERS + 1].rpartition(" ")
+    return words or line[:_PROMPT_CHARACTERS]
 
 
 @torch.no_grad()
@@ -21,7 +38,7 @@ def write_text(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> str:
-    """Return `prompt` as the model goes on with it.
+    """Return `prompt` as the model goes on with it, without a broken character at either end.
 
     Each token is computed from the whole text before it: fine for a sample of a small model, and
     what any faster way must agree with. Every rank of the job calls this together, since the
@@ -49,4 +66,4 @@ def write_text(
             break
         ids.append(chosen)
     model.train()
-    return tokenizer.decode(ids[1:])
+    return tokenizer.decode(ids[1:]).strip(_BROKEN)

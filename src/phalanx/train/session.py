@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +23,15 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.parallel.compose import parallelize
 from phalanx.train.job import Job, manifest_of
+from phalanx.train.notice import said_if_long
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import Precision, resolve
 from phalanx.train.run_folder import check_unused, keep_origin
 from phalanx.train.step import Trainer
+
+RECOMPILE_LIMIT = 64
+"""Graphs that a block may be compiled to."""
 
 
 @dataclass
@@ -100,17 +106,19 @@ def open_session(job: Job) -> Session:
         model = Decoder(job.shape).to(dtype=precision.master)
     model.compute_dtype = precision.compute
     model.train()
-    reducer = parallelize(
-        model,
-        job.strategy,
-        mesh,
-        compute=precision.compute,
-        first_weights=lambda part, name, whole, offset: fill_initial(
-            part, job.shape, name, config.seed, whole=whole, offset=offset
-        ),
-    )
+    with said_if_long("building the model"):
+        reducer = parallelize(
+            model,
+            job.strategy,
+            mesh,
+            compute=precision.compute,
+            first_weights=lambda part, name, whole, offset: fill_initial(
+                part, job.shape, name, config.seed, whole=whole, offset=offset
+            ),
+        )
     if job.init is not None:
-        state.load_weights(job.init, model)
+        with said_if_long(f"reading weights from {job.init}"):
+            state.load_weights(job.init, model)
     trainer = Trainer(
         model,
         build_optimizer(model, config.optimizer),
@@ -125,13 +133,13 @@ def open_session(job: Job) -> Session:
     consumed = 0
     if job.start is not None:
         folder, about = job.start
-        state.load(folder, model, trainer.optimizer)
+        with said_if_long(f"reading {folder}"):
+            state.load(folder, model, trainer.optimizer)
         if trainer.scaler is not None and about.scaler is not None:
             trainer.scaler.load_state_dict(about.scaler)
         trainer.steps_done, consumed = about.steps_done, about.consumed
     if config.compile:
-        for block in model.blocks:
-            block.compile()
+        _compile(model)
     return Session(
         job=job,
         mesh=mesh,
@@ -143,6 +151,25 @@ def open_session(job: Job) -> Session:
         validation=_validation(job),
         saver=saver,
     )
+
+
+def _compile(model: Decoder) -> None:
+    """Compile each block, once for each size of a microbatch.
+
+    A graph for any size may add up in another order than one for a fixed size, and which of them a
+    batch meets depends on what the process has computed before: a resumed run would not go on to
+    the bit. Sizes are few, but each comes with and without gradients and documents; beyond the
+    limit Dynamo would go on uncompiled.
+    """
+    with suppress(ImportError):  # torch shows progress with tqdm where that is installed
+        from tqdm import tqdm
+
+        # Its own lock is a semaphore of the system, which a rank that leaves at once would leak.
+        cast(Any, tqdm).set_lock(threading.RLock())
+    dynamo_config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    dynamo_config.recompile_limit = RECOMPILE_LIMIT
+    for block in model.blocks:
+        block.compile(dynamic=False)
 
 
 def _loader(job: Job, mesh: DeviceMesh, consumed: int) -> Loader:

@@ -1,0 +1,202 @@
+"""What a console shows when a run has ended: its result, and with --report the tables behind it."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.comm.ledger import Entry
+from phalanx.measure.summary import summary_table
+from phalanx.measure.timer import TERMS
+from phalanx.measure.utilization import percent
+from phalanx.strategy import Strategy
+
+if TYPE_CHECKING:
+    from phalanx.train.summary import Summary
+
+SAMPLE_LINES = 8
+"""Lines of the model's own text that are shown; all of it is in the records."""
+
+
+def render(summary: Summary, *, report: bool) -> RenderableType:
+    """Return the tables if they are asked for, and the result last, where the eye is."""
+    parts: list[RenderableType] = [Text()]
+    if report:
+        parts += [*_tables(summary), Text()]
+    parts += [_line(name, text) for name, text in _results(summary) if text]
+    lines = "".join(map(_shown, summary.sample)).splitlines()
+    more = ["..."] if len(lines) > SAMPLE_LINES else []
+    parts += [Text(), Text("The model writes:")]
+    parts += [Text(line, style="italic") for line in [*lines[:SAMPLE_LINES], *more]]
+    parts += [Text()]
+    parts += [_path(name, path) for name, path in summary.paths.items()]
+    parts += [_path("go on", summary.go_on)]
+    if not report and summary.steps is not None:
+        parts += [_line("tables", "--report prints where time, bytes and memory went")]
+    return Group(*parts)
+
+
+def hsdp_text(sent: Sequence[Entry], strategy: Strategy, parameter_bytes: int) -> str | None:
+    """Return in words what a rank sends within its group and across groups under HSDP.
+
+    Args:
+        sent: what was counted in one step.
+        strategy: of the run.
+        parameter_bytes: P, of the whole model in the data type of the masters.
+
+    Returns:
+        None where parameters are not both sharded and replicated, or tp sends beside them.
+    """
+    num_ranks, num_groups = strategy.fsdp.degree, strategy.dp.degree
+    if min(num_ranks, num_groups) == 1 or strategy.tp.degree > 1 or not sent:
+        return None
+    inside, across = (
+        sum(e.sent_bytes for e in sent if e.axis == axis and e.phase in ("forward", "backward"))
+        for axis in ("fsdp", "dp")
+    )
+    inside_unit = parameter_bytes * (num_ranks - 1) / num_ranks
+    across_unit = 2 * (num_groups - 1) / num_groups * parameter_bytes / num_ranks
+    less = (
+        " (3 a microbatch, less what stays gathered or is gathered in a narrower type)"
+        if strategy.fsdp.kind == "zero3"
+        else ""
+    )
+    return (
+        f"Inside its group (fsdp) a rank sends {_mib(inside)}, {inside / inside_unit:.2f} P (N-1)/N"
+        f"{less}; across groups (dp) {_mib(across)}, {across / across_unit:.2f} x 2 (M-1)/M P/N. "
+        f"P = {_mib(parameter_bytes)} of parameters, N = {num_ranks} ranks a group, "
+        f"M = {num_groups} groups."
+    )
+
+
+def _results(summary: Summary) -> list[tuple[str, str | None]]:
+    return [
+        ("validation", _validation(summary)),
+        ("loss", _unless_none(summary.loss, "{:.4f} nats a token in the last step")),
+        ("speed", _speed(summary)),
+        ("step", _terms(summary)),
+        ("MFU", None if summary.utilization is None else summary.utilization.brief()),
+        ("memory", _memory(summary)),
+        ("time", f"{_duration(summary.seconds)} for {summary.num_steps:,} steps and the rest"),
+        ("run", summary.text),
+    ]
+
+
+def _validation(summary: Summary) -> str | None:
+    if summary.bits_per_byte is None:
+        return None
+    first, last = summary.bits_per_byte
+    words = f"{first:.3f} -> {last:.3f} bits per byte"
+    if math.isfinite(last) and first > 0:
+        words += f", {last / first:.2f} of where this run began"
+    return words
+
+
+def _speed(summary: Summary) -> str | None:
+    steps = summary.steps
+    if steps is None:
+        return None
+    if summary.tokens_per_s is None or summary.batches_per_s is None:
+        return steps.doubt()
+    return (
+        f"{summary.tokens_per_s:,.0f} tokens/s, {summary.batches_per_s:.3g} global batches/s, "
+        f"{1e3 * steps.wall_s:,.1f} ms a step (median of {steps.num_steps:,})"
+    )
+
+
+def _terms(summary: Summary) -> str | None:
+    steps = summary.steps
+    if steps is None or steps.doubt() is not None:
+        return None
+    terms = sorted(TERMS, key=lambda term: -steps.shares[term])
+    return ", ".join(
+        f"{term} {percent(steps.shares[term])}" for term in terms if steps.shares[term] >= 0.0005
+    )
+
+
+def _memory(summary: Summary) -> str | None:
+    resident = f"rank 0's process had up to {_mib(summary.resident_bytes)} in RAM"
+    report = summary.memory
+    if report is None or report.doubt() is not None:
+        return resident
+    return (
+        f"{_mib(report.largest_bytes)} of tensors at the peak of any rank, in "
+        f"{report.account.peak_phase}; {resident}"
+    )
+
+
+def _tables(summary: Summary) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if summary.steps is not None:
+        parts += [summary_table(summary.steps), Text(summary.advice() or ""), Text()]
+    if summary.sent:
+        parts += [_sent_table(summary.sent)]
+        parts += [Text(summary.sent_text)] if summary.sent_text else []
+        parts += [Text()]
+    if summary.memory is not None:
+        parts += [summary.memory.table(), Text(summary.memory.text())]
+    elif summary.no_memory is not None:
+        parts += [Text(summary.no_memory)]
+    if summary.utilization is not None:
+        parts += [Text(), Text(summary.utilization.text())]
+    return parts
+
+
+def _sent_table(entries: list[Entry]) -> Table:
+    table = Table(title="What one rank sends in a step", title_justify="left")
+    for name in ("phase", "axis", "collective"):
+        table.add_column(name)
+    for name in ("calls", "payload MiB", "sent MiB"):
+        table.add_column(name, justify="right")
+    for entry in entries:
+        table.add_row(
+            entry.phase,
+            entry.axis,
+            entry.op,
+            str(entry.calls),
+            f"{entry.payload_bytes / 2**20:.3f}",
+            f"{entry.sent_bytes / 2**20:.3f}",
+        )
+    return table
+
+
+def _shown(character: str) -> str:
+    """Return a character, or a dot for one that would steer the terminal."""
+    is_kept = character == "\n" or unicodedata.category(character) not in ("Cc", "Cf")
+    return character if is_kept else "\u00b7"
+
+
+def _line(name: str, text: str) -> RenderableType:
+    """Return one row of the result; what does not fit goes on under its text."""
+    row = Table.grid(padding=(0, 1, 0, 0))
+    row.add_column(width=11, no_wrap=True)
+    row.add_column()
+    row.add_row(name, Text(text))
+    return row
+
+
+def _path(name: str, path: str) -> Text:
+    """Return a path or command in a line that is never cut or broken, so that it can be copied."""
+    return Text(f"{name:<11} {path}", no_wrap=True, overflow="ignore")
+
+
+def _unless_none(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.3f} MiB" if num_bytes < 2**27 else f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"

@@ -1,0 +1,92 @@
+"""What blocks a rank is told to whoever measures its time, in the middle of a layer too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from phalanx.comm import primitives
+from phalanx.comm.waits import told_to, waiting
+from phalanx.launch.local import run_ranks
+from phalanx.mesh import build_mesh
+from phalanx.parallel.compose import parallelize
+from phalanx.strategy import Strategy
+
+
+class Waits:
+    """Counts the waits it is told of."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    @contextmanager
+    def __call__(self) -> Generator[None]:
+        self.number += 1
+        yield
+
+    def taken(self) -> int:
+        number, self.number = self.number, 0
+        return number
+
+
+def waits_of_collectives() -> dict[str, int]:
+    mesh = build_mesh(Strategy.parse("tp2"))
+    waits, found = Waits(), dict[str, int]()
+    with told_to(waits):
+        for name, collective in {
+            "all_reduce": lambda x: primitives.all_reduce(x, mesh, "tp"),
+            "all_gather": lambda x: primitives.all_gather(x, mesh, "tp", 0),
+            "reduce_scatter": lambda x: primitives.reduce_scatter(x, mesh, "tp", 0),
+            "all_to_all": lambda x: primitives.all_to_all(x, mesh, "tp", 0, 1),
+            "broadcast": lambda x: primitives.broadcast_start(x, mesh, "tp", 0).wait(),
+            "reduce": lambda x: primitives.reduce_start(x, mesh, "tp", 0).wait(),
+            "swap": lambda x: primitives.swap(x, mesh.get_group("tp"), 1 - mesh.get_rank()),
+        }.items():  # fmt: skip
+            collective(torch.ones(4, 4))
+            found[name] = waits.taken()
+    primitives.all_reduce(torch.ones(4), mesh, "tp")
+    found["afterwards"] = waits.taken()
+    return found
+
+
+def test_each_collective_that_blocks_is_a_wait() -> None:
+    for found in run_ranks(waits_of_collectives, 2, threads=1):
+        assert found.pop("afterwards") == 0
+        assert set(found.values()) == {1}, found
+
+
+def waits_of_layers() -> tuple[int, int]:
+    mesh = build_mesh(Strategy.parse("fsdp2"))
+    model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]))
+    model.forward = lambda x: model[0][2](model[0][1](model[0][0](x)))  # type: ignore
+    parallelize(model, Strategy.parse("fsdp2"), mesh)
+    waits = Waits()
+    with told_to(waits):
+        loss = model(torch.ones(2, 4)).sum()
+        forward = waits.taken()
+        loss.backward()
+        return forward, waits.taken()
+
+
+def test_the_gathers_of_fsdp_within_forward_and_backward_are_waits() -> None:
+    # Three blocks; the last stays gathered. Backward gathers two again and scatters three.
+    assert run_ranks(waits_of_layers, 2, threads=1) == [(3, 5), (3, 5)]
+
+
+def test_the_waits_of_another_thread_are_its_own() -> None:
+    def wait() -> None:
+        with waiting():
+            pass
+
+    waits = Waits()
+    with told_to(waits):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        assert waits.taken() == 0
+        wait()
+        assert waits.taken() == 1

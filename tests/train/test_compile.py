@@ -1,0 +1,86 @@
+"""--compile: the blocks stay compiled at each step, watched or not; a run goes on to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import lookup_backend
+
+from phalanx.checkpoint import manifest
+from phalanx.config import BatchConfig
+from phalanx.launch.local import run_ranks
+from phalanx.train import loop
+from phalanx.train.evaluate import evaluate
+from phalanx.train.job import Job, resolve
+from phalanx.train.observer import LEDGER_STEP, MEMORY_STEP
+from phalanx.train.step import Trainer
+from small_run import losses, small_run
+
+
+def graphs_run(job: Job) -> dict[str, Any]:
+    """Train with a compiler that counts; return the graphs that each part of the run called."""
+    runs = 0
+    backend = lookup_backend("aot_eager")
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled = backend(graph, inputs)
+
+        def call(*args: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            return compiled(*args)
+
+        return call
+
+    def counted(function: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            before = runs
+            result = function(*args)
+            found.append(runs - before)
+            return result
+
+        return call
+
+    steps: list[int] = []
+    evaluations: list[int] = []
+    compile_ = nn.Module.compile
+    nn.Module.compile = lambda self, **options: compile_(self, backend=counting, **options)
+    Trainer.step = counted(Trainer.step, steps)
+    loop.evaluate = counted(evaluate, evaluations)
+    summary = loop.train_rank(job)
+    return {"steps": steps, "evaluations": evaluations, "after": runs, "summary": summary}
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "fsdp2,recompute:full"])
+def test_every_step_runs_compiled_and_a_resumed_run_goes_on_to_the_bit(
+    strategy: str, tmp_path: Path
+) -> None:
+    is_checked = strategy == "dp2"
+    config = small_run(
+        tmp_path, strategy=strategy, steps=6, save_every=2, eval_every=3, compile=True,
+        precision="float32", debug_comm=is_checked,
+        batch=BatchConfig(global_size=8, accumulation=1 if is_checked else 2),
+    )  # fmt: skip
+    found = run_ranks(graphs_run, 2, resolve(config), threads=1)
+    assert max(LEDGER_STEP, MEMORY_STEP) < 6  # both are among the steps
+    for rank in found:
+        assert rank["steps"] == [config.batch.accumulation or 1] * 6
+        assert len(set(rank["evaluations"])) == 1 and rank["evaluations"][0] > 0
+        # The sample asks for another length of text with each token: it compiles nothing.
+        assert rank["after"] == sum(rank["steps"]) + sum(rank["evaluations"])
+    summary = found[0]["summary"].as_dict()
+    assert summary["memory"] is None and "--compile" in summary["no_memory"]
+    assert any(entry["phase"] == "backward" for entry in summary["sent"])
+
+    if is_checked:
+        return
+    middle = manifest.folder_of(Path(config.out or ""), 2)
+    again = dataclasses.replace(config, resume=str(middle), out=str(tmp_path / "again"))
+    run_ranks(graphs_run, 2, resolve(again), threads=1)
+    assert losses(again.out) == losses(config.out)[2:]
