@@ -139,7 +139,7 @@ def layout(
 
 
 def _most_gathered(groups: Sequence[Group], num_ranks: int, segment_size: int) -> int:
-    """Return the bytes of the blocks at work, of the next that is fetched meanwhile, and the rest.
+    """Return the bytes of the blocks at work, of the next, gathered before they end, and the rest.
 
     The block that zero3 keeps after forward is free again when backward has left it.
     """

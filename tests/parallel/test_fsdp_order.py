@@ -1,0 +1,97 @@
+"""The order in which fsdp gathers, computes, reduces and updates, read from a run."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from phalanx.comm.calls import read_call
+from phalanx.comm.watch import Watch
+from phalanx.launch.local import run_ranks
+from phalanx.mesh import build_mesh
+from phalanx.parallel import compose
+from phalanx.strategy import Strategy
+
+NUM_BLOCKS, WIDTH = 4, 8
+DOCUMENT = Path(__file__).parents[2] / "docs/data_parallel.md"
+
+
+class Block(nn.Module):
+    """Each of another size, so that a collective of its parameters can be told by its length."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * (index + 1), bias=False)
+        self.down = nn.Linear(2 * (index + 1), WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(index) for index in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Order(Watch):
+    """Notes gathers and reductions by the block that they are of."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self._names = names
+
+    @override
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = read_call(func, args, kwargs)
+        if call is not None and call.op in ("all_gather", "reduce_scatter"):
+            whole = call.outputs if call.op == "all_gather" else call.inputs
+            tensors = whole if isinstance(whole, (list, tuple)) else [whole]
+            name = self._names[sum(tensor.numel() for tensor in tensors)]
+            self.events.append(f"{'gather' if call.op == 'all_gather' else 'reduce'} {name}")
+        return func(*args, **kwargs)
+
+
+def events_of(text: str) -> list[str]:
+    """Return what one step of this rank did, in order."""
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    model = Blocks()
+    sizes = {sum(p.numel() for p in b.parameters()): str(i) for i, b in enumerate(model.blocks)}
+    order = Order(sizes | {2 * WIDTH: "rest"})
+    reducer = compose.parallelize(model, strategy, mesh)
+    optimizer = torch.optim.SGD(model.parameters())
+    for index, block in enumerate(model.blocks):
+        # Inside the block: after its parameters were gathered for it.
+        block.up.register_forward_pre_hook(
+            lambda *_, index=index: order.events.append(f"forward {index}")
+        )
+        block.down.register_full_backward_pre_hook(
+            lambda *_, index=index: order.events.append(f"backward {index}")
+        )
+    optimizer.register_step_pre_hook(lambda *_: order.events.append("update"))
+    with order:
+        loss = model(torch.ones(2, WIDTH)).sum()
+        reducer.before_backward(is_last=True)
+        loss.backward()
+        reducer.finish()
+    optimizer.step()
+    return order.events
+
+
+def test_the_document_shows_the_order_of_a_run() -> None:
+    shown = dict(re.findall(r"```order (\S+)\n(.*?)```", DOCUMENT.read_text(), re.DOTALL))
+    assert set(shown) == {"fsdp2", "fsdp2:zero2"}
+    for text, expected in shown.items():
+        for events in run_ranks(events_of, 2, text, threads=1):
+            assert events == re.findall(r"[a-z]+(?: \w+)?", expected)
