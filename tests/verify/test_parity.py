@@ -20,9 +20,11 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
-from phalanx.verify.batches import decoder_batches, initial_decoder
+from phalanx.verify.batches import decoder_batches, split
+from phalanx.verify.cases import initial_decoder, plain_decoder
 from phalanx.verify.harness import compare_case, verify
-from phalanx.verify.record import Case, split
+from phalanx.verify.plain import PlainNextToken
+from phalanx.verify.record import Case
 
 LLAMA = ModelShape(
     vocab_size=67,  # odd
@@ -63,6 +65,10 @@ def decoder_case(shape: ModelShape, accumulation: int, num_rows: int, num_places
         decoder_batches(shape, 5, num_rows, 17, num_places, SEED),
         accumulation,
         optimizer=OptimizerConfig(warmup_steps=1),
+        reference=(
+            functools.partial(plain_decoder, shape, SEED),
+            PlainNextToken(SEED, shape.dropout),
+        ),
     )
 
 

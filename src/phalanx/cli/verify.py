@@ -2,50 +2,84 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import print_json, screen
-from phalanx.config import OptimizerConfig, ShapeConfig
-from phalanx.config_check import check_range
+from phalanx.config import OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.config_check import check
 from phalanx.config_load import load_config
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from phalanx.verify.compare import Verdict
+    from phalanx.models.shape import ModelShape
+    from phalanx.strategy import Strategy
+    from phalanx.verify.verdict import Verdict
+
+QUANTITIES = ("loss", "gradient", "norm", "first moment", "second moment", "weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyShape(ShapeConfig):
+    """Sizes and layers that replace those of the shape; unset ones stay."""
+
+    norm: Literal["rms", "layer"] | None = None
+    """RMSNorm or LayerNorm."""
+    position: Literal["rope", "learned"] | None = None
+    """Rotary positions, or a learned table."""
+    mlp: Literal["swiglu", "gelu"] | None = None
+    """The feed-forward layer."""
+    bias: bool | None = None
+    """Whether linear maps have a bias."""
+    qk_norm: bool | None = None
+    """Whether queries and keys are normalised."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """Run a strategy on gloo ranks and on one process, and compare every number of every step."""
+    """Run a strategy beside plain PyTorch on one process, and compare every number of every step.
+
+    Without --model it runs two small decoders that between them have every layer of ours, on
+    uneven batches, and then again with three ranks on an axis that has two.
+    """
 
     strategy: Annotated[str, tyro.conf.Positional] = "dp2"
-    """Such as dp2 or dp4:naive."""
-    model: str = "demo"
-    """Preset of the model's shape."""
-    steps: int = 5
+    """Such as dp2, fsdp2:zero1, dp2,fsdp2 or tp4:2d; `phalanx train --help` has the grammar."""
+    model: str | None = None
+    """Preset of one shape to run, instead of the two small ones."""
+    steps: int = 4
     """Optimizer steps to compare."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Data type of weights and arithmetic; float64 shows whether the strategy is exact."""
     global_size: int | None = None
-    """Sequences in one step; 4 for each microbatch if unset."""
-    accumulation: int = 1
+    """Sequences in one step; an odd number, so that shares are uneven, if unset."""
+    accumulation: int = 2
     """Microbatches that each rank cuts its share into."""
-    seq_len: int = 32
+    seq_len: int = 17
     """Tokens of a sequence."""
     seed: int = 0
-    """Fixes weights and batches."""
+    """Fixes weights, batches and dropout masks."""
+    three: bool = True
+    """Run again with three ranks on an axis that has two; not with --model."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to compute: gloo processes, or NCCL with one GPU for each rank."""
     debug_comm: bool = False
     """Compare each collective of all ranks before it runs, and name the first two calls that do not
     match; slow."""
-    shape: ShapeConfig = field(default_factory=ShapeConfig)
-    """Sizes that replace the preset's."""
+    shape: VerifyShape = field(default_factory=VerifyShape)
+    """Sizes and layers that replace those of the shape."""
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=0)
+    )
+    """AdamW, the learning rate and clipping."""
 
 
 def run(argv: list[str]) -> int:
@@ -54,76 +88,179 @@ def run(argv: list[str]) -> int:
     if loaded.show_config:
         show_config(loaded)
         return 0
-    verdict = _verify(loaded.config)
+    _refuse_torchrun()
     console = screen()
-    console.print(f"{verdict.strategy} against one process: largest relative errors")
-    console.print(_table(verdict, loaded.config.steps), _closing(verdict), sep="\n")
+    verdicts = _verify(loaded.config, console)
+    _show(verdicts, console)
     if loaded.json:
-        print_json(_document(verdict))
-    return 0 if verdict.is_equal else 1
+        print_json(_document(verdicts))
+    return 0 if all(verdict.is_equal for verdict in verdicts) else 1
 
 
-def _verify(config: VerifyConfig) -> Verdict:
-    """Build the model and batches that the configuration names, and compare.
+def _refuse_torchrun() -> None:
+    """End a process that torchrun started: it would begin a whole verification of its own."""
+    from phalanx.launch.torchrun import is_under_torchrun, leave_failed
+
+    if is_under_torchrun():
+        leave_failed(
+            ConfigError(
+                "verify starts its own ranks, but RANK and WORLD_SIZE are set, as torchrun and "
+                "Slurm do; run `phalanx verify` by itself on one host"
+            ),
+            is_everyones=True,
+        )
+
+
+def _verify(config: VerifyConfig, console: Console) -> list[Verdict]:
+    """Compare the shapes that the configuration names.
 
     Raises:
         ConfigError: a value is out of range.
     """
-    from phalanx.measure.environment import check_memory_for
-    from phalanx.models.registry import shape_of, with_sizes
     from phalanx.strategy import Strategy, require_built
-    from phalanx.train.objective import NextToken
-    from phalanx.verify.batches import decoder_batches, initial_decoder
-    from phalanx.verify.harness import verify
+    from phalanx.verify.cases import Settings, decoder_case, with_three
+    from phalanx.verify.harness import compare_cases
 
+    _check(config)
+    strategy = Strategy.parse(config.strategy)
+    require_built(strategy)
+    settings = Settings(
+        config.steps, config.accumulation, config.seq_len, config.dtype, config.seed,
+        config.global_size, config.optimizer, config.device,
+    )  # fmt: skip
+    verdicts: list[Verdict] = []
+    wider = with_three(strategy) if config.three and config.model is None else None
+    for each in filter(None, (strategy, wider)):
+        _check_device(each, config.device)
+        shapes = _shapes(config, each)
+        if shapes is None:
+            continue
+        words = [_described(name, shape) for name, shape in shapes.items()]
+        console.print(Text(f"{each}: {', '.join(words)}", "dim"))
+        cases = {name: decoder_case(shape, each, settings) for name, shape in shapes.items()}
+        verdicts += compare_cases(cases, each, config.debug_comm)
+        if not all(verdict.is_equal for verdict in verdicts):
+            break
+    return verdicts
+
+
+def _check(config: VerifyConfig) -> None:
     for name in ("steps", "accumulation", "seq_len", "global_size"):
         value: int | None = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
-    check_range("seed", config.seed)
-    strategy = Strategy.parse(config.strategy)
-    require_built(strategy)
-    check_memory_for(strategy.num_ranks)
-    shape = with_sizes(shape_of(config.model), config.shape)
-    num_rows = config.global_size or 4 * strategy.data_ranks * config.accumulation
-    return verify(
-        functools.partial(initial_decoder, shape, config.seed),
-        decoder_batches(
-            shape, config.steps, num_rows, config.seq_len, strategy.data_ranks, config.seed
-        ),
-        strategy,
-        NextToken(config.seed, shape.dropout),
-        accumulation=config.accumulation,
-        dtype=config.dtype,
-        optimizer=OptimizerConfig(warmup_steps=0),
-        debug_comm=config.debug_comm,
+    check(
+        TrainConfig(
+            steps=config.steps, seed=config.seed, shape=config.shape, optimizer=config.optimizer
+        )
     )
 
 
-def _table(verdict: Verdict, num_steps: int) -> Table:
-    quantities = ("loss", "gradient", "norm", "weight")
+def _check_device(strategy: Strategy, device: str) -> None:
+    from phalanx.measure.environment import check_memory_for
+
+    if device == "cpu":
+        check_memory_for(strategy.num_ranks)
+        return
+    import torch
+
+    if strategy.num_ranks > (num_gpus := torch.cuda.device_count()):
+        raise ConfigError(
+            f"device is cuda and {strategy} needs {strategy.num_ranks} GPUs, but this host has "
+            f"{num_gpus}; use --device cpu"
+        )
+
+
+def _shapes(config: VerifyConfig, strategy: Strategy) -> dict[str, ModelShape] | None:
+    """Return the shapes to run; None if an axis of three does not split what was asked for."""
+    from phalanx.models.registry import shape_of, with_sizes
+    from phalanx.verify.cases import awkward_shapes, splits
+
+    if config.model is not None:
+        return {config.model: with_sizes(shape_of(config.model), config.shape)}
+    shapes = {
+        name: with_sizes(shape, config.shape) for name, shape in awkward_shapes(strategy).items()
+    }
+    is_asked = str(strategy) == str(type(strategy).parse(config.strategy))
+    fits = is_asked or all(splits(shape, strategy) for shape in shapes.values())
+    return shapes if fits else None
+
+
+def _described(name: str, shape: ModelShape) -> str:
+    heads = f"{shape.num_heads}/{shape.num_kv_heads} heads"
+    return (
+        f"{name} ({shape.num_layers} x {shape.hidden}, {heads}, {shape.vocab_size} ids, dropout "
+        f"{shape.dropout:g})"
+    )
+
+
+def _show(verdicts: Sequence[Verdict], console: Console) -> None:
+    console.print("Largest errors against plain PyTorch in one process, relative, of all steps")
+    console.print(_table(verdicts))
+    _show_bytes(verdicts[0], console)
+    for verdict in verdicts:
+        style = "green" if verdict.is_equal else "bold red"
+        name = f"{verdict.case}, " if verdict.case else ""
+        console.print(Text(f"{name}{verdict.headline()}", style))
+        for line in verdict.details():
+            console.print(Text(f"  {line}"))
+
+
+def _table(verdicts: Sequence[Verdict]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("step", *quantities):
+    table.add_column("")
+    for name in QUANTITIES:
         table.add_column(name, justify="right")
-    for step in range(num_steps):
-        rows = [verdict.worst(step, quantity) for quantity in quantities]
-        cells = [Text(f"{d.error:.1e}", "" if verdict.passes(d) else "bold red") for d in rows]
-        table.add_row(Text(str(step)), *cells)
+    for verdict in verdicts:
+        cells: list[Text] = []
+        for quantity in QUANTITIES:
+            found = [verdict.worst(step, quantity) for step in verdict.steps]
+            worst = max((d for d in found if d), key=lambda d: d.error, default=None)
+            style = "" if worst is None or worst.passes else "bold red"
+            cells.append(Text("" if worst is None else f"{worst.error:.1e}", style))
+        table.add_row(Text(f"{verdict.strategy} {verdict.case}"), *cells)
     return table
 
 
-def _closing(verdict: Verdict) -> Text:
-    return Text(str(verdict), style="green" if verdict.is_equal else "bold red")
+def _show_bytes(verdict: Verdict, console: Console) -> None:
+    if not verdict.sent:
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("phase", "axis", "collective", "bytes counted", "predicted"):
+        table.add_column(
+            name, justify="right" if name in ("bytes counted", "predicted") else "left"
+        )
+    for row in verdict.sent:
+        style = "" if row.counted == row.predicted else "bold red"
+        numbers = [Text(f"{n:,}", style) for n in (row.counted, row.predicted)]
+        table.add_row(row.phase, row.axis, row.op, *numbers)
+    console.print(f"Sent in the last step of {verdict.strategy} {verdict.case}", table, sep="\n")
 
 
-def _document(verdict: Verdict) -> dict[str, Any]:
+def _document(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    return {
+        "is_equal": all(verdict.is_equal for verdict in verdicts),
+        "verdicts": [_as_dict(verdict) for verdict in verdicts],
+    }
+
+
+def _as_dict(verdict: Verdict) -> dict[str, Any]:
     first = verdict.first
+    worst = {
+        quantity: max(
+            (d.error for d in verdict.differences if d.quantity == quantity), default=None
+        )
+        for quantity in QUANTITIES
+    }
     return {
         "strategy": verdict.strategy,
+        "case": verdict.case,
         "is_equal": verdict.is_equal,
-        "tolerance": verdict.tolerance,
         "num_compared": len(verdict.differences),
-        "largest_error": max(d.error for d in verdict.differences),
+        "largest_errors": worst,
         "first_difference": None if first is None else str(first),
-        "unequal_replicas": verdict.replicas,
+        "place": None if verdict.place is None else dataclasses.asdict(verdict.place),
+        "unequal_ranks": verdict.replicas,
+        "causes": verdict.causes,
+        "sent": [dataclasses.asdict(row) for row in verdict.sent],
     }

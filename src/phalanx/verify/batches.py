@@ -1,4 +1,4 @@
-"""Models and batches to verify decoders with: random tokens made to be awkward.
+"""Batches to verify decoders with, made to be awkward, and how any batch is cut.
 
 Rows have documents of uneven lengths and labels that do not count, and in every second step all
 rows of the first data rank have none that count (if there are several ranks).
@@ -6,19 +6,17 @@ rows of the first data rank have none that count (if there are several ranks).
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
 import torch
+from torch import Tensor
 
 from phalanx.data.batch import Batch
-from phalanx.models.decoder import Decoder
+from phalanx.errors import ConfigError
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape
-
-
-def initial_decoder(shape: ModelShape, seed: int) -> Decoder:
-    """Return a float64 decoder with its first weights."""
-    model = Decoder(shape).to(torch.float64)
-    model.initialize(seed)
-    return model
 
 
 def decoder_batches(
@@ -67,3 +65,68 @@ def _batch(
         documents_BT=documents_BT,
         rows_B=torch.arange(step * num_rows, (step + 1) * num_rows),
     )
+
+
+def rows_of(batch: Any, place: int, num_places: int, accumulation: int) -> list[Tensor]:
+    """Return the rows of each microbatch of one data rank: place, place + num_places, ..., cut."""
+    rows = torch.arange(place, count_rows(batch), num_places)
+    return list(rows.tensor_split(accumulation))
+
+
+def split(batch: Any, place: int, num_places: int, accumulation: int) -> list[Any]:
+    """Return the microbatches of one data rank, see `rows_of`."""
+    return [take(batch, rows) for rows in rows_of(batch, place, num_places, accumulation)]
+
+
+def take(batch: Any, rows: Tensor) -> Any:
+    """Return the given rows of every tensor of a batch."""
+    return map_batch(batch, lambda tensor: tensor[rows])
+
+
+def cast_batch(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the batch on a device, with its floating-point tensors in `dtype`."""
+    return map_batch(batch, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
+
+
+def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of a batch, and keep its form."""
+    if batch is None:
+        return None
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        named = cast("Mapping[str, Any]", batch)
+        return {name: map_batch(value, function) for name, value in named.items()}
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+        mapped = {name: map_batch(value, function) for name, value in values.items()}
+        return dataclasses.replace(batch, **mapped)
+    if isinstance(batch, list | tuple):
+        items = [map_batch(value, function) for value in cast("Sequence[Any]", batch)]
+        return type(batch)(*items) if hasattr(batch, "_fields") else items
+    raise ConfigError(
+        f"a batch holds a {type(batch).__name__}; expected tensors, and mappings, lists, tuples or "
+        "dataclasses of them, or None"
+    )
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch."""
+    found: list[Tensor] = []
+    map_batch(batch, lambda tensor: (found.append(tensor), tensor)[1])
+    return found
+
+
+def count_rows(batch: Any) -> int:
+    """Return the first dimension of the tensors of a batch.
+
+    Raises:
+        ConfigError: there is no tensor in it, or something else is, or they differ.
+    """
+    sizes = {len(tensor) for tensor in tensors_of(batch)}
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"the tensors of a batch have {sorted(sizes)} rows; expected one number for all, "
+            "the samples"
+        )
+    return sizes.pop()

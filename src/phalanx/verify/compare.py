@@ -1,30 +1,24 @@
-"""Compare two records of a run, tensor by tensor, and name the first that differs.
+"""Compare two records of a step, tensor by tensor, in the order in which the step makes them.
 
-The error of a tensor is max |a - b| / max |b|, with b from the one process. Where max |b| is small
-beside the largest gradient (or weight) of the whole model, that largest one times FLOOR divides
-instead: some gradients are zero but for rounding, such as that of the bias of attention's keys,
-which softmax cancels, and AdamW makes steps of up to lr / eps times that rounding out of them.
+The error of a tensor is max |a - b| / max |b|, with b from the reference. Where max |b| is small
+beside the largest gradient (or moment, or weight) of the whole model, that largest one times FLOOR
+divides instead: some gradients are zero but for rounding, such as that of the bias of attention's
+keys, which softmax cancels. What passes, says tolerance.py.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from phalanx.verify.record import StepRecord
+from phalanx.verify.reference import StepRecord
+from phalanx.verify.tolerance import EXACT, common_ratio, limit_of
 
-TOLERANCE = {
-    "float64": {"loss": 1e-10, "gradient": 1e-10, "norm": 1e-10, "weight": 1e-10},
-    "float32": {"loss": 1e-5, "gradient": 1e-3, "norm": 1e-4, "weight": 1e-2},
-    "bfloat16": {"loss": 1e-2, "gradient": 2e-1, "norm": 5e-2, "weight": 2e-1},
-}
-"""Largest error by data type and quantity. The strategies are exact; what is left is the order of
-sums. Weights need the most room below float64: where a gradient is small beside its rounding,
-AdamW's first steps, which divide by the root of the second moment, follow its sign."""
-
-FLOOR = {"gradient": 1e-4, "weight": 1e-1}
+FLOOR = {"gradient": 1e-4, "first moment": 1e-4, "second moment": 1e-8, "weight": 1e-1}
 """Smallest divisor of an error, as a share of the largest magnitude in the whole model."""
 
 
@@ -34,105 +28,164 @@ class Difference:
 
     Attributes:
         step: number of the step, from 0.
-        quantity: "loss", "gradient", "norm" or "weight".
-        name: name of the parameter; empty for the loss and the norm.
+        quantity: "loss", "gradient", "norm", "first moment", "second moment" or "weight".
+        name: name of the parameter, or p of the norm; empty for the loss.
         error: relative error, infinite where one side is not finite or missing.
+        limit: the largest error that passes.
+        problem: what is wrong if it is no matter of size: "missing", "not finite" and so on.
+        ratio: the factor between the two sides where it is one for all elements, else None.
     """
 
     step: int
     quantity: str
     name: str
     error: float
+    limit: float = EXACT
+    problem: str = ""
+    ratio: float | None = None
+
+    @property
+    def passes(self) -> bool:
+        """Whether the error is within the limit."""
+        return self.error <= self.limit
+
+    @property
+    def what(self) -> str:
+        """The quantity in words."""
+        if self.quantity == "norm":
+            return f"the {self.name}-norm of the gradient"
+        return f"{self.quantity} of {self.name}" if self.name else f"the {self.quantity}"
 
     def __str__(self) -> str:
-        what = f"{self.quantity} of {self.name}" if self.name else f"the {self.quantity}"
-        return f"step {self.step}, {what}: relative error {self.error:.1e}"
+        error = self.problem or f"relative error {self.error:.1e}, limit {self.limit:.0e}"
+        return f"step {self.step}, {self.what}: {error}"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a strategy computes what one process computes.
+def compare_step(
+    step: int, ours: StepRecord, reference: StepRecord, moved: StepRecord | None = None
+) -> list[Difference]:
+    """Compare one step of a strategy with that of the reference, in the order of the step.
 
-    Attributes:
-        strategy: its text.
-        tolerance: largest relative error that passes, by quantity.
-        differences: everything compared, in the order of the computation.
-        replicas: names of parameters that differ between ranks that should hold the same bits.
+    Args:
+        step: its number.
+        ours: of the strategy.
+        reference: what should be.
+        moved: of the perturbed reference; None in float64.
     """
-
-    strategy: str
-    tolerance: dict[str, float]
-    differences: list[Difference] = field(repr=False)
-    replicas: list[str]
-
-    @property
-    def first(self) -> Difference | None:
-        """The first quantity, in the order of the computation, that differs."""
-        return next((d for d in self.differences if not self.passes(d)), None)
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether everything agrees."""
-        return self.first is None and not self.replicas
-
-    def passes(self, difference: Difference) -> bool:
-        """Return whether an error is within the tolerance of its quantity."""
-        return difference.error <= self.tolerance[difference.quantity]
-
-    def worst(self, step: int, quantity: str) -> Difference:
-        """Return the largest error of one quantity in one step."""
-        rows = [d for d in self.differences if (d.step, d.quantity) == (step, quantity)]
-        return max(rows, key=lambda d: d.error)
-
-    def __str__(self) -> str:
-        if self.is_equal:
-            worst = max(self.differences, key=lambda d: d.error / self.tolerance[d.quantity])
-            return (
-                f"{self.strategy} computes what one process computes: the worst of "
-                f"{len(self.differences)} errors is {worst.error:.1e} ({worst.quantity}), at most "
-                f"{self.tolerance[worst.quantity]:.0e} passes"
-            )
-        if self.first is not None:
-            return f"{self.strategy} differs from one process, first at {self.first}"
-        return f"{self.strategy}: ranks that should hold equal bits differ in {self.replicas[0]}"
-
-
-def compare_step(step: int, ours: StepRecord, reference: StepRecord) -> list[Difference]:
-    """Compare one step of a strategy with that of one process."""
-    rows = [Difference(step, "loss", "", _error(_scalar(ours.loss), _scalar(reference.loss)))]
-    rows += _compare_tensors(step, "gradient", ours.gradients, reference.gradients)
-    rows.append(Difference(step, "norm", "", _error(_scalar(ours.norm), _scalar(reference.norm))))
-    rows += _compare_tensors(step, "weight", ours.weights, reference.weights)
+    dtype = next((weight.dtype for weight in reference.weights.values()), torch.float64)
+    loss = None if moved is None else moved.loss
+    rows = [_compare_scalar(step, "loss", "", ours.loss, reference.loss, loss, dtype)]
+    rows += _compare_tensors(step, "gradient", ours, reference, moved)
+    for p, norm in reference.norms.items():
+        other = None if moved is None else moved.norms[p]
+        rows.append(_compare_scalar(step, "norm", f"{p:g}", ours.norms[p], norm, other, dtype))
+    for quantity in ("first moment", "second moment", "weight"):
+        rows += _compare_tensors(step, quantity, ours, reference, moved)
     return rows
 
 
-def _compare_tensors(
-    step: int, quantity: str, ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
+def compare_first_weights(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> list[Difference]:
-    """Compare by name, in the reference's order; a name on one side only is an infinite error."""
+    """Compare the weights before the first step."""
+    return _compare_named(0, "first weight", ours, reference, None, 0.0)
+
+
+def _compare_scalar(
+    step: int,
+    quantity: str,
+    name: str,
+    ours: float,
+    reference: float,
+    moved: float | None,
+    dtype: torch.dtype,
+) -> Difference:
+    left, right = (torch.tensor(value, dtype=torch.float64) for value in (ours, reference))
+    other = None if moved is None else torch.tensor(moved, dtype=torch.float64)
+    return _difference(step, quantity, name, left, right, other, 0.0, dtype)
+
+
+_FIELDS = {
+    "gradient": "gradients",
+    "first moment": "first_moments",
+    "second moment": "second_moments",
+    "weight": "weights",
+}
+
+
+def _compare_tensors(
+    step: int, quantity: str, ours: StepRecord, reference: StepRecord, moved: StepRecord | None
+) -> list[Difference]:
+    tensors: Mapping[str, Tensor] = getattr(reference, _FIELDS[quantity])
+    others = None if moved is None else getattr(moved, _FIELDS[quantity])
+    return _compare_named(
+        step, quantity, getattr(ours, _FIELDS[quantity]), tensors, others, FLOOR[quantity]
+    )
+
+
+def _compare_named(
+    step: int,
+    quantity: str,
+    ours: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    moved: Mapping[str, Tensor] | None,
+    floor: float,
+) -> list[Difference]:
+    """Compare by name, gradients in the order of backward: the last parameters first."""
     rows: list[Difference] = []
     largest = max((float(t.abs().max()) for t in reference.values() if t.numel()), default=0.0)
-    for name, right in reference.items():
-        left = ours.get(name)
-        is_comparable = left is not None and left.shape == right.shape
-        least = FLOOR[quantity] * largest
-        error = _error(left, right, least) if left is not None and is_comparable else math.inf
-        rows.append(Difference(step, quantity, name, error))
-    extra = [name for name in ours if name not in reference]
-    return rows + [Difference(step, quantity, name, math.inf) for name in extra]
+    names = list(reference)
+    for name in reversed(names) if quantity == "gradient" else names:
+        left, right = ours.get(name), reference[name]
+        if left is None or left.shape != right.shape:
+            problem = "it is missing" if left is None else f"its shape is {tuple(left.shape)}"
+            rows.append(Difference(step, quantity, name, math.inf, problem=problem))
+            continue
+        other = None if moved is None else moved.get(name)
+        least = floor * largest
+        rows.append(_difference(step, quantity, name, left, right, other, least, right.dtype))
+    for name in ours:
+        if name not in reference:
+            problem = "one process has none"
+            rows.append(Difference(step, quantity, name, math.inf, problem=problem))
+    return rows
 
 
-def _scalar(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
-def _error(ours: torch.Tensor, reference: torch.Tensor, least: float = 0.0) -> float:
-    """Return the error relative to the larger of the reference and `least`."""
+def _difference(
+    step: int,
+    quantity: str,
+    name: str,
+    ours: Tensor,
+    reference: Tensor,
+    moved: Tensor | None,
+    least: float,
+    dtype: torch.dtype,
+) -> Difference:
     ours, reference = ours.double(), reference.double()
-    if ours.numel() == 0:
-        return 0.0
-    gap = float((ours - reference).abs().max())
-    scale = max(float(reference.abs().max()), least)
-    if not math.isfinite(gap) or not math.isfinite(scale):
-        return math.inf
-    return gap / scale if scale > 0 else gap
+    if reference.numel() == 0:
+        return Difference(step, quantity, name, 0.0)
+    if not bool(ours.isfinite().all()) or not bool(reference.isfinite().all()):
+        problem = _nonfinite(ours, reference)
+        return Difference(step, quantity, name, math.inf, problem=problem)
+    scale = max(float(reference.abs().max()), least) or 1.0
+    error = float((ours - reference).abs().max()) / scale
+    limit = EXACT
+    if moved is not None:
+        limit = limit_of(reference, moved, dtype, scale) / scale
+    ratio = None if error <= limit else common_ratio(ours, reference)
+    return Difference(step, quantity, name, error, limit, ratio=ratio)
+
+
+def _nonfinite(ours: Tensor, reference: Tensor) -> str:
+    """Say which of the two is not finite, and how."""
+
+    def kind(tensor: Tensor) -> str:
+        if bool(tensor.isnan().any()):
+            return "NaN"
+        return "infinite" if bool(tensor.isinf().any()) else "finite"
+
+    if kind(reference) == "finite":
+        return f"it is {kind(ours)}, in one process it is finite"
+    if kind(ours) == "finite":
+        return f"it is {kind(reference)} in one process and finite here"
+    return f"it is {kind(ours)}, and so it is in one process: not a matter of the split"

@@ -1,41 +1,45 @@
 """Does this strategy of this model compute what one process computes?
 
-The same code trains the same batches twice, once on the strategy's ranks (gloo, on this host) and
-once on one, and every loss, gradient, norm and weight is compared, step by step.
+Rank 0 computes each step of the reference (reference.py) and then, with the other ranks, the same
+step under the strategy; every loss, gradient, norm, moment and weight is compared. Where something
+differs, the step runs again, recorded, to find the module at fault (locate.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm.check import CollectiveCheck
 from phalanx.comm.ledger import Entry
+from phalanx.comm.objects import gather_objects
+from phalanx.comm.primitives import share
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
+from phalanx.mesh import build_mesh, device_of
+from phalanx.models.decoder import Decoder
 from phalanx.parallel import compose
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
-from phalanx.verify.compare import TOLERANCE, Difference, Verdict, compare_step
-from phalanx.verify.record import (
-    Case,
-    RankReport,
-    StepRecord,
-    check_rows,
-    run_case,
-    take_step,
-    write_step,
-)
+from phalanx.verify.batches import split, tensors_of
+from phalanx.verify.causes import likely_causes
+from phalanx.verify.compare import Difference, compare_first_weights, compare_step
+from phalanx.verify.locate import locate
+from phalanx.verify.record import Case, RankFacts, SplitRun, Unequal, check_rows, unequal_ranks
+from phalanx.verify.reference import ReferenceRun
+from phalanx.verify.tolerance import DTYPES
+from phalanx.verify.verdict import Place, Sent, Verdict
 
-COMPARISON_S = 600.0
-"""How long rank 0 may compare the last step, in seconds, while the other ranks have returned."""
+WAIT_S = 3600.0
+"""How long ranks may wait for rank 0, which computes the reference."""
 
 
 def verify(
@@ -49,6 +53,7 @@ def verify(
     optimizer: OptimizerConfig | None = None,
     roles: Mapping[str, str] | None = None,
     debug_comm: bool = False,
+    device: str = "cpu",
 ) -> Verdict:
     """Compare a strategy with one process on your own module and batches.
 
@@ -67,6 +72,7 @@ def verify(
         roles: patterns of module names to roles for tp, as {"layers.*.up": "column"}, see
             docs/tensor.md; known for our decoder and transformers' Llama, GPT-2 and BERT.
         debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
+        device: "cpu" (gloo), or "cuda" (NCCL, one GPU a rank).
 
     Returns:
         The verdict; `verdict.is_equal` and `str(verdict)` say it all.
@@ -78,63 +84,151 @@ def verify(
     """
     parsed = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy)
     require_built(parsed)
-    if dtype not in TOLERANCE:
-        raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(TOLERANCE)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(DTYPES)}")
     if not batches:
         raise ConfigError("verify: no batches; give at least one")
-    case = Case(
-        build, objective, batches, accumulation, dtype, optimizer or OptimizerConfig(), roles
-    )
-    return compare_case(case, parsed, debug_comm)[0]
+    settings = optimizer or OptimizerConfig()
+    case = Case(build, objective, batches, accumulation, dtype, settings, roles, device=device)
+    return compare_cases({"": case}, parsed, debug_comm)[0]
 
 
 def compare_case(
     case: Case, strategy: Strategy, debug_comm: bool = False
 ) -> tuple[Verdict, list[Entry]]:
-    """Run a case both ways.
+    """Run one case; return the verdict, and what rank 0 sent in the last step.
 
-    Returns:
-        The verdict, and what rank 0 sent in the last step under the strategy.
+    Raises:
+        ConfigError, StrategyError: see `compare_cases`.
+    """
+    (verdict,) = compare_cases({"": case}, strategy, debug_comm)
+    return verdict, verdict.entries
+
+
+def compare_cases(
+    cases: Mapping[str, Case], strategy: Strategy, debug_comm: bool = False
+) -> list[Verdict]:
+    """Run cases on one start of the ranks, and where one differs, on one rank too.
+
+    Args:
+        cases: by what they are called; all on one device.
+        strategy: how to split.
+        debug_comm: compare each collective of all ranks before it runs.
 
     Raises:
         ConfigError: a batch has too few rows.
-        StrategyError: the model cannot be split so.
+        StrategyError: a model cannot be split so.
     """
-    check_rows(case, strategy.data_ranks)
-    compose.check(case.build(), strategy, case.roles)
+    for case in cases.values():
+        check_rows(case, strategy.data_ranks)
+        compose.check(case.build(), strategy, case.roles)
+    device = next(iter(cases.values())).device
+    verdicts: list[Verdict] = run_ranks(
+        verify_on_ranks, strategy.num_ranks, cases, str(strategy), debug_comm,
+        device=device, timeout_s=WAIT_S,
+    )[0]  # fmt: skip
+    return [
+        _beside_one_process(verdict, cases[verdict.case]) if strategy.num_ranks > 1 else verdict
+        for verdict in verdicts
+    ]
+
+
+def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
+    """Say of what differs whether one process of the trainer differs as well."""
+    if verdict.first is None:
+        return verdict
     alone = dataclasses.replace(case, accumulation=1)
-    with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
-        run_ranks(run_case, 1, alone, "dp1", functools.partial(write_step, folder))
-        reports: list[RankReport] = run_ranks(
-            _run_compared if debug_comm else run_case,
-            strategy.num_ranks,
-            case,
-            str(strategy),
-            functools.partial(_compare_with, folder),
-            uneven_s=COMPARISON_S,
-        )
-    differences = [row for rows in reports[0].visited for row in rows]
-    verdict = Verdict(str(strategy), TOLERANCE[case.dtype], differences, _unequal(reports))
-    return verdict, reports[0].entries
+    (other,) = run_ranks(verify_on_ranks, 1, {"": alone}, "dp1", device=case.device)[0]
+    words = (
+        "one process of the trainer computes what plain PyTorch does, so it is the split, or a "
+        "module or objective that is no sum over samples"
+        if other.is_equal
+        else f"one process of the trainer differs from plain PyTorch too, first at {other.first}: "
+        "the fault is not in the split alone"
+    )
+    return dataclasses.replace(verdict, causes=[*verdict.causes, words])
 
 
-def _run_compared(
-    case: Case, strategy_text: str, visit: Callable[[int, StepRecord], Any]
-) -> RankReport:
-    """Run the case on this rank, and compare each collective with those of the other ranks."""
-    with CollectiveCheck(build_mesh(Strategy.parse(strategy_text))):
-        return run_case(case, strategy_text, visit)
+def verify_on_ranks(
+    cases: Mapping[str, Case], strategy_text: str, debug_comm: bool = False
+) -> list[Verdict]:
+    """Return the verdict of each case; every rank of a job calls this together."""
+    strategy = Strategy.parse(strategy_text)
+    mesh = build_mesh(strategy, next(iter(cases.values())).device)
+    verdicts: list[Verdict] = []
+    for name, case in cases.items():
+        with ExitStack() as stack:
+            if debug_comm:
+                stack.enter_context(CollectiveCheck(mesh))
+            verdict = verify_case(case, strategy, mesh)
+        verdicts.append(dataclasses.replace(verdict, case=name))
+    return verdicts
 
 
-def _compare_with(folder: str, step: int, record: StepRecord) -> list[Difference]:
-    """Compare a step with the one process's, whose record is then removed."""
-    return compare_step(step, record, take_step(folder, step))
+def verify_case(case: Case, strategy: Strategy, mesh: DeviceMesh) -> Verdict:
+    """Return the verdict on a case; every rank of `mesh` calls this together."""
+    differences, unequal, facts, entries = _compare_steps(case, strategy, mesh)
+    sent = _sent(case, strategy, entries)
+    verdict = Verdict(str(strategy), differences, [str(each) for each in unequal], sent, entries)
+    if verdict.first is None and not unequal:
+        return verdict
+    if verdict.first is None:
+        first = unequal[0]
+        module = first.name.rpartition(".")[0] if first.name else None
+        place = Place(module, first.text, first.step, first.rank)
+    else:
+        place = locate(case, strategy, mesh, verdict.first)
+    causes = likely_causes(case.build(), strategy, case.accumulation, differences, facts)
+    return dataclasses.replace(verdict, place=place, causes=causes)
 
 
-def _unequal(reports: list[RankReport]) -> list[str]:
-    """Name the weights whose bits differ between ranks that hold the same part."""
-    bits: dict[tuple[str, tuple[int, ...]], set[str]] = {}
-    for report in reports:
-        for part, digest in report.weights.items():
-            bits.setdefault(part, set()).add(digest)
-    return [name for (name, _), digests in bits.items() if len(digests) > 1]
+def _compare_steps(
+    case: Case, strategy: Strategy, mesh: DeviceMesh
+) -> tuple[list[Difference], list[Unequal], list[RankFacts], list[Entry]]:
+    """Compare step by step, to the end of the first that differs; all ranks return the same."""
+    is_first, device = dist.get_rank() == 0, device_of(mesh)
+    reference = ReferenceRun(case, device) if is_first else None
+    # In float64 the limit is fixed, and nothing has to be perturbed.
+    needs_limits = is_first and case.dtype != "float64"
+    perturbed = ReferenceRun(case, device, perturbation=1) if needs_limits else None
+    run = SplitRun(case, strategy, mesh)
+    ours = run.first_weights()
+    differences: list[Difference] = []
+    if reference is not None:
+        weights = {n: p.detach().cpu() for n, p in reference.model.named_parameters()}
+        differences = compare_first_weights(ours, weights)
+    expected = None if reference is None else reference.steps()
+    moved = None if perturbed is None else perturbed.steps()
+    unequal: list[Unequal] = []
+    facts: list[RankFacts] = []
+    for step, (record, of_rank) in enumerate(run.steps()):
+        facts = gather_objects(of_rank)
+        unequal += unequal_ranks(step, facts)
+        if expected is not None:
+            other = None if moved is None else next(moved)
+            differences += compare_step(step, record, next(expected), other)
+        if share(bool(unequal) or not all(d.passes for d in differences)):
+            break
+    return share((differences, unequal, facts, run.sent()))
+
+
+def _sent(case: Case, strategy: Strategy, entries: Sequence[Entry]) -> list[Sent]:
+    """Set what this rank sent in the last step beside what the strategy's account predicts."""
+    if not entries:  # one rank, or it stopped before the last step
+        return []
+    microbatches = split(case.batches[-1], 0, strategy.data_ranks, case.accumulation)
+    shapes = [max((t.shape for t in tensors_of(m)), key=len) for m in microbatches]
+    model = case.build().to(getattr(torch, case.dtype))
+    sizes = [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
+    predicted = {
+        (e.phase, e.axis, e.op): e.payload_bytes
+        for e in compose.traffic(model, strategy, sizes, roles=case.roles)
+    }
+    for axis in ("dp", "fsdp"):  # the loss law: the number of valid tokens, and the loss
+        if getattr(strategy, axis).degree > 1:
+            predicted |= {(phase, axis, "all_reduce"): 8 for phase in ("count", "metrics")}
+    counted = {(e.phase, e.axis, e.op): e.payload_bytes for e in entries}
+    return [
+        Sent(*key, counted.get(key, 0), predicted.get(key, 0), isinstance(model, Decoder))
+        for key in dict.fromkeys([*counted, *predicted])
+    ]

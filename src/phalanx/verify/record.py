@@ -5,26 +5,32 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.ledger import Entry, Ledger, Phase
+from phalanx.comm.primitives import local_part
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
-from phalanx.mesh import build_mesh, data_coordinate, device_of
+from phalanx.mesh import data_coordinate, device_of
 from phalanx.parallel.compose import parallelize, part_of
 from phalanx.strategy import Strategy
+from phalanx.train.clip import gradient_norm
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Trainer
+from phalanx.verify.batches import cast_batch, count_rows, rows_of, split
+from phalanx.verify.reference import NORMS, StepRecord
+
+_MOMENTS = ("first moment", "second moment", "step counter")
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,9 @@ class Case:
         dtype: data type of the weights and the arithmetic.
         optimizer: AdamW's settings.
         roles: patterns of module names to roles for tp; those known for the model if None.
+        reference: another build and objective for the reference, with the same names of parameters;
+            those of the case itself if None.
+        device: "cpu" or "cuda".
     """
 
     build: Callable[[], nn.Module]
@@ -49,98 +58,109 @@ class Case:
     dtype: str = "float64"
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     roles: Mapping[str, str] | None = None
+    reference: tuple[Callable[[], nn.Module], Objective] | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """One step: loss, whole gradients before clipping, their norm, and the weights after."""
-
-    loss: float
-    norm: float
-    gradients: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank says at the end.
+class RankFacts:
+    """What one rank holds after a step, small enough to compare between all ranks.
 
     Attributes:
-        visited: what the visitor returned for each step; empty but on rank 0.
-        weights: a hash of each part of a weight that the rank holds, by its name and by where it
-            begins in the whole.
-        entries: what it sent in the last step.
+        loss: as this rank knows it.
+        norms: p -> norm of the gradient.
+        bits: (quantity, name, where the shard begins) -> hash of this rank's shard.
+        trained: names of the parameters that have a gradient.
+        nonfinite: names of the parameters whose gradient is not finite here.
     """
 
-    visited: list[Any]
-    weights: dict[tuple[str, tuple[int, ...]], str]
-    entries: list[Entry]
+    loss: float
+    norms: Mapping[float, float]
+    bits: Mapping[tuple[str, str, tuple[int, ...]], str]
+    trained: frozenset[str]
+    nonfinite: tuple[str, ...]
 
 
-def run_case(case: Case, strategy_text: str, visit: Callable[[int, StepRecord], Any]) -> RankReport:
-    """Run the case on this rank.
+class SplitRun:
+    """The steps of a case under a strategy, on this rank.
 
-    Args:
-        case: what is run.
-        strategy_text: how it is split.
-        visit: called on rank 0 with the number and record of each step.
+    Attributes:
+        model: split.
+        place: this rank's number among the data ranks, and how many those are.
     """
-    # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    strategy = Strategy.parse(strategy_text)
-    mesh = build_mesh(strategy)
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    model = case.build().to(device_of(mesh), dtype)
-    model.train()
-    # Before the optimizer takes the parameters.
-    reducer = parallelize(model, strategy, mesh, roles=case.roles)
-    trainer = Trainer(
-        model,
-        build_optimizer(model, case.optimizer),
-        case.objective,
-        case.optimizer,
-        mesh=mesh,
-        num_steps=len(case.batches),
-        reducer=reducer,
-    )
-    place, size = data_coordinate(mesh)
-    ledger = Ledger(mesh)
-    visited: list[Any] = []
-    for step, batch in enumerate(case.batches):
-        microbatches = split(_cast(batch, dtype), place, size, case.accumulation)
-        with ExitStack() as watching:
-            if step == len(case.batches) - 1:
-                watching.enter_context(ledger)
-                watching.enter_context(trainer.watched(ledger.phase))
-            loss, num_valid = trainer.compute_gradients(microbatches)
-        gradients = {
-            name: _whole(parameter.grad)
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
-        result = trainer.apply_gradients(loss, num_valid)
-        weights = {name: _whole(parameter) for name, parameter in model.named_parameters()}
-        if dist.get_rank() == 0:
-            record = StepRecord(result.loss, result.grad_norm, gradients, weights)
-            visited.append(visit(step, record))
-    hashes: dict[tuple[str, tuple[int, ...]], str] = {}
-    for name, parameter in model.named_parameters():
-        part, offset = part_of(parameter)
-        hashes[name, offset] = _hash(part)
-    return RankReport(visited, hashes, ledger.entries())
 
+    def __init__(self, case: Case, strategy: Strategy, mesh: DeviceMesh) -> None:
+        # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        self._case = case
+        self._ledger = Ledger(mesh)
+        self._dtype: torch.dtype = getattr(torch, case.dtype)
+        self.model = case.build().to(device_of(mesh), self._dtype).train()
+        self.place = data_coordinate(mesh)
+        # Before the optimizer takes the parameters.
+        reducer = parallelize(self.model, strategy, mesh, roles=case.roles)
+        self._trainer = Trainer(
+            self.model,
+            build_optimizer(self.model, case.optimizer),
+            case.objective,
+            case.optimizer,
+            mesh=mesh,
+            num_steps=len(case.batches),
+            reducer=reducer,
+            nonfinite="skip",  # what is not finite is compared and named
+        )
 
-def write_step(folder: str, step: int, record: StepRecord) -> None:
-    """Write the record of one step to `folder`."""
-    torch.save(dataclasses.asdict(record), Path(folder) / f"{step}.pt")
+    def first_weights(self) -> dict[str, Tensor]:
+        """Return the weights before the first step; every rank calls this together."""
+        return {name: _full(p) for name, p in self.model.named_parameters()}
 
+    def rows(self, step: int) -> list[Tensor]:
+        """Return the rows of the global batch that are in each microbatch of this rank."""
+        return rows_of(self._case.batches[step], *self.place, self._case.accumulation)
 
-def take_step(folder: str, step: int) -> StepRecord:
-    """Read the record of one step from `folder` and remove it."""
-    path = Path(folder) / f"{step}.pt"
-    record = StepRecord(**torch.load(path, weights_only=True))
-    path.unlink()
-    return record
+    def sent(self) -> list[Entry]:
+        """Return what this rank has sent in the last step."""
+        return self._ledger.entries()
+
+    def steps(self, phase: Phase | None = None) -> Iterator[tuple[StepRecord, RankFacts]]:
+        """Take the steps one by one; every rank does so together.
+
+        Args:
+            phase: watches the trainer's phases.
+        """
+        trainer = self._trainer
+        for step, batch in enumerate(self._case.batches):
+            moved = cast_batch(batch, self._dtype, device_of(trainer.mesh))
+            with ExitStack() as watching:
+                if step == len(self._case.batches) - 1:
+                    watching.enter_context(self._ledger)
+                    watching.enter_context(trainer.watched(self._ledger.phase))
+                if phase is not None:
+                    watching.enter_context(trainer.watched(phase))
+                microbatches = split(moved, *self.place, self._case.accumulation)
+                loss, num_valid = trainer.compute_gradients(microbatches)
+            norms = {p: float(gradient_norm(trainer.gradients(), p)) for p in NORMS}
+            found = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
+            gradients = {name: _full(grad) for name, grad in found}
+            bits = _bits("gradient", found)
+            nonfinite = [n for n, g in found if not bool(local_part(g).isfinite().all())]
+            result = trainer.apply_gradients(loss, num_valid)
+            norms[trainer.config.clip_p] = result.grad_norm
+            moments = [self._state("exp_avg"), self._state("exp_avg_sq"), self._state("step")]
+            for quantity, state in zip(_MOMENTS, moments, strict=True):
+                bits |= _bits(quantity, state)
+            weights = list(self.model.named_parameters())
+            bits |= _bits("weight", weights)
+            full = [
+                {name: _full(tensor) for name, tensor in state} for state in (*moments, weights)
+            ]
+            record = StepRecord(result.loss, norms, gradients, full[0], full[1], full[3])
+            names = frozenset(name for name, _ in found)
+            yield record, RankFacts(result.loss, norms, bits, names, tuple(nonfinite))
+
+    def _state(self, key: str) -> list[tuple[str, Tensor]]:
+        state = self._trainer.optimizer.state
+        return [(n, state[p][key]) for n, p in self.model.named_parameters() if p in state]
 
 
 def check_rows(case: Case, num_places: int) -> None:
@@ -150,7 +170,7 @@ def check_rows(case: Case, num_places: int) -> None:
         ConfigError: names the batch.
     """
     for step, batch in enumerate(case.batches):
-        num_rows, least = _num_rows(batch), num_places * case.accumulation
+        num_rows, least = count_rows(batch), num_places * case.accumulation
         if num_rows < least:
             raise ConfigError(
                 f"batch {step} has {num_rows} rows, which cannot be cut into {case.accumulation} "
@@ -158,66 +178,77 @@ def check_rows(case: Case, num_places: int) -> None:
             )
 
 
-def split(batch: Any, place: int, num_places: int, accumulation: int) -> list[Any]:
-    """Return the microbatches of one data rank: rows place, place + num_places, ..., cut."""
-    rows = torch.arange(place, _num_rows(batch), num_places)
-    return [_take(batch, cut) for cut in rows.tensor_split(accumulation)]
+@dataclass(frozen=True)
+class Unequal:
+    """Ranks differ in what they should hold alike.
 
-
-def _take(batch: Any, rows: torch.Tensor) -> Any:
-    """Return the given rows of every tensor of a batch."""
-    return _map(batch, lambda tensor: tensor[rows])
-
-
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """Return the batch with its floating-point tensors in `dtype`."""
-    return _map(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def _map(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply a function to every tensor of a batch, and keep its form."""
-    if batch is None:
-        return None
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        named = cast("Mapping[str, Any]", batch)
-        return {name: _map(value, function) for name, value in named.items()}
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: _map(getattr(batch, f.name), function) for f in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **fields)
-    if isinstance(batch, list | tuple):
-        values = [_map(value, function) for value in cast("Sequence[Any]", batch)]
-        return type(batch)(*values) if hasattr(batch, "_fields") else values
-    raise ConfigError(
-        f"a batch holds a {type(batch).__name__}; expected tensors, and mappings, lists, tuples or "
-        "dataclasses of them, or None"
-    )
-
-
-def _num_rows(batch: Any) -> int:
-    """Return the first dimension of the first tensor of a batch.
-
-    Raises:
-        ConfigError: there is no tensor in it, or something else is.
+    Attributes:
+        step: number of the step, from 0.
+        name: of the parameter; empty for the loss and the norm.
+        rank: that differs from an earlier one.
+        text: in words.
     """
-    sizes: list[int] = []
-    _map(batch, lambda tensor: (sizes.append(len(tensor)), tensor)[1])
-    if len(set(sizes)) != 1:
-        raise ConfigError(
-            f"the tensors of a batch have {sorted(set(sizes))} rows; expected one number for all, "
-            "the samples"
-        )
-    return sizes[0]
+
+    step: int
+    name: str
+    rank: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text}"
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the whole tensor on the CPU, gathered if it is sharded."""
+def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Unequal]:
+    """Return in what the ranks differ, roughly in the order of a step."""
+    found = _unequal_numbers(step, "the loss", [rank.loss for rank in facts])
+    for name in sorted(frozenset[str]().union(*(rank.trained for rank in facts))):
+        without = [number for number, rank in enumerate(facts) if name not in rank.trained]
+        if without:
+            text = f"{name} has a gradient on some ranks, but none on rank {without[0]}"
+            found.append(Unequal(step, name, without[0], text))
+    first: dict[tuple[str, str, tuple[int, ...]], tuple[int, str]] = {}
+    seen: set[tuple[str, str]] = set()
+    for number, rank in enumerate(facts):
+        for key, digest in rank.bits.items():
+            holder, other = first.setdefault(key, (number, digest))
+            if other != digest and key[:2] not in seen:
+                seen.add(key[:2])
+                text = (
+                    f"the {key[0]} of {key[1]} on rank {number} is not that of its replica on rank "
+                    f"{holder}"
+                )
+                found.append(Unequal(step, key[1], number, text))
+    for p in facts[0].norms:
+        norms = [rank.norms[p] for rank in facts]
+        found += _unequal_numbers(step, f"the {p:g}-norm of the gradient", norms)
+    return found
+
+
+def _unequal_numbers(step: int, what: str, numbers: Sequence[float]) -> list[Unequal]:
+    odd = [rank for rank, number in enumerate(numbers) if not _is_same(number, numbers[0])]
+    if not odd:
+        return []
+    text = f"{what} is {numbers[0]:.17g} on rank 0 and {numbers[odd[0]]:.17g} on rank {odd[0]}"
+    return [Unequal(step, "", odd[0], text)]
+
+
+def _is_same(left: float, right: float) -> bool:
+    return left == right or (math.isnan(left) and math.isnan(right))
+
+
+def _bits(
+    quantity: str, tensors: Sequence[tuple[str, Tensor]]
+) -> dict[tuple[str, str, tuple[int, ...]], str]:
+    found: dict[tuple[str, str, tuple[int, ...]], str] = {}
+    for name, tensor in tensors:
+        part, offset = part_of(tensor)
+        data = part.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found[quantity, name, offset] = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return found
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """Return a copy of the full tensor on the CPU, gathered if it is sharded."""
     tensor = tensor.detach()
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.cpu().clone()
-
-
-def _hash(part: torch.Tensor) -> str:
-    data = part.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.cpu().clone()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tempfile
-from collections.abc import Callable, Generator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marks import by_hand
-from phalanx.comm.ledger import Entry
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import compose
@@ -22,8 +19,9 @@ from phalanx.parallel.tensor import transformers_models
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import sites_of
 from phalanx.strategy import Strategy
-from phalanx.verify.compare import TOLERANCE, Difference, compare_step
-from phalanx.verify.record import Case, StepRecord, run_case, write_step
+from phalanx.verify.harness import verify_on_ranks
+from phalanx.verify.record import Case
+from phalanx.verify.verdict import Verdict
 
 transformers = pytest.importorskip("transformers")
 
@@ -174,36 +172,9 @@ def make_cases() -> dict[str, Case]:
     return cases
 
 
-def run_alone(folder: str) -> None:
-    """Write the steps of one process, of each case, to a folder of its name."""
-    for name, case in make_cases().items():
-        (Path(folder) / name).mkdir()
-        alone = dataclasses.replace(case, accumulation=1)
-        run_case(alone, "dp1", functools.partial(write_step, str(Path(folder) / name)))
-
-
-def run_split(
-    folder: str, text: str, names: list[str]
-) -> dict[str, tuple[list[Difference], list[Entry]]]:
-    found: dict[str, tuple[list[Difference], list[Entry]]] = {}
+def run_split(text: str, names: list[str]) -> list[Verdict]:
     cases = make_cases()
-    for name in names:
-        visit = functools.partial(compare_with_written, str(Path(folder) / name))
-        result = run_case(cases[name], text, visit)
-        found[name] = [row for rows in result.visited for row in rows], result.entries
-    return found
-
-
-def compare_with_written(folder: str, step: int, record: StepRecord) -> list[Difference]:
-    written = torch.load(Path(folder) / f"{step}.pt", weights_only=True)
-    return compare_step(step, record, StepRecord(**written))
-
-
-@pytest.fixture(scope="module")
-def alone() -> Generator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(run_alone, 1, folder)
-        yield folder
+    return verify_on_ranks({name: cases[name] for name in names}, text)
 
 
 FAMILIES = ["llama", "gpt2", "bert, both heads"]
@@ -226,15 +197,13 @@ FAMILIES = ["llama", "gpt2", "bert, both heads"]
     ],
     ids=lambda value: value if isinstance(value, str) else value[0] if len(value) == 1 else "",
 )
-def test_it_computes_what_one_process_computes(text: str, names: list[str], alone: str) -> None:
+def test_it_computes_what_one_process_computes(text: str, names: list[str]) -> None:
     strategy = Strategy.parse(text)
-    results = run_ranks(run_split, strategy.num_ranks, alone, text, names)[0]
     cases = make_cases()
-    for name, (differences, entries) in results.items():
+    for verdict in run_ranks(run_split, strategy.num_ranks, text, names)[0]:
+        name, entries = verdict.case, verdict.entries
         case = cases[name]
-        limits = TOLERANCE[case.dtype]
-        wrong = [d for d in differences if d.error > limits[d.quantity]]
-        assert not wrong, f"{name}: {wrong[0]}"
+        assert verdict.is_equal, f"{name}: {verdict}"
         share = len(range(0, NUM_ROWS, strategy.data_ranks))
         rows = [len(cut) for cut in torch.arange(share).tensor_split(case.accumulation)]
         predicted = compose.traffic(

@@ -1,0 +1,115 @@
+"""What a difference may come from: known patterns, told in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from phalanx.strategy import Strategy
+from phalanx.verify.compare import Difference
+from phalanx.verify.record import RankFacts
+
+
+def likely_causes(
+    model: nn.Module,
+    strategy: Strategy,
+    accumulation: int,
+    differences: Sequence[Difference],
+    facts: Sequence[RankFacts],
+) -> list[str]:
+    """Return the likely causes, the surest first.
+
+    Args:
+        model: as it is built, in training mode.
+        strategy: how it is split.
+        accumulation: microbatches a step.
+        differences: of the step that differs.
+        facts: of each rank after that step.
+    """
+    wrong = [d for d in differences if not d.passes]
+    found = [*_from_values(wrong, facts), *_from_ratios(wrong, strategy, accumulation)]
+    return [*found, *_from_modules(model.train())]
+
+
+def _from_values(wrong: Sequence[Difference], facts: Sequence[RankFacts]) -> Iterator[str]:
+    missing = [d.name for d in wrong if d.problem == "it is missing"]
+    if missing:
+        yield f"{_list(missing)}: the gradient is missing, as if the parameter had not been used"
+    for rank, of_rank in enumerate(facts):
+        if of_rank.nonfinite:
+            yield f"the gradient of {_list(of_rank.nonfinite)} is not finite on rank {rank}"
+            return
+
+
+def _from_ratios(
+    wrong: Sequence[Difference], strategy: Strategy, accumulation: int
+) -> Iterator[str]:
+    """Recognise factors: a mean where a sum is due, or a sum that is done twice."""
+    found = [(d, d.ratio) for d in wrong if d.ratio is not None and d.quantity in _RATIOS]
+    factors = {f"the {axis.degree} ranks of {name}": axis.degree for name, axis in strategy.axes()}
+    if strategy.data_ranks > 1:
+        factors = {f"the {strategy.data_ranks} data ranks": strategy.data_ranks, **factors}
+    factors[f"the {accumulation} microbatches"] = accumulation
+    whole = strategy.data_ranks * accumulation
+    factors["ranks x microbatches"] = whole
+    for difference, ratio in found:
+        for what, factor in factors.items():
+            if factor == 1:
+                continue
+            if abs(ratio - 1 / factor) < 1e-6:
+                yield (
+                    f"{difference.what} is 1/{factor} of what it should be: a mean where a sum is "
+                    f"due, over {what}"
+                )
+                return
+            if abs(ratio - factor) < 1e-6 * factor:
+                yield (
+                    f"{difference.what} is {factor} times what it should be: a sum that is done "
+                    f"twice, or a `loss_sum` that returns a mean, over {what}"
+                )
+                return
+    if found and abs(found[0][1]) < 1e-12:
+        yield f"{found[0][0].what} is zero"
+
+
+_RATIOS = ("loss", "gradient")
+
+
+def _from_modules(model: nn.Module) -> Iterator[str]:
+    """Name modules whose result depends on who else is in the batch, or on the rank's generator."""
+    with_statistics: list[str] = []
+    with_draws: list[str] = []
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        kind = type(module).__name__
+        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+        if is_batch_norm or getattr(module, "running_mean", None) is not None:
+            with_statistics.append(f"{name} ({kind})")
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:  # pyright: ignore[reportPrivateUsage]
+            with_draws.append(f"{name} ({kind}, p {module.p:g})")
+        elif any(_is_rate(key, value) for key, value in vars(module).items()):
+            with_draws.append(f"{name} ({kind})")
+    if with_statistics:
+        yield (
+            f"{_list(with_statistics)}: in training it takes mean and variance over the rows of "
+            "its own microbatch, so it computes something else on each split; use GroupNorm or "
+            "LayerNorm, or put it in eval()"
+        )
+    if with_draws:
+        yield (
+            f"{_list(with_draws)}: it draws from each process's own generator, so its masks follow "
+            "the rank; set p to 0, or use phalanx.models.random.dropout, whose masks belong to the "
+            "sample"
+        )
+
+
+def _is_rate(key: str, value: object) -> bool:
+    """Tell whether an attribute is the probability of a functional dropout."""
+    return "dropout" in key and isinstance(value, float) and value > 0
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,256 @@
+"""A decoder written anew, in plain PyTorch: what `models.decoder` must compute.
+
+Names of modules and parameters, and the arguments of each forward, are those of `Decoder`, so that
+its weights can be loaded and each module compared with its twin. All arithmetic is written here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.data.batch import Batch
+from phalanx.models.shape import ModelShape
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_LEVELS = 1 << 16
+
+
+class Norm(nn.Module):
+    """x over its root mean square, or LayerNorm."""
+
+    def __init__(self, width: int, shape: ModelShape) -> None:
+        super().__init__()
+        self.eps = shape.norm_eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if shape.norm == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last dimension, in at least float32."""
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        if self.bias is not None:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide / (wide.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
+        return (wide if self.bias is None else wide + self.bias).to(x.dtype)
+
+
+class Dropout(nn.Module):
+    """The mask of element (row, position, feature) is SplitMix64 of its place, as uint64."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.num_dropped = min(round(p * _LEVELS), _LEVELS - 1)
+
+    def forward(self, x: Tensor, keys: Tensor | None, salt: int) -> Tensor:
+        """Drop elements of x[B, T, D]."""
+        if keys is None or not self.num_dropped:
+            return x
+        with np.errstate(over="ignore"):
+            rows = _split_mix(keys.cpu().numpy().view(np.uint64), np.uint64(salt))
+            tokens = _split_mix(rows[:, None], np.arange(x.shape[1], dtype=np.uint64))
+            quads = np.arange((x.shape[2] + 3) // 4, dtype=np.uint64)
+            draws = _split_mix(tokens[:, :, None], quads).view(np.int16)[:, :, : x.shape[2]]
+        kept = torch.from_numpy(draws >= self.num_dropped - _LEVELS // 2).to(x.device)
+        return x * kept * (_LEVELS / (_LEVELS - self.num_dropped))
+
+
+def _split_mix(stream: np.ndarray[Any, Any], index: Any) -> np.ndarray[Any, Any]:
+    """Return element `index` of each stream (Steele, Lea, Flood 2014, figure 17)."""
+    z = stream + index * np.uint64(_GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class Attention(nn.Module):
+    """Causal attention within documents."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.width, self.has_norms = shape.head_dim, shape.qk_norm
+        heads, groups = shape.num_heads * self.width, shape.num_kv_heads * self.width
+        self.q = nn.Linear(shape.hidden, heads, shape.bias)
+        self.k = nn.Linear(shape.hidden, groups, shape.bias)
+        self.v = nn.Linear(shape.hidden, groups, shape.bias)
+        self.q_norm = Norm(self.width, shape) if shape.qk_norm else nn.Identity()
+        self.k_norm = Norm(self.width, shape) if shape.qk_norm else nn.Identity()
+        self.output = nn.Linear(heads, shape.hidden, shape.bias)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, sees: Tensor) -> Tensor:
+        """Map x[B, T, D] to a tensor like it; `sees[B, 1, T, T]` says who looks at whom."""
+        q, k, v = (f(x).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
+        if self.has_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = _rotate(q, *angles), _rotate(k, *angles)
+        repeats = q.shape[2] // k.shape[2]
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, sees)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.to(cos.dtype).chunk(2, -1)
+    return torch.cat((left * cos - right * sin, left * sin + right * cos), -1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU, or GELU in its tanh form."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn, shape.bias)
+        self.up = nn.Linear(shape.hidden, shape.ffn, shape.bias)
+        self.down = nn.Linear(shape.ffn, shape.hidden, shape.bias)
+        self.is_gated = shape.mlp == "swiglu"
+        if not self.is_gated:
+            del self.gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x to a tensor like it."""
+        if not self.is_gated:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        gate = self.gate(x)
+        return self.down(gate * torch.sigmoid(gate) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP on the residual stream."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.dropout = Dropout(shape.dropout)
+        self.attention_norm, self.mlp_norm = Norm(shape.hidden, shape), Norm(shape.hidden, shape)
+        self.attention, self.mlp = Attention(shape), MLP(shape)
+
+    def forward(self, x: Tensor, angles: Any, sees: Tensor, keys: Tensor | None) -> Tensor:
+        """Map x to a tensor like it."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), angles, sees), keys, 1)
+        return x + self.dropout(self.mlp(self.mlp_norm(x)), keys, 2)
+
+
+class Head(nn.Module):
+    """The output projection and the summed cross-entropy."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        size = (shape.vocab_size, shape.hidden)
+        self.weight = None if shape.tied else nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor, labels: Tensor, tied: Tensor | None) -> Tensor:
+        """Return the sum over the tokens that count."""
+        weight = tied if self.weight is None else self.weight
+        assert weight is not None
+        logits = F.linear(x, weight)
+        wide = logits.double() if x.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class PlainDecoder(nn.Module):
+    """See `models.decoder.Decoder`."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden)
+        if shape.position == "learned":
+            self.position_embedding = nn.Embedding(shape.max_seq_len, shape.hidden)
+        self.dropout = Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = Norm(shape.hidden, shape)
+        self.output = Head(shape)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None,
+        dropout_keys_B: Tensor | None,
+    ) -> Tensor:
+        """Return the sum of the losses."""
+        if not self.training:
+            dropout_keys_B = None
+        x = self.embedding(tokens)
+        if self.shape.position == "learned":
+            x = x + self.position_embedding(positions_BT)
+        x = self.dropout(x, dropout_keys_B, 0)
+        sees = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=x.device)
+        sees = sees.tril()[None].expand(len(tokens), -1, -1)
+        if documents_BT is not None:
+            sees = sees & (documents_BT[:, :, None] == documents_BT[:, None, :])
+        angles = self._angles(positions_BT, x.dtype)
+        for index, block in enumerate(self.blocks):
+            x = block(x, angles, sees[:, None], _layer_keys(dropout_keys_B, index))
+        tied = self.embedding.weight if self.shape.tied else None
+        return self.output(self.norm(x), labels, tied)
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        shape = self.shape
+        if shape.position != "rope":
+            return None
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        pairs = torch.arange(shape.head_dim // 2, dtype=torch.float64, device=positions.device)
+        frequency = 1 / shape.rope_theta ** (2 * pairs / shape.head_dim)
+        if shape.rope_scaling is not None:
+            factor, low, high, length = shape.rope_scaling
+            wave = 2 * math.pi / frequency
+            smooth = ((length / wave - low) / (high - low)).clamp(0, 1)
+            frequency = (1 - smooth) * frequency / factor + smooth * frequency
+        angle = positions.double()[:, :, None, None] * frequency
+        return angle.cos().to(wide), angle.sin().to(wide)
+
+
+def _layer_keys(keys: Tensor | None, layer: int) -> Tensor | None:
+    if keys is None:
+        return None
+    with np.errstate(over="ignore"):
+        of_layer = _split_mix(keys.cpu().numpy().view(np.uint64), np.uint64(layer + 1))
+    return torch.from_numpy(of_layer.view(np.int64)).to(keys.device)
+
+
+@dataclass(frozen=True)
+class PlainNextToken:
+    """The objective of a `PlainDecoder`.
+
+    Attributes:
+        seed: of the dropout masks.
+        dropout: above 0, the rows have keys.
+    """
+
+    seed: int
+    dropout: float
+
+    def loss_sum(self, model: nn.Module, microbatch: Batch, step: int) -> Tensor:
+        """Return the sum of the losses in nats."""
+        return model(
+            microbatch.tokens_BT,
+            microbatch.labels_BT,
+            positions_BT=microbatch.positions_BT,
+            documents_BT=microbatch.documents_BT,
+            dropout_keys_B=self._keys(microbatch.rows_B, step) if self.dropout else None,
+        )
+
+    def num_valid(self, microbatch: Batch) -> int:
+        """Count the labels that are not negative."""
+        return int((microbatch.labels_BT >= 0).sum())
+
+    def _keys(self, rows: Tensor, step: int) -> Tensor:
+        text = "".join(
+            f"{kind}:{len(str(part))}:{part};"
+            for kind, part in (("int", self.seed), ("str", "dropout"), ("int", step))
+        )
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        stream = np.frombuffer(digest, dtype="<u8")
+        with np.errstate(over="ignore"):
+            keys = _split_mix(stream, rows.cpu().numpy().astype(np.int64).view(np.uint64))
+        return torch.from_numpy(keys.view(np.int64)).to(rows.device)

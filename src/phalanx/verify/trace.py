@@ -1,0 +1,291 @@
+"""Record what every module takes and gives, forward and backward, and align it with the reference.
+
+The reference takes the whole batch at once; a rank has other rows of it, and under tp other
+positions or features too. So each rank cuts out of the reference's tensor the part that it should
+have, by the layout, and compares that. Nothing has to be gathered, and the rank is known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from phalanx.parallel.tensor.layout import Extent, Layout, Spread
+
+INPUT, OUTPUT = "input", "output"
+OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of the output", "gradient of the input"
+
+
+class Key(NamedTuple):
+    """Which tensor of which call of which module.
+
+    Attributes:
+        module: its name.
+        call: number of the call in one forward of the model.
+        kind: INPUT, OUTPUT, OUTPUT_GRADIENT or INPUT_GRADIENT.
+        slot: number among the arguments or results.
+    """
+
+    module: str
+    call: int
+    kind: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """A tensor at the time it was made.
+
+    Attributes:
+        key: what it is.
+        caller: module whose forward made the call; None if the model itself was called.
+        microbatch: number of the microbatch.
+        tensor: a copy.
+    """
+
+    key: Key
+    caller: str | None
+    microbatch: int
+    tensor: Tensor
+
+
+class Recorder:
+    """Hooks on every module of a model that record while `is_on`.
+
+    Attributes:
+        events: what was recorded, in the order of time.
+        is_on: whether the step at work is recorded.
+        contribution: the gradient of the parameter `suspect` that this rank itself made.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, copies: bool = True, suspect: str | None = None
+    ) -> None:
+        """Set the hooks.
+
+        Args:
+            model: after it was split.
+            copies: modules get copies of what they read, which they may overwrite; tp knows its
+                placeholders by where they lie, so there it is views.
+            suspect: parameter whose gradient is to be recorded before it is reduced.
+        """
+        self.events: list[Event] = []
+        self.is_on = False
+        self.contribution: Tensor | None = None
+        self._copies = copies
+        self._suspect = suspect
+        self._hooked: set[int] = set()
+        self._calls: Counter[str] = Counter()
+        self._stack: list[tuple[str, int]] = []
+        self._microbatch = -1
+        self._is_forward = False
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
+            module.register_forward_hook(partial(self._after, name))
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Be told the phases of a step."""
+        if name == "forward":
+            self._microbatch += 1
+            self._calls.clear()
+        self._is_forward = name == "forward"
+        try:
+            yield
+        finally:
+            self._is_forward = False
+
+    def restart(self) -> None:
+        """Begin to record a step."""
+        self.is_on, self._microbatch = True, -1
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        caller = self._stack[-1][0] if self._stack else None
+        call = self._calls[name]
+        self._calls[name] += 1
+        self._stack.append((name, call))
+        self._watch_parameters(name, module)
+        return self._pass((args, kwargs), name, call, caller, (INPUT, INPUT_GRADIENT))
+
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        del module, args
+        _, call = self._stack.pop()
+        caller = self._stack[-1][0] if self._stack else None
+        return self._pass(output, name, call, caller, (OUTPUT, OUTPUT_GRADIENT))
+
+    def _pass(
+        self, values: Any, name: str, call: int, caller: str | None, kinds: tuple[str, str]
+    ) -> Any:
+        """Record the tensors of `values`, and have their gradients recorded."""
+        leaves, form = tree_flatten(values)
+        for slot, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter | DTensor):
+                continue
+            forward, backward = (Key(name, call, kind, slot) for kind in kinds)
+            note = self._noter(forward, caller)
+            note(leaf)
+            if leaf.requires_grad:
+                leaves[slot] = cast(
+                    Tensor, _Tap.apply(leaf, self._noter(backward, caller), self._copies)
+                )
+        return tree_unflatten(leaves, form)
+
+    def _noter(self, key: Key, caller: str | None) -> Callable[[Tensor], None]:
+        """Return what records a tensor; nothing while a forward runs again for backward."""
+        if not (self.is_on and self._is_forward):
+            return lambda tensor: None
+        microbatch = self._microbatch
+
+        def note(tensor: Tensor) -> None:
+            copy = tensor.detach().cpu().clone()
+            self.events.append(Event(key, caller, microbatch, copy))
+
+        return note
+
+    def _watch_parameters(self, module_name: str, module: nn.Module) -> None:
+        """Note the gradients of the suspect as autograd makes them, before any reduction."""
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{module_name}.{name}" if module_name else name
+            if full_name == self._suspect and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                parameter.register_hook(self._add)
+
+    def _add(self, gradient: Tensor) -> None:
+        if self.is_on and not isinstance(gradient, DTensor):
+            part = gradient.detach().double().cpu()
+            self.contribution = part if self.contribution is None else self.contribution + part
+
+
+class _Tap(Function):
+    """x as one of its readers sees it, so that the gradient of this use alone is known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, note: Callable[[Tensor], None], copies: bool) -> Tensor:
+        ctx.note = note
+        return x.clone() if copies else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.note(grad_outputs[0])
+        return grad_outputs[0], None, None
+
+
+class Aligner:
+    """Cuts a rank's part out of the reference's tensors.
+
+    Attributes:
+        num_rows: of the global batch.
+    """
+
+    def __init__(self, num_rows: int, layout: Layout | None, roles: dict[str, str]) -> None:
+        """Set up.
+
+        Args:
+            num_rows: of the global batch.
+            layout: of tp, if any.
+            roles: of the modules that have one under tp.
+        """
+        self.num_rows = num_rows
+        self._layout = layout
+        self._roles = roles
+
+    def pairs(self, event: Event, reference: Tensor, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return this rank's tensor and the reference's part alike, without padding.
+
+        Returns:
+            None where no layout makes the one out of the other.
+        """
+        local = event.tensor
+        # A mask may be of booleans on one side, and of what is added to the scores on the other.
+        is_other_kind = local.is_floating_point() != reference.is_floating_point()
+        if is_other_kind or self._is_placeholder(event.key):
+            return None
+        for full in self._of_rows(reference, rows):
+            for spread in self._spreads(event.key):
+                found = self._cut(full, local, spread)
+                if found is not None:
+                    return found
+        return None
+
+    def _of_rows(self, reference: Tensor, rows: Tensor) -> Iterator[Tensor]:
+        if reference.ndim and len(reference) and len(reference) % self.num_rows == 0:
+            by_row = reference.unflatten(0, (self.num_rows, -1))
+            yield by_row[rows].flatten(0, 1)
+        yield reference
+
+    def _spreads(self, key: Key) -> Sequence[Spread]:
+        layout = self._layout
+        if layout is None:
+            return [Spread()]
+        residual, inner = layout.residual, layout.inner
+        rows_only = Spread(rows=inner.rows)
+        role = self._roles.get(key.module)
+        is_input = key.kind in (INPUT, INPUT_GRADIENT)
+        is_inner = role in ("local", "column") or (role == "row" and is_input)
+        if role is None:  # it may be between the column and the row map of a branch
+            is_inner = any(
+                of_outer == "branch" and key.module.startswith(f"{outer}.")
+                for outer, of_outer in self._roles.items()
+            )
+        order = [inner, residual] if is_inner else [residual, inner]
+        return [*order, rows_only, Spread()]
+
+    def _cut(self, full: Tensor, local: Tensor, spread: Spread) -> tuple[Tensor, Tensor] | None:
+        if self._layout is None or spread == Spread():
+            return (local, full) if local.shape == full.shape else None
+        if full.ndim != local.ndim or full.ndim < 2:
+            return None
+        self._layout.extent = Extent(*full.shape[:2])
+        ranges = _ranges(self._layout, spread, full)
+        index = tuple(slice(first, first + size) for first, size in ranges)
+        sizes = (*(size for _, size in ranges), *full.shape[len(ranges) :])
+        if tuple(local.shape) != sizes:
+            return None
+        part = full[index]
+        return local[tuple(slice(0, size) for size in part.shape)], part
+
+    def _is_placeholder(self, key: Key) -> bool:
+        """Under tp a column map is given a placeholder: its product was made before."""
+        is_input = key.kind in (INPUT, INPUT_GRADIENT)
+        return self._roles.get(key.module) == "column" and is_input
+
+
+def _ranges(layout: Layout, spread: Spread, full: Tensor) -> list[tuple[int, int]]:
+    """Return the first index and the number of this rank's rows, positions and features."""
+    number, count = layout.place(spread.rows)
+    num_rows = layout.padded_rows // count
+    ranges = [(number * num_rows, num_rows)]
+    if spread.places is not None or spread.features is not None:
+        ranges.append(layout.place_range(spread))
+    if spread.features is not None and full.ndim > 2:
+        ranges.append(layout.feature_range(spread, full.shape[2]))
+    return ranges
+
+
+def gap(ours: Tensor, reference: Tensor) -> float:
+    """Return max |a - b|, infinite if something is not finite on one side."""
+    if ours.numel() == 0:
+        return 0.0
+    if not ours.is_floating_point():
+        return 0.0 if torch.equal(ours, reference.to(ours.dtype)) else float("inf")
+    difference = (ours.double() - reference.double()).abs()
+    difference[ours.double() == reference.double()] = 0  # both the same infinity
+    return float(difference.nan_to_num(float("inf"), float("inf")).max())
+
+
+def by_microbatch(events: Sequence[Event]) -> dict[Key, list[Event]]:
+    """Return the events of each key, one a microbatch."""
+    found: defaultdict[Key, list[Event]] = defaultdict(list)
+    for event in events:
+        found[event.key].append(event)
+    return dict(found)

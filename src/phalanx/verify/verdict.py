@@ -1,0 +1,143 @@
+"""What `verify` says: whether a strategy computes what one process computes, where not, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phalanx.comm.ledger import Entry
+from phalanx.verify.compare import Difference
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the first difference arises.
+
+    Attributes:
+        module: name of the module at fault; "" is the model itself, outside its modules; None is
+            outside the model.
+        what: what differs there, in words.
+        step: number of the step, from 0.
+        rank: the rank whose tensor is farthest off, where that is known.
+        microbatch: its microbatch.
+    """
+
+    module: str | None
+    what: str
+    step: int
+    rank: int | None = None
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f", most on rank {self.rank}"
+        if self.microbatch is not None:
+            where += f", microbatch {self.microbatch}"
+        return f"{self.what} (step {self.step}{where})"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of one kind of collective in the last step.
+
+    Attributes:
+        phase: of the step.
+        axis: of the mesh.
+        op: of the collective.
+        counted: bytes of the whole tensors, by the ledger.
+        predicted: the same, by the strategy's own account.
+        is_exact: a difference is an error; for modules of the user's own it is a remark, as they
+            may run a block twice, or not at all.
+    """
+
+    phase: str
+    axis: str
+    op: str
+    counted: int
+    predicted: int
+    is_exact: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op} over {self.axis} in {self.phase}: {self.counted:,} bytes counted, "
+            f"{self.predicted:,} predicted"
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a strategy computes what one process computes.
+
+    Attributes:
+        strategy: its text.
+        differences: everything compared, in the order of the computation, up to the end of the
+            first step in which something differs.
+        replicas: in what ranks differ that should hold the same bits, in words.
+        sent: what rank 0 sent in the last step, beside what was predicted.
+        entries: what the ledger counted of that.
+        place: where the first difference arises, if something differs and it was looked for.
+        causes: what it may come from, in sentences.
+        case: what was run, in words; empty where there is only one.
+    """
+
+    strategy: str
+    differences: list[Difference] = field(repr=False)
+    replicas: list[str] = field(default_factory=list[str])
+    sent: list[Sent] = field(default_factory=list[Sent], repr=False)
+    entries: list[Entry] = field(default_factory=list[Entry], repr=False)
+    place: Place | None = None
+    causes: list[str] = field(default_factory=list[str])
+    case: str = ""
+
+    @property
+    def first(self) -> Difference | None:
+        """The first quantity, in the order of the computation, that differs."""
+        return next((d for d in self.differences if not d.passes), None)
+
+    @property
+    def wrong_bytes(self) -> list[Sent]:
+        """What was sent otherwise than predicted, where the prediction is exact."""
+        return [row for row in self.sent if row.is_exact and row.counted != row.predicted]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything agrees."""
+        return self.first is None and not self.replicas and not self.wrong_bytes
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the steps that were compared."""
+        return sorted({difference.step for difference in self.differences})
+
+    def worst(self, step: int, quantity: str) -> Difference | None:
+        """Return the largest error of one quantity in one step, against its limit."""
+        rows = [d for d in self.differences if (d.step, d.quantity) == (step, quantity)]
+        return max(rows, key=_share, default=None)
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline(), *self.details()])
+
+    def headline(self) -> str:
+        """Return the verdict in a sentence."""
+        if self.first is not None:
+            return f"{self.strategy} differs from one process, first at {self.first}"
+        if self.replicas:
+            return f"{self.strategy}: ranks differ that should hold the same bits"
+        if self.wrong_bytes:
+            return f"{self.strategy} sends other bytes than it should"
+        worst = max(self.differences, key=_share)
+        return (
+            f"{self.strategy} computes what one process computes: the worst of "
+            f"{len(self.differences)} errors is {worst.error:.1e} ({worst.what}), at most "
+            f"{worst.limit:.0e} passes"
+        )
+
+    def details(self) -> list[str]:
+        """Return where it differs and why, in lines."""
+        lines = [] if self.place is None else [f"where: {self.place}"]
+        lines += [f"ranks: {line}" for line in self.replicas[:3]]
+        lines += [f"bytes: {row}" for row in self.wrong_bytes[:3]]
+        return lines + [f"likely cause: {cause}" for cause in self.causes]
+
+
+def _share(difference: Difference) -> float:
+    """Return the error as a share of its limit."""
+    return difference.error / difference.limit if difference.limit else difference.error
