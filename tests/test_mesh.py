@@ -41,17 +41,15 @@ def num_open(*, sockets: bool) -> int:
 
 
 def counts(text: str) -> dict[str, int]:
-    """Return what this rank has open before and after a mesh, all kinds of calls and a save."""
+    """Return what this rank has open before and after a mesh and all kinds of calls."""
     sockets = num_open(sockets=True)
     built = mesh.build_mesh(Strategy.parse(text))
     for axis in built.mesh_dim_names or ():
         dist.all_reduce(torch.ones(1000), group=built.get_group(axis))
-    writer = mesh.writer_group()
     connected = num_open(sockets=True)
-    for group in (None, writer):
-        gather_objects("x" * 1000, group)
-        dist.broadcast_object_list([None], src=0, group=group)
-        dist.all_reduce(torch.ones(100_000), group=group)
+    gather_objects("x" * 1000)
+    dist.broadcast_object_list([None], src=0)
+    dist.all_reduce(torch.ones(100_000))
     return {
         "joined": sockets,
         "connected": connected,
@@ -77,8 +75,8 @@ def test_connections_grow_with_the_logarithm_of_the_ranks() -> None:
     axes = {"dp": 64, "fsdp": 8, "tp": 8}
     store = 2 * 4096
     on_cpu = mesh.num_files(axes, 4096, "cpu") - store - mesh.RESERVED_FILES
-    assert on_cpu == (2 * 12 + 2 * 12) + (2 * 6 + 7 + 7) + 5 * mesh.GROUP_FILES
-    assert mesh.num_files(axes, 4096, "cuda") - store - mesh.RESERVED_FILES == 24 + 4
+    assert on_cpu == 2 * 12 + (2 * 6 + 7 + 7) + 4 * mesh.GROUP_FILES
+    assert mesh.num_files(axes, 4096, "cuda") - store == mesh.RESERVED_FILES
 
 
 def test_the_files_that_the_system_allows_are_used(limits: tuple[int, int]) -> None:

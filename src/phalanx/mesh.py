@@ -39,8 +39,8 @@ WRITER_TIMEOUT_S = 3600.0
 GROUP_FILES = 4
 """Files that gloo has open for a group beside its connections: it listens and waits for events."""
 
-RESERVED_FILES = 128
-"""Files that a rank has open beside its connections: libraries, token files, records, pipes."""
+RESERVED_FILES = 192
+"""Files that a rank has open beside: libraries, token files, records, pipes, NCCL, a checkpoint."""
 
 
 def join(
@@ -53,7 +53,7 @@ def join(
 ) -> None:
     """Enter the default process group: gloo for the CPU, NCCL for CUDA devices.
 
-    NCCL carries Python values too (comm.objects): a CUDA job has no gloo group but the writer's.
+    NCCL carries Python values too (comm.objects), so a CUDA job joins without gloo.
 
     Args:
         rank: global rank of this process.
@@ -105,7 +105,7 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
         num_ranks: processes in the job.
         device: "cpu" or "cuda".
     """
-    peers = [_few(num_ranks)]  # of the writer's group
+    peers: list[int] = []
     if device == "cpu":
         peers += [_few(num_ranks)]
         peers += [_few(size) if axis == "dp" else size - 1 for axis, size in axes.items()]

@@ -490,6 +490,38 @@ def train_sharded(is_checked: bool) -> tuple[list[float], list[str]]:
     return losses, seen
 
 
+class Counting:
+    """Stands for a store, and counts the keys that are asked for or set; waiting is not counted."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.num_keys = 0
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            if name != "check":
+                self.num_keys += len(args[0]) if isinstance(args[0], list) else 1
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+def keys_of_a_call() -> int:
+    """Return for how many keys this rank turns to the store in the third of its calls."""
+    with CollectiveCheck(world()) as check:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(4))
+        counting = Counting(check._store)
+        check._store = counting  # type: ignore[assignment]
+        dist.all_reduce(torch.ones(4))
+        return counting.num_keys
+
+
+def test_a_rank_turns_to_the_store_as_often_among_many_as_among_few() -> None:
+    few, many = (run_ranks(keys_of_a_call, num_ranks, threads=1) for num_ranks in (2, 5))
+    assert max(many) <= max(few) + 1 <= 12  # one more who waits for the last
+
+
 @pytest.mark.filterwarnings("default")
 def test_sharded_training_is_seen_named_and_unchanged() -> None:
     plain, _ = run_ranks(train_sharded, 2, False)[0]

@@ -4,6 +4,10 @@
     rank 1  ──> store: group, number, fingerprint ──┤                 unlike   the same error on all
     rank 2  ──> not there ──────────────────────────┘  say where it is, and what the others wait in
 
+The first to come leaves its fingerprint for the others to compare with, and the last, who is known
+by a count, lets all go on: a rank makes as many calls to the store in a group of any size. Only
+where one differs, or ranks give and take unlike parts, each reads what all others said.
+
 A `CollectiveCheck` is a dispatch mode, so it belongs to the thread that entered it, and to the
 threads of autograd that work for it: the collectives of any other thread pass unseen. The ranks
 meet at each call, even of an asynchronous collective; all must make their calls in one order,
@@ -69,6 +73,10 @@ class Meeting:
     def keys(self) -> list[str]:
         """Return where the ranks leave their fingerprints."""
         return [self.key(rank) for rank in self.ranks]
+
+    def common(self, what: str) -> str:
+        """Return a key of all ranks: "first" come, "unlike" some, "count" of them, "all" there."""
+        return f"{self.group}/{self.number}/{what}"
 
     def __str__(self) -> str:
         who = f"ranks {_joined(self.ranks)}; group {self.group}"
@@ -181,14 +189,13 @@ class CollectiveCheck(Watch):
         text = fingerprint.text()
         self._store.set(f"last/{self._rank}", json.dumps([text, *vars(meeting).values()]))
         self._store.set(meeting.key(self._rank), text)
-        self._wait(meeting)
-        texts = self._store.multi_get(meeting.keys())
+        is_unlike = self._come(meeting, text, is_even=fingerprint.is_even)
         if meeting.number > 1:
             # All have come to this call, so all have read what was said at the one before.
-            before = Meeting(group, axis, call.ranks, meeting.number - 1)
-            self._store.delete_key(before.key(self._rank))
-        if len(set(texts)) == 1 and fingerprint.is_even:
+            self._forget(Meeting(group, axis, call.ranks, meeting.number - 1))
+        if not is_unlike:
             return
+        texts = self._store.multi_get(meeting.keys())
         calls = {r: Fingerprint.read(t) for r, t in zip(call.ranks, texts, strict=True)}
         found = difference(calls, self._has_name)
         if found is not None:
@@ -199,22 +206,45 @@ class CollectiveCheck(Watch):
                 "Each rank of a group must make the same calls in the same order."
             )
 
+    def _come(self, meeting: Meeting, text: str, *, is_even: bool) -> bool:
+        """Wait until all ranks have come to a call; return whether their calls must be compared."""
+        store = self._store
+        first = store.compare_set(meeting.common("first"), "", text).decode()
+        if first != text or not is_even:
+            store.set(meeting.common("unlike"), "")
+        if store.add(meeting.common("count"), 1) == len(meeting.ranks):
+            is_unlike = store.check([meeting.common("unlike")])
+            store.set(meeting.common("all"), "unlike" if is_unlike else "alike")
+            return is_unlike
+        self._wait(meeting)
+        return store.get(meeting.common("all")) == b"unlike"
+
+    def _forget(self, meeting: Meeting) -> None:
+        """Remove what this rank, and the first of the group for all, left at a call."""
+        self._store.delete_key(meeting.key(self._rank))
+        if self._rank == meeting.ranks[0]:
+            for what in ("first", "unlike", "count", "all"):
+                self._store.delete_key(meeting.common(what))
+
     def _wait(self, meeting: Meeting) -> None:
         """Return when all ranks have come to a call."""
         began_s = time.monotonic()
         look_s, pause_s = began_s + LOOK_S, 20e-6
-        while not self._store.check(meeting.keys()):
+        # The store answers all ranks: the more they are, the less often each may ask.
+        longest_s = 2e-3 * max(1.0, len(meeting.ranks) / 8)
+        while not self._store.check([meeting.common("all")]):
             now_s = time.monotonic()
             if now_s > look_s:
                 try:
                     self._look(meeting, now_s - began_s)
                 except CollectiveMismatch:
-                    # A rank that comes later must not find all there, and run the collective.
+                    # A rank that comes later must not be the last, and run the collective.
+                    self._store.add(meeting.common("count"), -1)
                     self._store.delete_key(meeting.key(self._rank))
                     raise
                 look_s = now_s + LOOK_S
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 2e-3)
+            pause_s = min(2 * pause_s, longest_s)
 
     def _look(self, meeting: Meeting, waited_s: float) -> None:
         """Find out why ranks have not come, and raise if they never will."""
@@ -256,8 +286,18 @@ class CollectiveCheck(Watch):
             )
 
     def _missing(self, meeting: Meeting) -> list[int]:
-        """Return the ranks that have not come to a call."""
-        return [rank for rank in meeting.ranks if not self._store.check([meeting.key(rank)])]
+        """Return the ranks that have not come to a call; they are few, so halves are asked for."""
+        missing: list[int] = []
+        parts = [meeting.ranks]
+        while parts:
+            part = parts.pop()
+            if self._store.check([meeting.key(rank) for rank in part]):
+                continue
+            if len(part) == 1:
+                missing += part
+            else:
+                parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+        return missing
 
     def _waiting(self, missing: list[int]) -> dict[int, Stand]:
         """Return which of the ranks wait themselves, those whom they wait for, and so on."""
