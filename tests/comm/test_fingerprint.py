@@ -427,7 +427,7 @@ def call_everything() -> tuple[int, int, float]:
 
 def test_legal_programs_pass_and_the_store_does_not_grow() -> None:
     for growth, num_unseen, value in run_ranks(call_everything, 2):
-        assert abs(growth) <= 2  # what the other rank has not deleted yet
+        assert abs(growth) <= 6  # what the other rank has not deleted yet of one call
         assert num_unseen == 3  # by the ledger inside the check: a receive and two barriers
         assert value == 2.0
 
