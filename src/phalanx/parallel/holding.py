@@ -13,7 +13,7 @@ class Holding:
         parameter_bytes: this rank's part of the parameters.
         gathered_bytes: parameters gathered from other ranks, at most at one time.
         gradient_bytes: gradients, from microbatch to microbatch.
-        unreduced_bytes: gradients beside those that are whole until they are reduced, at most.
+        unreduced_bytes: peak bytes of not yet reduced gradients, on top of gradient_bytes.
         optimizer_bytes: the two moments of AdamW.
     """
 

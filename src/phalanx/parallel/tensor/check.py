@@ -75,9 +75,9 @@ def _check_rows(sites: Sequence[Site], strategy: Strategy) -> None:
 def lies_as_dtensor_says(num_rows: int, tp_sizes: Sequence[int], fsdp: int) -> bool:
     """Return whether each rank holds the rows that DTensor says it does.
 
-    fsdp splits the parts of tp. DTensor splits over fsdp first, keeps from each part of tp what a
-    rank of fsdp has of it, and splits these rows, joined, over tp. Where parts are uneven, that
-    may be other rows (`_StridedShard` in torch 2.13).
+    FSDP2 shards the local shard of tp; DTensor's `_StridedShard` reads the placement as if fsdp had
+    sharded first. With uneven shards the two disagree about which global rows a rank holds (torch
+    2.13).
 
     Args:
         num_rows: of the whole.

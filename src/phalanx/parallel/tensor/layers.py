@@ -97,11 +97,12 @@ def bind_branch(
 ) -> None:
     """Multiply by all column weights of a branch before it runs, and cut its other arguments.
 
-    The branch then sees, instead of the residual, a tensor of the shape that its column products
-    have: all places of its rows. It has no memory; any other use of it gives NaN, and a column map
-    that is given anything else is an error. What it keeps of the number of heads becomes that of
-    this rank. Of its other arguments, tensors of three dimensions and more whose first is as long
-    as the batch are cut to this rank's rows.
+    All column products share one gather of the residual, so they are computed together, first. The
+    module's forward then receives a NaN placeholder without storage, of the shape that its column
+    products have; its column layers return the results computed before, and any other read of it
+    yields NaN. A column layer that is given anything else is an error. Head counts stored on the
+    module are divided by the parts. Of its other arguments, tensors of three dimensions and more
+    whose first is as long as the batch are cut to this rank's rows.
 
     Args:
         module: takes the residual first.

@@ -1,9 +1,9 @@
 """What transformers' Llama, GPT-2 and BERT need besides roles; they are known by their class names.
 
-Their forward takes numbers of rows and places from the embedded tokens, of which a rank has a part.
-So what is made from those numbers is made before, from the whole ids: positions, token types and
-the mask of attention, which they hand on as it is once it has four dimensions. The branches then
-cut its rows, as they cut all that comes beside the residual.
+These models infer batch and sequence length from the embedded tokens, which are sharded here. A
+pre-hook therefore builds positions, token types and a 4-D attention mask from the full ids; a mask
+of four dimensions is handed on as it is. The branches then cut its rows, as they cut every other
+argument beside the residual.
 """
 
 from __future__ import annotations
