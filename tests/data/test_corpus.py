@@ -67,6 +67,15 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     refuses(tmp_path, "no column 'text'", "did you mean 'texts'", "columns are 'texts'")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
     refuses(tmp_path, "a.parquet is not a parquet file")
+    parquet.write_table(table, tmp_path / "a.parquet")
+    raw = bytearray((tmp_path / "a.parquet").read_bytes())
+    raw[len(raw) // 3] ^= 0xFF
+    raw[-12] ^= 0xFF
+    (tmp_path / "a.parquet").write_bytes(raw)
+    refuses(tmp_path, "a.parquet is not a parquet file, or it is damaged")
+    latin = arrow.array([b"one", b"caf\xe9"]).cast(arrow.string(), safe=False)
+    parquet.write_table(arrow.table({"text": latin}), tmp_path / "a.parquet")
+    refuses(tmp_path, "a.parquet, rows 1 to 2: 'text' is not UTF-8")
 
 
 def test_parquet_without_pyarrow_says_what_to_install(
@@ -149,3 +158,16 @@ def test_standard_library_has_topics_and_sources_but_no_tests() -> None:
     assert {"topics/if", "json/decoder.py", "argparse.py"} <= set(names)
     folders = {part for name in names for part in name.split("/")[:-1]}
     assert folders.isdisjoint({"test", "tests", "site-packages", "idlelib"})
+
+
+def test_links_do_not_lead_in_circles(tmp_path: Path) -> None:
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    (tmp_path / "x" / "y" / "a.txt").write_text("a")
+    (tmp_path / "x" / ".hidden").mkdir()
+    (tmp_path / "x" / ".hidden" / "b.txt").write_text("b")
+    for name in ("once", "again"):
+        (tmp_path / "x" / name).symlink_to(tmp_path / "x")
+    for pattern in ("x/**/*.txt", "**/y/*.txt", "x/**", "**/**/a.txt"):
+        assert [document.text for document in read(tmp_path / pattern)] == ["a"]
+    (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
+    refuses(tmp_path / "self.txt", r"does not exist: it is a link to .*self.txt, which leads nowh")

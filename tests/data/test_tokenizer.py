@@ -1,15 +1,19 @@
 """The tokenizer: every byte accounted for, and a clear word on a file that is none."""
 
 import os
+import random
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from phalanx.data import tokenizer as tk
 from phalanx.errors import ConfigError, DataError
@@ -164,3 +168,81 @@ def test_token_bytes_are_by_id(trained: Tokenizer) -> None:
     assert num_bytes.dtype == np.int32
     for token, index in trained.get_vocab().items():
         assert num_bytes[index] == (0 if token == tk.END_OF_TEXT else len(token))
+
+
+def test_long_words_are_learnt_from_in_parts() -> None:
+    """The library takes time quadratic in a word; what is encoded is still the whole text."""
+    word = "".join(random.Random(0).choices("ACGT", k=40_000))
+    parts = list(tk._cut_words(f"some words {word}, and{' ' * 3000}blanks"))
+    assert "".join(parts) == f"some words {word}, and{' ' * 3000}blanks"
+    assert max(map(len, parts)) <= 1020
+    plain = "no word of this is long\n" * 1000
+    assert list(tk._cut_words(plain)) == [plain]
+    trained = tk.train_tokenizer([word], 300)
+    (ids,) = tk.encode_pieces(trained, [word])
+    assert trained.decode(ids) == word
+
+
+def test_waiting_for_the_merges_is_reported_and_can_be_interrupted() -> None:
+    """The library's own call obeys no Ctrl-C; the thread that waits for it does."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(4, 20))) for _ in range(60_000)]
+    with pytest.raises(KeyboardInterrupt):
+        tk.train_tokenizer([" ".join(words)], 8000, interrupt)
+
+
+def test_an_error_of_the_texts_is_raised() -> None:
+    def texts() -> Iterator[str]:
+        yield "some text"
+        raise DataError("a broken file")
+
+    with pytest.raises(DataError, match="a broken file"):
+        tk.train_tokenizer(texts(), 300)
+
+
+def test_a_named_pipe_is_no_tokenizer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a file"):
+        tk.load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def of_sentencepiece(**model: Any) -> Tokenizer:
+    letters = {"<unk>": 0, "▁": 1, **{letter: 2 + n for n, letter in enumerate("abcdéñ")}}
+    tokenizer = Tokenizer(models.BPE(letters, [], unk_token="<unk>", **model))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    return tokenizer
+
+
+def byte_level(*, add_prefix_space: bool, normalizer: Any = None) -> Tokenizer:
+    tokenizer = tk.train_tokenizer(["words"], 257)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "lost"),
+    [
+        (byte_level(add_prefix_space=False), "déjà vu, 数", None),
+        (byte_level(add_prefix_space=True), "déjà vu, 数", None),
+        (byte_level(add_prefix_space=False, normalizer=normalizers.NFC()), "de\u0301ja", None),
+        (of_sentencepiece(), "abc déñ a", None),
+        (of_sentencepiece(), "abc\nxyz dé x", "'\\n'"),
+        (of_sentencepiece(), "abc déx", "'x'"),
+    ],
+)
+def test_tokens_stand_for_all_of_a_text(tokenizer: Tokenizer, text: str, lost: str | None) -> None:
+    spelling = tk.Spelling(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if lost is None:
+        assert spelling.check(text, ids, "a.txt") == len(text.encode())
+    else:
+        with pytest.raises(DataError, match=f"in a.txt .* it has no token for {re.escape(lost)};"):
+            spelling.check(text, ids, "a.txt")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import time
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console, ConsoleRenderable, Group, RenderHook
-from rich.progress import Progress, TaskID
+from rich.progress import Progress, TaskID, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 WIDTH = 100
 """Columns of the widest line, and of every line where the output is no terminal."""
+
+FIRST_LINE_S = 2.0
+"""How long a part of a preparation takes before it is worth a line."""
+
+LINES_S = 20.0
+"""Seconds between two lines on one part."""
 
 
 def screen() -> Console:
@@ -58,11 +66,22 @@ def print_json(document: object) -> None:
 
 
 class Preparation:
-    """Shows how far some work is done: a bar for each of its parts, on a terminal."""
+    """Shows how far some work is done, a part at a time.
 
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(console=console, disable=not console.is_terminal, transient=True)
-        self._tasks: dict[str, TaskID] = {}
+    On a terminal by a bar, which only moves where the size of the part is not known; elsewhere by a
+    line for each part that takes long, and one now and then while it goes on.
+    """
+
+    def __init__(self, console: Console, *, has_bars: bool = True) -> None:
+        self._console = console
+        self._has_bars = has_bars and console.is_terminal
+        columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+        self._progress = Progress(
+            *columns, console=console, disable=not self._has_bars, transient=True
+        )
+        self._task: TaskID | None = None
+        self._part = ""
+        self._next_line_s = 0.0
 
     def __enter__(self) -> Preparation:
         self._progress.start()
@@ -78,6 +97,20 @@ class Preparation:
 
     def report(self, what: str, done_bytes: int, all_bytes: int) -> None:
         """Show that `done_bytes` of `all_bytes` of one part are done; 0 in all is unknown."""
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what)
-        self._progress.update(self._tasks[what], completed=done_bytes, total=all_bytes or None)
+        now_s = time.monotonic()
+        if what != self._part:
+            self._part, self._next_line_s = what, now_s + FIRST_LINE_S
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(what, total=None)
+        assert self._task is not None, "a part has begun"
+        self._progress.update(self._task, completed=done_bytes, total=all_bytes or None)
+        if (
+            not self._has_bars
+            and now_s >= self._next_line_s
+            and done_bytes < (all_bytes or math.inf)
+        ):
+            self._next_line_s = now_s + LINES_S
+            share = f" of {all_bytes / 1e6:,.1f}" if all_bytes else ""
+            size = f": {done_bytes / 1e6:,.1f}{share} MB" if done_bytes else ""
+            self._console.print(Text(f"preparing the data: {what}{size} ..."), soft_wrap=True)

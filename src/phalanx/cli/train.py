@@ -73,7 +73,8 @@ def _run(config: TrainConfig, as_json: bool) -> int:
 
     console = screen()
     if is_under_torchrun():
-        summary = train(config, lambda job: _announce(job, console))
+        preparation = Preparation(console, has_bars=False)  # whose lines meet those of other ranks
+        summary = train(config, lambda job: _announce(job, console), preparation.report)
     else:
         prepare_server()
         with Preparation(console) as preparation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import glob
 import importlib
+import importlib.util
 import json
 import os
 import sysconfig
@@ -24,6 +25,9 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 
 FIELD = "text"
 """The field of .jsonl and the column of .parquet that hold the text."""
+
+_TOPICS = "topics"
+"""Stands for the topics of pydoc_data."""
 
 # Tests, vendored packages and tables of numbers: text of another kind than the library's own.
 _LIBRARY_SKIPS = frozenset(
@@ -79,10 +83,20 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
         raise DataError(f"{what} holds no text{limit}; expected at least one document")
 
 
-def _from_path(path: str) -> Iterator[Document]:
+def sources(path: str | None) -> list[tuple[str, Path]]:
+    """Return the files of a corpus in their order, each with its name there; nothing is read.
+
+    Raises:
+        DataError: see `documents`.
+    """
+    if path is None:
+        return _library_files()
     root, files = _find_files(path)
-    for file in files:
-        name = file.relative_to(root).as_posix()
+    return [(file.relative_to(root).as_posix(), file) for file in files]
+
+
+def _from_path(path: str) -> Iterator[Document]:
+    for name, file in sources(path):
         if file.suffix.lower() == ".jsonl":
             yield from _read_jsonl(file, name)
         elif file.suffix.lower() == ".parquet":
@@ -110,7 +124,7 @@ def _find_files(path: str) -> tuple[Path, list[Path]]:
 
 def _find_matches(pattern: Path, path: str) -> tuple[Path, list[Path]]:
     """Return the fixed folder of a glob, and the files that it or the folders it names hold."""
-    matches = [Path(match) for match in glob.glob(str(pattern), recursive=True)]
+    matches = [Path(match) for match in _glob(pattern)]
     if not matches:
         raise DataError(f"no file matches {path}; expected a glob such as 'texts/**/*.md'")
     # Names must not depend on where the corpus lies: they start below the glob's fixed part.
@@ -121,8 +135,33 @@ def _find_matches(pattern: Path, path: str) -> tuple[Path, list[Path]]:
     return fixed, _supported(sorted(set(files)), path)
 
 
+def _glob(pattern: Path) -> Iterator[str]:
+    """Yield what a glob matches; `**` follows no links to folders, which may lead in a circle."""
+    parts = pattern.parts
+    if "**" not in parts:
+        yield from glob.glob(str(pattern))
+        return
+    at = parts.index("**")
+    for place in glob.glob(str(Path(*parts[:at]))):
+        for folder in _folders(Path(place)) if Path(place).is_dir() else []:
+            below = parts[at + 1 :]
+            if below:
+                yield from _glob(Path(glob.escape(str(folder)), *below))
+            else:
+                yield str(folder)
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """Yield a folder and those below it; what is hidden stays out."""
+    for parent, folders, _ in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield Path(parent)
+
+
 def _hint(missing: Path) -> str:
     """Return words on the existing path nearest to a missing one."""
+    if missing.is_symlink():
+        return f": it is a link to {os.readlink(missing)}, which leads nowhere"
     parent = missing.parent
     while not parent.is_dir():
         missing, parent = parent, parent.parent
@@ -255,36 +294,50 @@ def _read_parquet(file: Path, name: str) -> Iterator[Document]:
                 )
             row = 0
             for rows in table.iter_batches(batch_size=1024, columns=[FIELD]):
-                for value in rows.column(0).to_pylist():
+                try:
+                    values: list[object] = rows.column(0).to_pylist()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{file}, rows {row + 1} to {row + rows.num_rows}: '{FIELD}' is not UTF-8: "
+                        f"{error.reason}; convert it to UTF-8"
+                    ) from error
+                for value in values:
                     row += 1
                     if value is not None:
                         yield Document(f"{name}:{row}", _checked(value, f"{file}, row {row}"))
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    except arrow.ArrowException as error:
-        raise DataError(f"{file} is not a parquet file: {error}") from error
+    except (OSError, arrow.ArrowException) as error:  # the library says OSError for bad content
+        if isinstance(error, OSError) and error.errno is not None:
+            raise _unreadable(file, error) from error
+        raise DataError(f"{file} is not a parquet file, or it is damaged: {error}") from error
 
 
-def _standard_library() -> Iterator[Document]:
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except ImportError:
-        topics = {}  # some systems ship Python without its documentation
-    for topic in sorted(topics):
-        yield Document(f"topics/{topic}", topics[topic])
+def _library_files() -> list[tuple[str, Path]]:
+    """Return the sources of the standard library; the topics of its documentation first, if any."""
     root = Path(sysconfig.get_path("stdlib"))
-    if not root.is_dir():
-        if not topics:
-            raise DataError(
-                f"this Python keeps no standard library at {root}; name a corpus with --data"
-            )
-        return
     files: list[Path] = []
     for parent, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _LIBRARY_SKIPS]
         files += [Path(parent, name) for name in names if name.endswith(".py")]
-    for file in sorted(files):
+    found = [(file.relative_to(root).as_posix(), file) for file in sorted(files)]
+    # Some systems ship Python without its documentation.
+    topics = importlib.util.find_spec("pydoc_data.topics")
+    if topics is not None and topics.origin is not None:
+        found.insert(0, (_TOPICS, Path(topics.origin)))
+    if not found:
+        raise DataError(
+            f"this Python keeps no standard library at {root}; name a corpus with --data"
+        )
+    return found
+
+
+def _standard_library() -> Iterator[Document]:
+    for name, file in _library_files():
+        if name == _TOPICS:
+            topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+            for topic in sorted(topics):
+                yield Document(f"{_TOPICS}/{topic}", topics[topic])
+            continue
         try:
-            yield Document(file.relative_to(root).as_posix(), _decode(_read_bytes(file), file))
+            yield Document(name, _decode(_read_bytes(file), file))
         except DataError:
             continue  # a distribution's own file in another encoding: not the user's to mend

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -30,16 +32,27 @@ SMALLEST_VOCABULARY = 257
 # The names that published tokenizers give to the same idea, the commonest first.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
+_WORD_CHARACTERS = 1000
+"""Longest word to learn from: the library's training takes time quadratic in it."""
+
+_HEARTBEAT_S = 0.5
+
 _PIECE_CHARACTERS = 1 << 18
 _CALL_CHARACTERS = 1 << 20
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, waiting: Callable[[], object] | None = None
+) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016; over bytes, Radford et al. 2019).
+
+    The library's call is deaf to Ctrl-C, so a thread makes it, and this one waits. Interrupted, it
+    leaves the other to end with the process.
 
     Args:
         texts: what to learn from.
         vocab_size: largest number of tokens; a small corpus gives fewer.
+        waiting: called now and then once all texts are read.
 
     Raises:
         ConfigError: vocab_size has no room for the single bytes.
@@ -54,12 +67,43 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    done: Future[None] = Future()
+    is_read = threading.Event()
+
+    def words() -> Iterator[str]:
+        for text in texts:
+            for piece in cut_pieces(text):
+                yield from _cut_words(piece)
+        is_read.set()
+
+    def train() -> None:
+        try:
+            tokenizer.train_from_iterator(words(), trainer=trainer)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
     with _sequential_library():
-        tokenizer.train_from_iterator(
-            (piece for text in texts for piece in cut_pieces(text)), trainer=trainer
-        )
+        threading.Thread(target=train, daemon=True).start()
+        while not wait([done], _HEARTBEAT_S).done:
+            if is_read.is_set() and waiting is not None:
+                waiting()
+        done.result()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _cut_words(text: str) -> Iterator[str]:
+    """Cut a text within words, and runs of blanks, that are too long to learn from."""
+    start = 0
+    if max(map(len, text.split()), default=0) > _WORD_CHARACTERS or " " * _WORD_CHARACTERS in text:
+        for match in _LONG_WORD.finditer(text):
+            yield text[start : match.end()]
+            start = match.end()
+    yield text[start:]
+
+
+_LONG_WORD = re.compile(rf"\S{{{_WORD_CHARACTERS}}}|\s{{{_WORD_CHARACTERS}}}")
 
 
 def check_wanted_size(vocab_size: int, setting: str = "corpus.vocab_size") -> None:
@@ -84,6 +128,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if place.is_dir():
         place = place / "tokenizer.json"
     try:
+        if place.exists() and not place.is_file():  # a named pipe would be waited for
+            raise DataError(f"tokenizer {place} is not a file; expected a tokenizer.json")
         text = place.read_text("utf-8")
     except FileNotFoundError as error:
         raise DataError(
@@ -167,7 +213,61 @@ def count_token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
             num_bytes[index] = len(token.replace("▁", " ").encode())
     for index, added in tokenizer.get_added_tokens_decoder().items():
         num_bytes[index] = 0 if added.special else len(added.content.encode())
+    unknown = config["model"].get("unk_token") or config["model"].get("unk_id")
+    index = tokenizer.token_to_id(unknown) if isinstance(unknown, str) else unknown
+    if index is not None:
+        num_bytes[index] = 0  # it stands for whatever has no token
     return num_bytes
+
+
+class Spelling:
+    """Checks that the tokens of a text stand for all of its bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._token_bytes = count_token_bytes(tokenizer)
+        before = json.dumps(json.loads(tokenizer.to_str()).get("pre_tokenizer"))
+        self._has_prefix = any(
+            words in before
+            for words in ('"add_prefix_space": true', '"prepend_scheme": "always"', '"first"')
+        )
+
+    def check(self, text: str, ids: list[int], name: str) -> int:
+        """Return the bytes of a text, all of which its tokens stand for.
+
+        Args:
+            text: what was encoded.
+            ids: its tokens.
+            name: of the document, for the message.
+
+        Raises:
+            DataError: letters are lost, so that a loss in bits per byte would be of another text.
+        """
+        if self._is_whole(text, ids):
+            return len(text.encode())
+        line = next((line for line in text.splitlines(True) if not self._is_whole(line)), text)
+        lost = [letter for letter in dict.fromkeys(line) if not self._is_whole(letter)]
+        words = f"it has no token for {', '.join(map(repr, lost[:5]))}; " if lost else ""
+        raise DataError(
+            f"the tokenizer loses text: {line[:60]!r} in {name} has {len(line.encode())} bytes, "
+            f"and its tokens stand for {self._count(self._encode(line))}; {words}give a tokenizer "
+            "that covers every byte, or leave it out to train one"
+        )
+
+    def _is_whole(self, text: str, ids: list[int] | None = None) -> bool:
+        """Return whether the tokens spell what the tokenizer's own normalizer leaves of a text."""
+        found = self._count(self._encode(text) if ids is None else ids)
+        normalizer: Any = self._tokenizer.normalizer
+        if normalizer is not None:
+            text = normalizer.normalize_str(text)
+        expected = len(text.replace("▁", " ").encode())
+        return found >= expected if self._has_prefix else found == expected
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _count(self, ids: list[int]) -> int:
+        return int(self._token_bytes[ids].sum()) if ids else 0
 
 
 def cut_pieces(text: str, num_characters: int = _PIECE_CHARACTERS) -> Iterator[str]:

@@ -1,16 +1,15 @@
 """From a corpus to two files of tokens, made once and kept in the cache.
 
-The corpus is read twice: first to see what it is (a hash of its content, the size of each
-document), then, if the cache does not have its tokens, to encode it. Nothing but one group of
-documents is held in memory.
+A corpus that is new is read twice: first to see what it is (a hash of its content, the size of each
+document), then, if the cache does not have its tokens, to encode it. One that the cache knows is
+not read (`survey`). Nothing but one group of documents is held in memory.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -25,8 +24,10 @@ from phalanx.config import CorpusConfig
 from phalanx.data.cache import cache_folder, fingerprint, publish, read_facts
 from phalanx.data.corpus import documents
 from phalanx.data.split import Split, split_documents
+from phalanx.data.survey import Corpus, Progress, Text
 from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file
 from phalanx.data.tokenizer import (
+    Spelling,
     check_vocabulary,
     check_wanted_size,
     count_ids,
@@ -38,10 +39,6 @@ from phalanx.data.tokenizer import (
     train_tokenizer,
 )
 from phalanx.errors import ConfigError, DataError
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done ("read", "train the tokenizer" or "encode"), bytes done, bytes in all (0
-while those are not known)."""
 
 _LARGEST_TRAINED_VOCABULARY = 8192
 _TRAINING_BYTES = 64 << 20
@@ -84,34 +81,27 @@ class TokenFiles:
         return np.load(self.folder / _TOKEN_BYTES)
 
 
-@dataclass(frozen=True)
-class _Survey:
-    """What one reading of the corpus tells."""
-
-    names: list[str]
-    sizes_bytes: list[int]
-    digest: str
-    num_bytes: int
-
-
 def prepare(
     data: str | None,
     corpus: CorpusConfig,
     *,
     model_vocab_size: int,
     tokenizer: str | None = None,
+    is_follower: bool = False,
     progress: Progress | None = None,
 ) -> TokenFiles:
     """Make the tokens of a corpus, or find them in the cache.
 
-    One process of a host should call this, and the others `open_tokens` on the folder afterwards;
-    several that call it at the same time do the work several times and agree on the result.
+    One process of a host should call this, and the others afterwards as its followers; several that
+    call it at the same time do the work several times and agree on the result.
 
     Args:
         data: a file, folder or glob; None is the standard library of the running Python.
         corpus: how text becomes tokens.
         model_vocab_size: rows of the model's embedding.
         tokenizer: a tokenizer.json; None trains one on the corpus.
+        is_follower: another process of this host has just made the same call; nothing that it has
+            left is checked again.
         progress: called now and then.
 
     Raises:
@@ -134,37 +124,37 @@ def prepare(
     else:
         check_vocabulary(given, model_vocab_size, f"tokenizer {tokenizer}")
         end_of_text_id(given)
-    report = progress or _ignore_progress
-    survey = _survey(data, corpus.max_bytes, report)
+    source = Corpus(data, corpus.max_bytes, progress or _ignore_progress)
     cache = cache_folder(corpus.cache)
+    text = source.text(cache, is_follower=is_follower)
     if given is None:
-        given = _trained_tokenizer(cache, data, corpus.max_bytes, wanted, survey, report)
-    split = split_documents(survey.names, survey.sizes_bytes, corpus.validation)
-    name = fingerprint("tokens", survey.digest, given.to_str(), corpus.validation)
+        given = _trained_tokenizer(cache, source, text, wanted)
+    name = fingerprint("tokens", text.digest, given.to_str(), corpus.validation)
     folder = cache / "tokens" / name
-    if read_facts(folder) is None:
+    if read_facts(folder, is_hashed=not is_follower) is None:
 
         def write(place: Path) -> dict[str, object]:
+            split = split_documents(*source.names_and_sizes(), corpus.validation)
             # Through Python's own files: the libraries' writers hide that a disk is full.
             (place / _TOKENIZER).write_text(given.to_str(), "utf-8")
             buffer = io.BytesIO()
             np.save(buffer, count_token_bytes(given))
             (place / _TOKEN_BYTES).write_bytes(buffer.getvalue())
-            _encode(place, data, corpus.max_bytes, given, split, survey, report)
+            _encode(place, source, text, given, split)
             return {
-                "num_documents": len(survey.names),
-                "num_bytes": survey.num_bytes,
-                "text_digest": survey.digest,
+                "num_documents": text.num_documents,
+                "num_bytes": text.num_bytes,
+                "text_digest": text.digest,
                 "tokenizer_digest": fingerprint("tokenizer", given.to_str()),
             }
 
         width_bytes = 2 if count_ids(given) <= 1 << 16 else 4
         # A byte-level token of a text stands for about four bytes of it.
-        publish(folder, write, needed_bytes=survey.num_bytes * width_bytes // 4)
+        publish(folder, write, needed_bytes=text.num_bytes * width_bytes // 4)
     files = open_tokens(folder)
     if files.train.num_tokens == 0:
         raise DataError(
-            f"nothing is left to train on: the corpus has {survey.num_bytes} bytes, all kept aside "
+            f"nothing is left to train on: the corpus has {text.num_bytes} bytes, all kept aside "
             f"by corpus.validation = {corpus.validation}; lower it, or give more text"
         )
     return files
@@ -204,44 +194,23 @@ def _ignore_progress(what: str, done_bytes: int, all_bytes: int) -> None:
     """Stand in for a progress callback."""
 
 
-def _survey(data: str | None, max_bytes: int | None, report: Progress) -> _Survey:
-    digest = hashlib.blake2b(digest_size=16)
-    names: list[str] = []
-    sizes_bytes: list[int] = []
-    num_bytes = 0
-    for document in documents(data, max_bytes):
-        raw = document.text.encode()
-        name = document.name.encode("utf-8", "surrogateescape")
-        # The lengths keep two documents apart from one that holds the text of both.
-        digest.update(f"{len(name)} {len(raw)} ".encode() + name)
-        digest.update(raw)
-        names.append(document.name)
-        sizes_bytes.append(len(raw))
-        num_bytes += len(raw)
-        report("read", num_bytes, 0)
-    return _Survey(names, sizes_bytes, digest.hexdigest(), num_bytes)
-
-
-def _trained_tokenizer(
-    cache: Path,
-    data: str | None,
-    max_bytes: int | None,
-    vocab_size: int,
-    survey: _Survey,
-    report: Progress,
-) -> Tokenizer:
+def _trained_tokenizer(cache: Path, source: Corpus, text: Text, vocab_size: int) -> Tokenizer:
     """Return the tokenizer of a corpus, training it unless the cache has it."""
-    folder = cache / "tokenizers" / fingerprint("tokenizer", survey.digest, vocab_size)
+    folder = cache / "tokenizers" / fingerprint("tokenizer", text.digest, vocab_size)
     if read_facts(folder) is None:
 
         def write(place: Path) -> dict[str, object]:
             pieces = (
-                p for document in documents(data, max_bytes) for p in cut_pieces(document.text)
+                piece
+                for document in documents(source.data, source.max_bytes)
+                for piece in cut_pieces(document.text)
             )
             # A few dozen megabytes, spread over the corpus, give the tokenizer of the whole.
-            stride = -(-survey.num_bytes // _TRAINING_BYTES)
-            chosen = _watch(islice(pieces, 0, None, stride), stride, survey, report)
-            trained = train_tokenizer(chosen, vocab_size)
+            stride = -(-text.num_bytes // _TRAINING_BYTES)
+            chosen = _watch(islice(pieces, 0, None, stride), stride, text, source.report)
+            trained = train_tokenizer(
+                chosen, vocab_size, lambda: source.report("merge the commonest pairs", 0, 0)
+            )
             (place / _TOKENIZER).write_text(trained.to_str(), "utf-8")
             return {}
 
@@ -249,33 +218,26 @@ def _trained_tokenizer(
     return load_tokenizer(folder / _TOKENIZER)
 
 
-def _watch(texts: Iterator[str], stride: int, survey: _Survey, report: Progress) -> Iterator[str]:
+def _watch(texts: Iterator[str], stride: int, text: Text, report: Progress) -> Iterator[str]:
     done_bytes = 0
-    for text in texts:
-        yield text
-        done_bytes += len(text.encode()) * stride
-        report("train the tokenizer", min(done_bytes, survey.num_bytes), survey.num_bytes)
+    for piece in texts:
+        yield piece
+        done_bytes += len(piece.encode()) * stride
+        report("count the words for a tokenizer", min(done_bytes, text.num_bytes), text.num_bytes)
 
 
-def _encode(
-    place: Path,
-    data: str | None,
-    max_bytes: int | None,
-    tokenizer: Tokenizer,
-    split: Split,
-    survey: _Survey,
-    report: Progress,
-) -> None:
+def _encode(place: Path, source: Corpus, text: Text, tokenizer: Tokenizer, split: Split) -> None:
     """Encode the corpus into the two files of `place`."""
     num_ids, end_id = count_ids(tokenizer), end_of_text_id(tokenizer)
+    spelling = Spelling(tokenizer)
     # What to do with each piece that is on its way through the encoder, in order.
-    waiting: deque[tuple[bool, bool, int]] = deque()
+    waiting: deque[tuple[bool, bool, str, str]] = deque()
 
     def pieces() -> Iterator[str]:
-        for number, document in enumerate(documents(data, max_bytes)):
-            for is_validation, text in split.parts(number, document):
-                for index, piece in enumerate(cut_pieces(text)):
-                    waiting.append((is_validation, index == 0, len(piece.encode())))
+        for number, document in enumerate(documents(source.data, source.max_bytes)):
+            for is_validation, part in split.parts(number, document):
+                for index, piece in enumerate(cut_pieces(part)):
+                    waiting.append((is_validation, index == 0, piece, document.name))
                     yield piece
 
     with (
@@ -285,15 +247,15 @@ def _encode(
     ):
         done_bytes = 0
         for ids in encoded:
-            is_validation, is_first, num_bytes = waiting.popleft()
+            is_validation, is_first, piece, name = waiting.popleft()
+            done_bytes += spelling.check(piece, ids, name)
             writer = validation if is_validation else train
             if is_first:
                 writer.begin_document()
             writer.write(ids)
-            done_bytes += num_bytes
-            report("encode", done_bytes, survey.num_bytes)
-    if done_bytes != survey.num_bytes:
+            source.report("encode", done_bytes, text.num_bytes)
+    if done_bytes != text.num_bytes:
         raise DataError(
-            f"the corpus changed while it was read, from {survey.num_bytes} bytes to {done_bytes}; "
+            f"the corpus changed while it was read, from {text.num_bytes} bytes to {done_bytes}; "
             f"start again when nothing writes to it"
         )

@@ -12,7 +12,8 @@ from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.data.loader import total_steps
 from phalanx.data.samples import Samples
-from phalanx.data.tokens import Progress, TokenFiles, prepare
+from phalanx.data.survey import Progress
+from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.torchrun import is_under_torchrun, read_place
 from phalanx.measure.environment import check_memory_for
@@ -164,16 +165,18 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         config.corpus,
         model_vocab_size=shape.vocab_size,
         tokenizer=tokenizer_of(config, start, init),
+        is_follower=is_under_torchrun() and read_place().local_rank > 0,
         progress=progress,
     )
     if start is not None:
         check_stream(start, resolved(config, batch), tokens)
         start.about.check(shape, stream_of(config, tokens))
     num_samples = len(Samples(tokens.train, config.corpus.seq_len))
-    if num_samples < 1:
+    if tokens.train.num_tokens <= config.corpus.seq_len:
         raise DataError(
-            f"the data leaves {tokens.train.num_tokens} tokens to train on, too few for one "
-            "sample; give more text, or a smaller corpus.validation"
+            f"the data leaves {tokens.train.num_tokens} tokens to train on, too few for one sample "
+            f"of corpus.seq_len {config.corpus.seq_len}; give more text, or set corpus.seq_len to "
+            f"at most {tokens.train.num_tokens - 1}"
         )
     num_steps = count_steps(config, batch, num_samples, None if start is None else start.about)
     _check_warmup(config, num_steps)

@@ -19,6 +19,7 @@ from phalanx.comm.check import LIMIT_S, CollectiveCheck
 from phalanx.comm.primitives import barrier
 from phalanx.config import TrainConfig
 from phalanx.config_check import check, settings, value_at
+from phalanx.data.survey import Progress
 from phalanx.errors import CollectiveMismatch, Interrupted, TrainingError
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
@@ -36,12 +37,15 @@ Announce = Callable[[Job], None]
 """Told the job before its first step."""
 
 
-def train(config: TrainConfig, announce: Announce | None = None) -> Summary:
+def train(
+    config: TrainConfig, announce: Announce | None = None, progress: Progress | None = None
+) -> Summary:
     """Train as `config` says: start the processes, or join those that torchrun started.
 
     Args:
         config: see `TrainConfig`; its defaults are the demo.
         announce: called once in the whole job, under torchrun by rank 0.
+        progress: called now and then while the data is prepared.
 
     Returns:
         What was measured.
@@ -52,14 +56,14 @@ def train(config: TrainConfig, announce: Announce | None = None) -> Summary:
     check(config)
     if is_under_torchrun():
         return run_here(
-            lambda: resolve(config),
+            lambda: resolve(config, progress),
             facts_of,
             functools.partial(_train_here, announce),
             device=config.device,
             threads=config.threads,
             timeout_s=config.timeout_s,
         )
-    job = resolve(config)
+    job = resolve(config, progress)
     if announce is not None:
         announce(job)
     return start(job)

@@ -1,0 +1,41 @@
+"""What a verb shows while it prepares: a bar for the part at work, or lines where there is none."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from phalanx.cli import screen
+from phalanx.cli.screen import Preparation
+
+
+@pytest.mark.parametrize(("first_line_s", "num_lines"), [(0.0, 3), (60.0, 0)])
+def test_a_long_part_has_a_line_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, first_line_s: float, num_lines: int
+) -> None:
+    monkeypatch.setattr(screen, "FIRST_LINE_S", first_line_s)
+    output = io.StringIO()
+    with Preparation(Console(file=output, width=100)) as preparation:
+        for part, all_bytes in (("read the text", 0), ("merge", 0), ("encode", 4_000_000)):
+            for done_bytes in (1_000_000, 2_000_000, 4_000_000):
+                preparation.report(part, 0 if part == "merge" else done_bytes, all_bytes)
+    lines = output.getvalue().splitlines()
+    assert len(lines) == num_lines
+    if lines:
+        assert lines == [
+            "preparing the data: read the text: 1.0 MB ...",
+            "preparing the data: merge ...",
+            "preparing the data: encode: 1.0 of 4.0 MB ...",
+        ]
+
+
+def test_only_the_part_at_work_is_shown_on_a_terminal() -> None:
+    """A bar that is full would seem to be what is waited for."""
+    output = io.StringIO()
+    with Preparation(Console(file=output, width=100, force_terminal=True)) as preparation:
+        preparation.report("count the words", 10, 10)
+        preparation.report("merge", 0, 0)
+        (task,) = preparation._progress.tasks
+        assert (task.description, task.total) == ("merge", None)
