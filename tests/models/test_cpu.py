@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.measure.memory import MemoryLedger
 from phalanx.models import attention, cpu
+from phalanx.models.attention import documents_of
 
 NEAR = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -56,34 +62,125 @@ def test_rotation(num_tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("length", [1, 5, 13])
-@pytest.mark.parametrize("documents", [None, "one mask", "a mask a row"])
+@pytest.mark.parametrize("documents", [None, "one for all rows", "each row its own"])
 def test_causal_attention(length: int, documents: str | None) -> None:
     q, k, v = (normal(2, length, 3, 8, seed=seed) for seed in range(3))
-    bias = None
+    starts_BT1, bias = None, None
     if documents is not None:
-        num_biases = 1 if documents == "one mask" else 2
-        documents_BT = torch.randint(0, 3, (num_biases, length)).sort().values
+        documents_BT = torch.randint(0, 3, (2, length)).sort().values
         documents_BT[:, -1] = 7
-        bias = attention.document_bias(documents_BT, torch.float64)
+        found = documents_of(documents_BT[: 1 if documents.startswith("one") else 2])
+        if found is not None:  # of one token there is one document
+            starts_BT1, _, _ = found
+            bias = dense_bias(documents_BT[: len(starts_BT1)])
     expected = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias, is_causal=bias is None
     )
-    assert_same(cpu.causal_attention(q, k, v, bias), expected.transpose(1, 2), (q, k, v))
+    assert_same(cpu.causal_attention(q, k, v, starts_BT1), expected.transpose(1, 2), (q, k, v))
+
+
+def dense_bias(documents_BT: Tensor) -> Tensor:
+    """Return what to add to the scores, [B, 1, T, T]: the definition, without any cleverness."""
+    sees_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
+    return torch.zeros(sees_BTT.shape, dtype=torch.float64).masked_fill(~sees_BTT, -math.inf)[
+        :, None
+    ]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_documents_attend_as_under_a_dense_mask(dtype: torch.dtype, kv_heads: int) -> None:
+    """Documents of 1 token, of a block's, and longer ones that begin and end inside blocks."""
+    length = 700
+    q, k, v = (normal(2, length, heads, 8, seed=heads).to(dtype) for heads in (4, kv_heads, 5))
+    v = v[:, :, :kv_heads]
+    borders = [[0, 1, 256, 600], [0, 300, 301, 302]]
+    documents_BT = torch.stack(
+        [(torch.arange(length)[:, None] >= torch.tensor(b)).sum(1) for b in borders]
+    )
+    found = attention.attend(q, k, v, documents_of(documents_BT))
+    expected = F.scaled_dot_product_attention(
+        *(x.double().transpose(1, 2) for x in (q, k, v)),
+        attn_mask=dense_bias(documents_BT),
+        enable_gqa=True,
+    ).transpose(1, 2)
+    error = (found.double() - expected).detach().abs().max()
+    assert float(error) < (1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def test_documents_are_found_on_the_host() -> None:
+    documents_BT = torch.tensor([[3, 3, 5, 5, 5, 9], [0, 0, 0, 0, 0, 0]])
+    found = documents_of(documents_BT)
+    assert found is not None
+    starts_BT1, ends_BN1, longest = found
+    assert starts_BT1[..., 0].tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6]
+    assert ends_BN1[..., 0].tolist() == [[2, 5, 6], [6, 6, 6]]
+    assert longest == 6
+    assert documents_of(documents_BT[1:]) is None and documents_of(None) is None
+    short = documents_of(torch.arange(12)[None] // 3)
+    assert short is not None and short[2] == 4  # 3 tokens, rounded up
+
+
+def test_the_sequences_that_flash_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call of the GPU's kernel, whose place PyTorch's own attention takes, sequence by one."""
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        assert how["window_size"] == (-1, 0) and how["enable_gqa"]
+        assert how["cu_seq_q"].dtype == torch.int32 and how["cu_seq_q"] is how["cu_seq_k"]
+        borders = how["cu_seq_q"].tolist()
+        assert borders[0] == 0 and borders[-1] == len(q)
+        pieces = []
+        for start, stop in itertools.pairwise(borders):
+            assert 0 <= stop - start <= how["max_q"] == how["max_k"]
+            row = [x[start:stop].transpose(0, 1) for x in (q, k, v)]
+            one = F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
+            pieces.append(one.transpose(0, 1))
+        return torch.cat([piece for piece in pieces if len(piece)])
+
+    q, k, v = (normal(3, 40, heads, 8, seed=heads).detach() for heads in (4, 2, 2))
+    documents_BT = torch.randint(0, 4, (3, 40)).sort().values
+    documents_BT[2] = 0
+    documents = documents_of(documents_BT)
+    expected = attention.attend(q, k, v, documents)
+    monkeypatch.setattr(attention, "_runs_flash", lambda q: True)
+    monkeypatch.setattr(attention, "varlen_attn", one_by_one)
+    torch.testing.assert_close(attention.attend(q, k, v, documents), expected, **NEAR)
+
+
+def test_long_rows_of_documents_need_no_square() -> None:
+    """32k tokens: a mask of T x T would be 1 GiB of booleans, or 2 in bf16, a row."""
+    length = 1 << 15
+    q, k, v = (torch.randn(1, length, 1, 8, dtype=torch.bfloat16) for _ in range(3))
+    documents = documents_of((torch.arange(length) // 1000)[None])
+    q.requires_grad_()
+    with MemoryLedger(torch.nn.Identity(), torch.optim.SGD([torch.ones(1)]), "cpu") as ledger:
+        attention.attend(q, k, v, documents).sum().backward()
+    assert ledger.account().peak_bytes < 100 * q.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_compiled_block_holds_attention_of_documents(dtype: torch.dtype) -> None:
+    q, k, v = (normal(2, 30, heads, 8, seed=heads).detach().to(dtype) for heads in (4, 2, 2))
+    q.requires_grad_()
+    compiled = torch.compile(attention.attend, backend="aot_eager", fullgraph=True)
+    for number in (2, 3, 7):
+        documents = documents_of((torch.arange(30) // number).expand(2, 30))
+        results = [function(q, k, v, documents) for function in (attention.attend, compiled)]
+        grads = [torch.autograd.grad(result.sum(), q)[0] for result in results]
+        torch.testing.assert_close(results[1], results[0])
+        torch.testing.assert_close(grads[1], grads[0])
 
 
 def test_bfloat16_attention_is_as_near_as_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped heads, two documents: no more than twice the error of SDPA in bf16."""
+    """Grouped heads: no more than twice the error of SDPA in bf16."""
     q, k, v = (normal(2, 300, heads, 16, seed=heads) for heads in (4, 2, 2))
-    documents_BT = (torch.arange(300) > 99).long().expand(2, 300)
-    bias = attention.document_bias(documents_BT, torch.float64)
-    assert bias is not None
-    exact = attention.attend(q, k, v, bias)
+    exact = attention.attend(q, k, v)
     grad = torch.randn_like(exact)
     exact_grads = torch.autograd.grad(exact, (q, k, v), grad)
 
     def errors() -> Tensor:
         low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-        out = attention.attend(*low, bias.bfloat16())
+        out = attention.attend(*low)
         grads = torch.autograd.grad(out, low, grad.bfloat16())
         pairs = zip((out, *grads), (exact, *exact_grads), strict=True)
         return torch.stack([(a.double() - b).norm() / b.norm() for a, b in pairs]).detach()

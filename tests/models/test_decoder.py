@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.models.attention import rotation
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.loss import IGNORE
@@ -118,6 +119,32 @@ def test_dropout_needs_keys_in_training_and_none_in_evaluation() -> None:
         model(tokens(1, 4))
     plain = make(LLAMA)
     assert torch.equal(model.eval()(tokens(1, 4)), plain(tokens(1, 4)))
+
+
+def test_angles_come_from_whole_positions_whatever_the_arithmetic() -> None:
+    """Bf16 holds no odd number above 256: positions in it would turn heads by the wrong angle."""
+    positions_BT = torch.arange(5000)[None]
+    exact = rotation(LLAMA, positions_BT, torch.float64)
+    narrow = rotation(LLAMA, positions_BT, torch.bfloat16)
+    assert exact is not None and narrow is not None
+    for found, wanted in zip(narrow, exact, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=1e-7)
+
+
+def test_a_long_row_in_bfloat16_turns_each_head_by_its_own_position() -> None:
+    """Neighbours far into the row would share an angle if positions were narrow."""
+    model = Decoder(dataclasses.replace(LLAMA, max_seq_len=4096, num_layers=1))
+    model.initialize(0)
+    seen: list[Tensor] = []
+    model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[1][0]))
+    model.compute_dtype = torch.bfloat16
+    with torch.no_grad():
+        model(tokens(1, 2048))
+    cosines_T = seen[0][0, :, 0, 0]  # of the fastest pair: a radian a position
+    torch.testing.assert_close(
+        cosines_T.double(), torch.arange(2048).double().cos(), rtol=0, atol=1e-7
+    )
 
 
 def test_rows_beyond_max_seq_len_are_refused() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.models.attention import to_device
 from phalanx.models.loss import IGNORE
 
 
@@ -23,7 +24,7 @@ class Batch:
         positions_BT: int64, the place of each token in its document (in its row, if documents are
             not told apart), counted from the first token of it in the row.
         documents_BT: int64, the number of each token's document in its row, from 0; None if each
-            row holds one document, or documents are not told apart.
+            row holds one document, or documents are not told apart. It stays on the host.
         rows_B: int64, the global position of each row, and -1 for an empty row.
     """
 
@@ -38,11 +39,15 @@ class Batch:
         return int((self.labels_BT != IGNORE).sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device."""
+        """Return the batch on a device, without waiting for what runs there.
+
+        `documents_BT` stays: the host works out where documents stand, see `documents_of`.
+        """
+        device = torch.device(device)
         return Batch(
-            self.tokens_BT.to(device, non_blocking=True),
-            self.labels_BT.to(device, non_blocking=True),
-            self.positions_BT.to(device, non_blocking=True),
-            None if self.documents_BT is None else self.documents_BT.to(device, non_blocking=True),
-            self.rows_B.to(device, non_blocking=True),
+            to_device(self.tokens_BT, device),
+            to_device(self.labels_BT, device),
+            to_device(self.positions_BT, device),
+            self.documents_BT,
+            to_device(self.rows_B, device),
         )

@@ -12,10 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.attention.varlen import varlen_attn
 
 from phalanx.models import cpu
 from phalanx.models.layers import Linear, Norm
 from phalanx.models.shape import ModelShape
+
+Documents = tuple[Tensor, Tensor, int]
+"""Where documents stand in the rows of a microbatch, for `attend`; made by `documents_of`.
+
+    starts_BT1   int64, the position in its row at which the document of each token begins
+    ends_BN1     int64, the positions at which the documents of each row end; the last repeats
+    longest      at least the tokens of the longest document, and at most T
+
+The dimensions of size 1 are how tensor parallelism tells what belongs to rows, and cuts it.
+"""
 
 
 class Attention(nn.Module):
@@ -37,7 +48,7 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor] | None = None,
-        bias_B1TT: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Map x_BTD to a tensor like it; the arguments are those of `Block.forward`."""
         q_BTHK = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -47,54 +58,123 @@ class Attention(nn.Module):
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rotation is not None:
             q_BTHK, k_BTGK = rotate(q_BTHK, *rotation), rotate(k_BTGK, *rotation)
-        return self.output(attend(q_BTHK, k_BTGK, v_BTGK, bias_B1TT).flatten(2))
+        return self.output(attend(q_BTHK, k_BTGK, v_BTGK, documents).flatten(2))
 
 
-def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, bias_B1TT: Tensor | None) -> Tensor:
-    """Return softmax(q k^T / sqrt(K)) v, a tensor like q_BTHK.
+def attend(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(K)) v, causal and inside documents, a tensor like q_BTHK.
+
+    No way through here makes a mask of the size T x T. Documents go to the flash kernel by their
+    lengths, where there is one, and else to the attention by blocks of models/cpu.py.
 
     Args:
         q_BTHK: queries.
         k_BTGK: keys; G divides H, and each key head serves H / G query heads that stand together.
         v_BTGK: values.
-        bias_B1TT: added to the scores of each query (first T), see `document_bias`; None is plain
-            causal attention.
+        documents: a query looks at its own document, up to itself; at its row if None.
     """
-    repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
-    by_blocks = cpu.attends_by_blocks(q_BTHK)
-    if repeats > 1 and (by_blocks or bias_B1TT is not None):
-        # With a mask, PyTorch's fused kernels want as many key heads as query heads.
+    is_grouped = q_BTHK.shape[2] != k_BTGK.shape[2]
+    if documents is not None and _runs_flash(q_BTHK):
+        return _attend_by_lengths(q_BTHK, k_BTGK, v_BTGK, documents)
+    by_blocks = documents is not None or cpu.attends_by_blocks(q_BTHK)
+    # On a GPU, of PyTorch's fused kernels flash alone takes fewer key heads than query heads.
+    if is_grouped and (by_blocks or (q_BTHK.is_cuda and not _runs_flash(q_BTHK))):
+        repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
         k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
+        is_grouped = False
     if by_blocks:
-        return cpu.causal_attention(q_BTHK, k_BTGK, v_BTGK, bias_B1TT)
+        return cpu.causal_attention(q_BTHK, k_BTGK, v_BTGK, documents and documents[0])
     mixed_BHTK = F.scaled_dot_product_attention(
         q_BTHK.transpose(1, 2),
         k_BTGK.transpose(1, 2),
         v_BTGK.transpose(1, 2),
-        attn_mask=bias_B1TT,
-        is_causal=bias_B1TT is None,
-        enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
+        is_causal=True,
+        enable_gqa=is_grouped,
     )
     return mixed_BHTK.transpose(1, 2)
 
 
-def document_bias(documents_BT: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return bias_B1TT: 0 where a query (first T) may look at a key (second T), else -inf.
+def _attend_by_lengths(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents
+) -> Tensor:
+    """Attend on a GPU to all documents as sequences of one flash call, without a host that waits.
 
-    A query looks at its own document, up to itself. None stands for plain causal attention, which
-    is also what rows of one document each need.
+    Rows have as many documents as the row with the most: those that a row lacks are empty.
+    """
+    _, ends_BN1, longest = documents
+    num_rows, length = q_BTHK.shape[:2]
+    row_starts_B1 = torch.arange(num_rows, device=q_BTHK.device)[:, None] * length
+    borders = F.pad((ends_BN1[:, :, 0] + row_starts_B1).flatten(), (1, 0)).int()
+    joined = (x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
+    mixed = varlen_attn(
+        *joined,
+        cu_seq_q=borders,
+        cu_seq_k=borders,
+        max_q=longest,
+        max_k=longest,
+        window_size=(-1, 0),
+        enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
+    )
+    return cast(Tensor, mixed).unflatten(0, (num_rows, length))
 
-    Made once for all blocks: a mask of booleans would be turned into this, and kept, by each.
+
+def _runs_flash(q_BTHK: Tensor) -> bool:
+    """Tell whether PyTorch's flash kernels take queries like these."""
+    width = q_BTHK.shape[-1]
+    return (
+        q_BTHK.is_cuda
+        and q_BTHK.dtype in (torch.bfloat16, torch.float16)
+        and width % 8 == 0
+        and width <= 256
+        and _has_flash(q_BTHK.device.index)
+    )
+
+
+@torch.compiler.assume_constant_result
+def _has_flash(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) >= (8, 0)
+
+
+def documents_of(
+    documents_BT: Tensor | None, device: torch.device | str | None = None
+) -> Documents | None:
+    """Return where the documents of a microbatch stand; None where each row holds one.
+
+    The host works it out, since it must know how many there are: a `documents_BT` that lies on a
+    GPU is waited for. One that lies on the host costs no wait.
 
     Args:
-        documents_BT: number of the document that each token belongs to; None if one a row.
-        dtype: that of the queries.
+        documents_BT: number of the document that each token belongs to, whose tokens stand
+            together; None if one a row.
+        device: where attention runs; that of `documents_BT` if None.
     """
-    if documents_BT is None or bool((documents_BT == documents_BT[:, :1]).all()):
+    if documents_BT is None:
         return None
-    sees_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril_()
-    bias_BTT = torch.zeros_like(sees_BTT, dtype=dtype).masked_fill_(~sees_BTT, -math.inf)
-    return bias_BTT[:, None]
+    device = torch.device(documents_BT.device if device is None else device)
+    documents_BT = documents_BT.cpu()
+    num_rows, length = documents_BT.shape
+    begins_BT = torch.zeros(num_rows, length, dtype=torch.bool)
+    torch.ne(documents_BT[:, 1:], documents_BT[:, :-1], out=begins_BT[:, 1:])
+    if not begins_BT.any():
+        return None
+    starts_BT = torch.arange(length).where(begins_BT, 0).cummax(1).values
+    number_BT = begins_BT.cumsum(1)
+    ends_BN = torch.full((num_rows, int(number_BT.max()) + 1), length)
+    row, position = begins_BT.nonzero(as_tuple=True)
+    ends_BN[row, number_BT[row, position] - 1] = position
+    # Rounded up, so that a compiled block meets few values: it bounds what is launched, no more.
+    longest = int(ends_BN.diff(dim=1, prepend=torch.zeros(num_rows, 1, dtype=torch.int64)).max())
+    longest = min(length, 1 << (longest - 1).bit_length())
+    return to_device(starts_BT[..., None], device), to_device(ends_BN[..., None], device), longest
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor of the host to a device, without waiting for what runs there."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()  # from other memory the driver may wait for the stream
+    return tensor.to(device, non_blocking=True)
 
 
 def rotation(
@@ -154,7 +234,12 @@ def _turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
     if cpu.is_preferred(x_BTHK):
         return cpu.turn(x_BTHK, cos, sin, out_BTHK)
     left, right = x_BTHK.chunk(2, dim=-1)
-    out_BTHK.copy_(torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1))
+    if torch.compiler.is_compiling():
+        return out_BTHK.copy_(torch.cat((left * cos - right * sin, right * cos + left * sin), -1))
+    # Four kernels: each half of the result is rounded once, as it is written.
+    half = left.shape[-1]
+    torch.addcmul(left * cos, right, sin, value=-1, out=out_BTHK[..., :half])
+    torch.addcmul(right * cos, left, sin, out=out_BTHK[..., half:])
     return out_BTHK
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
@@ -64,35 +64,38 @@ def turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
     return out_BTHK
 
 
-@torch.library.custom_op("phalanx::causal_attention", mutates_args=())
+@library.custom_op("phalanx::causal_attention", mutates_args=())
 def causal_attention(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, bias_B1TT: Tensor | None
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, starts_BT1: Tensor | None
 ) -> Tensor:
     """Attend causally, as many key heads as query heads; a tensor like q_BTHK.
 
-    The scores of a block of queries against the keys up to its last one are made whole, so nothing
-    is computed for most of the upper triangle; backward makes them again.
+    The scores of a block of queries against the keys from the first document they are in up to
+    their last one are made whole, so nothing is computed for most of the upper triangle and of
+    earlier documents; backward makes them again.
 
     It is one operator to PyTorch, not the many it is made of, so that recomputation can keep the
-    result alone.
+    result alone, and a compiled block can hold it. It runs on any device.
 
     Args:
         q_BTHK: queries.
         k_BTHK: keys.
         v_BTHK: values.
-        bias_B1TT: added to the scores, -inf wherever a later key stands; None is causal.
+        starts_BT1: where in its row the document of each query begins, which is all that it looks
+            at; one row may stand for all. None is the beginning of the row.
     """
-    bias_BTT = _bias(bias_B1TT, q_BTHK)
     o_BTHK = q_BTHK.new_empty(q_BTHK.shape)
-    for row in range(len(q_BTHK)):
+    for row, blocks in enumerate(_blocks_of_rows(q_BTHK, starts_BT1)):
         q_HTK, k_HTK, v_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK))
-        bias_TT = bias_BTT[row % len(bias_BTT)]
-        for start, stop in _query_blocks(q_BTHK.shape[1]):
-            p_HtT = _probabilities(
-                q_HTK[:, start:stop], k_HTK[:, :stop], bias_TT[start:stop, :stop]
-            )
-            o_BTHK[row, start:stop] = (p_HtT @ v_HTK[:, :stop]).transpose(0, 1)
+        for queries, keys, bias_tT in blocks:
+            p_HtT = _probabilities(q_HTK[:, queries], k_HTK[:, keys], bias_tT)
+            o_BTHK[row, queries] = (p_HtT @ v_HTK[:, keys]).transpose(0, 1)
     return o_BTHK
+
+
+@causal_attention.register_fake
+def _like_queries(q_BTHK: Tensor, *_: Tensor | None) -> Tensor:
+    return q_BTHK.new_empty(q_BTHK.shape)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -141,22 +144,30 @@ class _RMSNorm(Function):
         return dx_ND.view(dy.shape), dw_D.to(weight_D.dtype), None
 
 
+@library.custom_op("phalanx::causal_attention_backward", mutates_args=())
+def _causal_attention_backward(
+    do_BTHK: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, starts_BT1: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq_BTHK, dk_BTHK, dv_BTHK = (x.new_empty(x.shape) for x in (q_BTHK, k_BTHK, v_BTHK))
+    for row, blocks in enumerate(_blocks_of_rows(q_BTHK, starts_BT1)):
+        q_HTK, k_HTK, v_HTK, do_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK, do_BTHK))
+        grads_HTK = _row_backward(q_HTK, k_HTK, v_HTK, do_HTK, blocks)
+        for d_BTHK, d_HTK in zip((dq_BTHK, dk_BTHK, dv_BTHK), grads_HTK, strict=True):
+            d_BTHK[row] = d_HTK.transpose(0, 1)
+    return dq_BTHK, dk_BTHK, dv_BTHK
+
+
+@_causal_attention_backward.register_fake
+def _like_operands(_: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in operands[:3])
+
+
 def _keep_operands(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _operand_gradients(ctx: Any, do_BTHK: Tensor) -> tuple[Tensor | None, ...]:
-    q_BTHK, k_BTHK, v_BTHK, bias_B1TT = ctx.saved_tensors
-    bias_BTT = _bias(bias_B1TT, q_BTHK)
-    grads_BTHK = tuple(torch.empty_like(x) for x in (q_BTHK, k_BTHK, v_BTHK))
-    for row in range(len(q_BTHK)):
-        q_HTK, k_HTK, v_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK))
-        grads_HTK = _attention_backward(
-            q_HTK, k_HTK, v_HTK, _by_head(do_BTHK[row]), bias_BTT[row % len(bias_BTT)]
-        )
-        for d_BTHK, d_HTK in zip(grads_BTHK, grads_HTK, strict=True):
-            d_BTHK[row] = d_HTK.transpose(0, 1)
-    return *grads_BTHK, None
+    return *_causal_attention_backward(do_BTHK, *ctx.saved_tensors), None
 
 
 causal_attention.register_autograd(_operand_gradients, setup_context=_keep_operands)
@@ -164,36 +175,46 @@ causal_attention.register_autograd(_operand_gradients, setup_context=_keep_opera
 
 @register_flop_formula(torch.ops.phalanx.causal_attention)
 def _attention_flops(q_shape: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+    """Count the products of blocks with all keys before them: documents are not subtracted."""
     num_rows, length, num_heads, width = q_shape
     pairs = sum((stop - start) * stop for start, stop in _query_blocks(length))
     return 4 * num_rows * num_heads * width * pairs
 
 
-def _attention_backward(
-    q_HTK: Tensor, k_HTK: Tensor, v_HTK: Tensor, do_HTK: Tensor, bias_TT: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of one row of the batch.
+@register_flop_formula(torch.ops.phalanx.causal_attention_backward)
+def _attention_backward_flops(
+    do_shape: tuple[int, ...], q_shape: tuple[int, ...], *args: Any, **kwargs: Any
+) -> int:
+    """Count five products, of which one makes the scores again."""
+    return _attention_flops(q_shape) * 5 // 2
 
-    Blocks go from the last, which sees every key, to the first; where there are several, their dk
-    and dv are summed in fp32.
-    """
-    length, scale = q_HTK.shape[1], q_HTK.shape[2] ** -0.5
-    sum_dtype = _wide(q_HTK.dtype) if length > _QUERY_BLOCK else q_HTK.dtype
-    dq_HTK, dk_HTK, dv_HTK = torch.empty_like(q_HTK), None, None
-    for start, stop in reversed(_query_blocks(length)):
-        q_HtK, do_HtK = q_HTK[:, start:stop], do_HTK[:, start:stop]
-        p_HtT = _probabilities(q_HtK, k_HTK[:, :stop], bias_TT[start:stop, :stop])
+
+_Block = tuple[slice, slice, Tensor]
+"""A block of queries, the keys that any of them looks at, and what is added to their scores."""
+
+
+def _row_backward(
+    q_HTK: Tensor, k_HTK: Tensor, v_HTK: Tensor, do_HTK: Tensor, blocks: Iterator[_Block]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv of one row; of several blocks, dk and dv are summed in fp32."""
+    scale = q_HTK.shape[2] ** -0.5
+    dq_HTK = torch.empty_like(q_HTK)
+    sums_HTK: tuple[Tensor, Tensor] | None = None
+    if q_HTK.shape[1] > _QUERY_BLOCK:
+        wide = _wide(q_HTK.dtype)
+        sums_HTK = torch.zeros_like(k_HTK, dtype=wide), torch.zeros_like(v_HTK, dtype=wide)
+    parts_HTK = (k_HTK, v_HTK)
+    for queries, keys, bias_tT in blocks:
+        q_HtK, do_HtK = q_HTK[:, queries], do_HTK[:, queries]
+        p_HtT = _probabilities(q_HtK, k_HTK[:, keys], bias_tT)
         dv_part_HTK = p_HtT.transpose(1, 2) @ do_HtK
-        dp_HtT = do_HtK @ v_HTK[:, :stop].transpose(1, 2)
+        dp_HtT = do_HtK @ v_HTK[:, keys].transpose(1, 2)
         ds_HtT = torch.ops.aten._softmax_backward_data(dp_HtT, p_HtT, -1, p_HtT.dtype).mul_(scale)
-        dq_HTK[:, start:stop] = ds_HtT @ k_HTK[:, :stop]
-        dk_part_HTK = ds_HtT.transpose(1, 2) @ q_HtK
-        if dk_HTK is None or dv_HTK is None:
-            dk_HTK, dv_HTK = dk_part_HTK.to(sum_dtype), dv_part_HTK.to(sum_dtype)
-        else:
-            dk_HTK[:, :stop] += dk_part_HTK
-            dv_HTK[:, :stop] += dv_part_HTK
-    assert dk_HTK is not None and dv_HTK is not None
+        dq_HTK[:, queries] = ds_HtT @ k_HTK[:, keys]
+        parts_HTK = (ds_HtT.transpose(1, 2) @ q_HtK, dv_part_HTK)
+        for sum_HTK, part_HTK in zip(sums_HTK or (), parts_HTK, strict=False):
+            sum_HTK[:, keys] += part_HTK
+    dk_HTK, dv_HTK = sums_HTK or parts_HTK
     return dq_HTK, dk_HTK, dv_HTK
 
 
@@ -202,12 +223,26 @@ def _probabilities(q_HtK: Tensor, k_HTK: Tensor, bias_tT: Tensor) -> Tensor:
     return torch.softmax(scores_HtT, dim=-1, out=scores_HtT)
 
 
-def _bias(bias_B1TT: Tensor | None, like_BTHK: Tensor) -> Tensor:
-    """Return what is added to the scores, [B or 1, T, T]; a causal one is made anew."""
-    if bias_B1TT is not None:
-        return bias_B1TT[:, 0]
-    length = like_BTHK.shape[1]
-    return like_BTHK.new_full((1, length, length), -math.inf).triu_(1)
+def _blocks_of_rows(q_BTHK: Tensor, starts_BT1: Tensor | None) -> Iterator[Iterator[_Block]]:
+    """Yield for each row of the batch its blocks of queries."""
+    num_rows, length = q_BTHK.shape[:2]
+    blocks = _query_blocks(length)
+    widest, last = min(_QUERY_BLOCK, length), blocks[-1][0]
+    # A block's causal bias is 0 for the keys before it and a triangle after: each is cut from this.
+    causal_tT = q_BTHK.new_full((widest, last + widest), -math.inf).triu_(last + 1)
+
+    def of_row(row: int) -> Iterator[_Block]:
+        starts_T1 = None if starts_BT1 is None else starts_BT1[row % len(starts_BT1)]
+        # A GPU is not asked, and waited for, where documents begin: it takes all keys.
+        for start, stop in blocks:
+            first = int(starts_T1[start]) if starts_T1 is not None and starts_T1.is_cpu else 0
+            bias_tT = causal_tT[: stop - start, last - start + first : last - start + stop]
+            if starts_T1 is not None:
+                keys_T = torch.arange(first, stop, device=starts_T1.device)
+                bias_tT = bias_tT.masked_fill(keys_T < starts_T1[start:stop], -math.inf)
+            yield slice(start, stop), slice(first, stop), bias_tT
+
+    return (of_row(row) for row in range(num_rows))
 
 
 def _query_blocks(length: int) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.models.attention import Attention, document_bias, rotation
+from phalanx.models.attention import Attention, Documents, documents_of, rotation
 from phalanx.models.initial import fill_initial
 from phalanx.models.layers import Dropout, Linear, Norm
 from phalanx.models.loss import token_loss_sum
@@ -63,7 +63,7 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor] | None = None,
-        bias_B1TT: Tensor | None = None,
+        documents: Documents | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
         """Map x_BTD to a tensor like it.
@@ -71,11 +71,11 @@ class Block(nn.Module):
         Args:
             x_BTD: the residual stream.
             rotation: cosines and sines of the rotary embedding, or None without one.
-            bias_B1TT: added to the scores, see `document_bias`; None is plain causal attention.
+            documents: where they stand, see `documents_of`; None if each row holds one.
             dropout_keys_B: the rows' dropout keys for this block, `layer_keys(keys_B, index)`;
                 None drops nothing. The index stays outside, or each block would compile anew.
         """
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rotation, bias_B1TT)
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rotation, documents)
         x_BTD = x_BTD + self.dropout(attended_BTD, dropout_keys_B, 1)
         mixed_BTD = self.mlp(self.mlp_norm(x_BTD))
         return x_BTD + self.dropout(mixed_BTD, dropout_keys_B, 2)
@@ -160,7 +160,7 @@ class Decoder(nn.Module):
         labels_BT: Tensor | None = None,
         *,
         positions_BT: Tensor | None = None,
-        documents_BT: Tensor | None = None,
+        documents_BT: Tensor | Documents | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
         """Return logits_BTV in the compute dtype, or with labels the sum of the token losses.
@@ -170,7 +170,8 @@ class Decoder(nn.Module):
             labels_BT: the token that should follow each, already shifted; IGNORE where none counts.
             positions_BT: position of each token in its document; 0..T-1 in each row if None.
             documents_BT: number of the document that each token belongs to; attention stays
-                inside one. One document a row if None.
+                inside one. One document a row if None. On a GPU, give it as `documents_of` makes
+                it from what lies on the host, and nothing waits for it.
             dropout_keys_B: a key for each row, from `models.random.row_keys`; needed for training
                 with dropout, unused otherwise.
 
@@ -191,11 +192,13 @@ class Decoder(nn.Module):
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
         x_BTD = self.dropout(x_BTD, keys_B, 0)
         angles = rotation(self.shape, positions_BT, x_BTD.dtype)
-        bias_B1TT = document_bias(documents_BT, x_BTD.dtype)
+        documents = documents_BT
+        if not isinstance(documents, tuple):
+            documents = documents_of(documents, x_BTD.device)
         blocks = list(self.blocks)
         for start in range(0, len(blocks), self.segment_size):
             segment = blocks[start : start + self.segment_size]
-            x_BTD = self.run_segment(_run_blocks, segment, x_BTD, angles, bias_B1TT, keys_B)
+            x_BTD = self.run_segment(_run_blocks, segment, x_BTD, angles, documents, keys_B)
         tied_VD = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x_BTD), labels_BT, tied_VD)
 
@@ -218,10 +221,10 @@ def _run_blocks(
     blocks: list[nn.Module],
     x_BTD: Tensor,
     angles: tuple[Tensor, Tensor] | None,
-    bias_B1TT: Tensor | None,
+    documents: Documents | None,
     keys_B: Tensor | None,
 ) -> Tensor:
     for block in blocks:
         block_keys_B = None if keys_B is None else layer_keys(keys_B, cast(Block, block).index)
-        x_BTD = block(x_BTD, angles, bias_B1TT, block_keys_B)
+        x_BTD = block(x_BTD, angles, documents, block_keys_B)
     return x_BTD

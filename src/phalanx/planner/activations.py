@@ -19,10 +19,10 @@ and the policies keep, of L blocks in segments of K,
                 known who will read it; and remade - unread when backward is at a block: what it
                 has read again is let go, and so is `last` where dropout follows it.
 
-Besides blocks: tokens and positions, angles of the rotation, the bias between documents, the mask
+Besides blocks: tokens and positions, angles of the rotation, where documents begin, the mask
 of the embedding's dropout; and of the end of the model the last norm's input and what the chunked
 loss has made ahead, the gradients of its input and of the output projection (fp32). Under tp each
-rank keeps its share of all this, but tokens, angles and the bias whole, and no casts; of the loss
+rank keeps its share of all this, but tokens, angles and documents whole, and no casts; of the loss
 it keeps the gradient of its logits. Megatron's form keeps what lies along the residual whole.
 
 Not counted are buffers that pass: the gradients inside the block at work, which are up to 6 F
@@ -94,7 +94,7 @@ def activations(
         precision: data type of the arithmetic, such as "bfloat16".
         recompute: the policy.
         device: where; only a CPU has attention of its own.
-        has_documents: several documents stand in a row, so that there is a bias between them.
+        has_documents: several documents stand in a row.
         has_casts: whether blocks cast their weights; if None, where precision is below 32 bits.
             Sharding that gathers weights in the compute dtype leaves nothing to cast.
         tp: the ranks that share each activation, and how; its products keep no casts.
@@ -136,9 +136,11 @@ def _block(
     inner = shape.ffn * item_bytes
     queries = shape.num_heads * shape.head_dim * item_bytes
     groups = shape.num_kv_heads * shape.head_dim * item_bytes
-    has_blockwise = device == "cpu" and precision == "bfloat16"  # the attention of models/cpu.py
-    # These two kinds of attention want as many keys and values as queries, in copies.
-    is_repeated = groups < queries and (has_blockwise or has_documents)
+    has_flash = device == "cuda" and item_bytes == 2
+    # The attention of models/cpu.py; and, where no flash runs on a GPU, that of PyTorch besides,
+    # want as many keys and values as queries, in copies.
+    has_blockwise = not has_flash and (has_documents or (device, precision) == ("cpu", "bfloat16"))
+    is_repeated = groups < queries and (has_blockwise or (device == "cuda" and not has_flash))
     is_turned = shape.qk_norm or shape.position == "rope"
     keys = queries if is_repeated else groups
     statistics = _statistics(shape, item_bytes)
@@ -205,7 +207,7 @@ def _inputs(
     else:
         inputs += 8 * num_positions
     if has_documents:
-        inputs += num_tokens * seq_len * item_bytes
+        inputs += 8 * num_tokens
     return inputs
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from phalanx.data.batch import Batch
+from phalanx.models.attention import documents_of
 from phalanx.models.random import row_keys
 
 
@@ -49,7 +50,7 @@ class NextToken:
             microbatch.tokens_BT,
             microbatch.labels_BT,
             positions_BT=microbatch.positions_BT,
-            documents_BT=microbatch.documents_BT,
+            documents_BT=documents_of(microbatch.documents_BT, microbatch.tokens_BT.device),
             dropout_keys_B=keys_B,
         )
 
