@@ -33,9 +33,6 @@ from phalanx.strategy import Strategy, check_ranks
 DATA_AXES = ("dp", "fsdp")
 """The axes whose coordinates hold different samples."""
 
-WRITER_TIMEOUT_S = 3600.0
-"""Longest wait for the disk of another rank, in seconds; a rank that is gone is noticed at once."""
-
 GROUP_FILES = 4
 """Files that gloo has open for a group beside its connections: it listens and waits for events."""
 
@@ -98,7 +95,8 @@ def allow_files() -> None:
 def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
     """Return the most files that a rank of a job has open, which rank 0 has.
 
-    It holds the store, to which each rank connects twice: in `join` and by `job_store`.
+    It holds the store, to which each rank connects three times: in `join`, and by `job_store` for
+    the thread that writes checkpoints and for the check of calls.
 
     Args:
         axes: sizes of the axes of the mesh.
@@ -109,7 +107,7 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
     if device == "cpu":
         peers += [_few(num_ranks)]
         peers += [_few(size) if axis == "dp" else size - 1 for axis, size in axes.items()]
-    return RESERVED_FILES + 2 * num_ranks + sum(peers) + GROUP_FILES * len(peers)
+    return RESERVED_FILES + 3 * num_ranks + sum(peers) + GROUP_FILES * len(peers)
 
 
 def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
@@ -221,22 +219,6 @@ def tp_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Make a group of all ranks of tp, whatever grid they stand in; every rank calls this."""
     # Private, and the way to one axis of several; tests/parallel/tensor pins it.
     return mesh[tp_axes(mesh)]._flatten().get_group()  # pyright: ignore[reportPrivateUsage]
-
-
-def writer_group() -> dist.ProcessGroup:
-    """Make a group of all ranks for the thread that writes checkpoints; every rank calls this.
-
-    Its collectives run beside those of the training, which must not meet them.
-    """
-    with _lazily_connected():
-        group = dist.new_group(
-            backend="gloo",
-            timeout=timedelta(seconds=WRITER_TIMEOUT_S),
-            group_desc="checkpoint writer",
-        )
-    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
-    _connect(group, fully=False)
-    return group
 
 
 def data_coordinate(mesh: DeviceMesh) -> tuple[int, int]:

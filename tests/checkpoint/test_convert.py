@@ -193,7 +193,7 @@ def test_the_tokenizer_and_its_like_go_along(tmp_path: Path) -> None:
     (tmp_path / "saved" / "notes.txt").write_text("not copied")
     done = convert(tmp_path / "saved", tmp_path / "ours")
     assert done.companions == ["generation_config.json", "merges.txt", "tokenizer.json"]
-    assert {*done.companions} <= files_of(tmp_path / "ours") >= {manifest.NAME, ".metadata"}
+    assert {*done.companions} <= files_of(tmp_path / "ours") >= {manifest.NAME, "index.json"}
     assert {*done.companions} <= set(manifest.read(tmp_path / "ours").files)
     convert(tmp_path / "ours", tmp_path / "back")
     assert files_of(tmp_path / "back") == {"config.json", WEIGHTS, *done.companions}
@@ -345,7 +345,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_broken_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
-    file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file = max(checkpoint.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

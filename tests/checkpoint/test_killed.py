@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
 
-from phalanx.checkpoint import files, manifest
+from phalanx.checkpoint import files, manifest, tensor_file
+from phalanx.checkpoint.storage import PARTIAL
 from phalanx.errors import RankFailed
 from phalanx.launch.local import run_ranks
 
@@ -50,17 +52,14 @@ def stand_still(run: Path) -> None:
 
 def save_until(run: Path, moment: str) -> None:
     """Save and save, and stand still at a moment of the fourth time."""
-    write, sync, rmtree = files._HashingWriter.write, files.sync, files.shutil.rmtree
+    chunks, sync, rmtree = tensor_file._chunks, files.sync, files.shutil.rmtree
+    tensor_file.CHUNK_BYTES = 100_000
 
-    def write_some(self: files._HashingWriter, buffer: memoryview) -> int:
-        if (
-            moment == "half of the tensors"
-            and len(published(run)) >= 3
-            and self.num_bytes > 300_000
-        ):
-            self.flush()
-            stand_still(run)
-        return write(self, buffer)
+    def some_chunks(*args: Any) -> Iterator[memoryview]:
+        for number, chunk in enumerate(chunks(*args)):
+            if moment == "half of the tensors" and len(published(run)) >= 3 and number == 4:
+                stand_still(run)
+            yield chunk
 
     def sync_some(path: Path) -> None:
         sync(path)
@@ -75,7 +74,7 @@ def save_until(run: Path, moment: str) -> None:
                 stand_still(run)
         rmtree(path, **how)
 
-    files._HashingWriter.write = write_some
+    tensor_file._chunks = some_chunks
     files.sync = sync_some
     files.shutil.rmtree = remove_some
     runs.save_for_ever(run)
@@ -94,7 +93,7 @@ def test_a_kill_at_a_chosen_moment_of_saving(tmp_path: Path, moment: str) -> Non
         run_ranks(save_until, 2, tmp_path, moment, threads=1)
     killer.join()
     left = runs.folders(tmp_path)
-    assert any(name.endswith((manifest.PARTIAL, manifest.REMOVED)) for name in left)
+    assert any(name.endswith((PARTIAL, manifest.REMOVED)) for name in left)
     assert_nothing_is_lost(tmp_path)
 
 
@@ -115,6 +114,6 @@ def test_a_kill_at_random_moments_of_saving(tmp_path: Path) -> None:
             os.killpg(job.pid, signal.SIGKILL)  # the job, the server of its ranks, and the ranks
             job.wait()
         left = [Path(name).suffix for name in runs.folders(run)]
-        num_within += manifest.PARTIAL in left or manifest.REMOVED in left
+        num_within += PARTIAL in left or manifest.REMOVED in left
         assert_nothing_is_lost(run)
     assert num_within > NUM_MOMENTS / 2  # the moments were within a save, most of them

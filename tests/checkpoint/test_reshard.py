@@ -63,7 +63,7 @@ def test_any_split_loads_it(saved: tuple[Path, State], split: str, num_ranks: in
 
 def test_each_part_is_written_once_and_the_work_is_shared(saved: tuple[Path, State]) -> None:
     about = manifest.read(manifest.find(saved[0]))
-    sizes = [size for name, (size, _) in about.files.items() if name.endswith(".distcp")]
+    sizes = [size for name, (size, _) in about.files.items() if name.endswith(".safetensors")]
     assert len(sizes) == about.num_ranks
     assert max(sizes) < 2 * min(sizes)
 

@@ -20,7 +20,7 @@ import runs
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint import files, manifest, saver, state
+from phalanx.checkpoint import files, index, lock, manifest, saver, state
 from phalanx.checkpoint.saver import Saver
 from phalanx.errors import CheckpointError, TrainingError
 from phalanx.launch.local import run_ranks
@@ -29,13 +29,13 @@ from phalanx.launch.local import run_ranks
 def hold_writing() -> threading.Event:
     """Have the writer of this rank wait before its first tensor."""
     event = threading.Event()
-    write_tensors = saver._write_tensors
+    write_file = saver._write_file
 
     def wait(*args: Any) -> Any:
         assert event.wait(60)
-        return write_tensors(*args)
+        return write_file(*args)
 
-    saver._write_tensors = wait
+    saver._write_file = wait
     return event
 
 
@@ -81,10 +81,10 @@ def many_saves(run: Path) -> list[str]:
         for steps_done in range(1, 4):
             runs.step(model, optimizer)
             saver_.begin(model, optimizer, runs.about(steps_done))
-            buffers = {name: buffer.data_ptr() for name, buffer in saver_._buffers.items()}
+            place = saver_._copy._buffer.data_ptr()
             for _ in range(50):
                 dist.all_reduce(torch.ones(10))
-        assert {name: b.data_ptr() for name, b in saver_._buffers.items()} == buffers
+        assert saver_._copy._buffer.data_ptr() == place
     return runs.folders(run)
 
 
@@ -137,8 +137,8 @@ def test_what_goes_wrong_is_said_once_on_every_rank(tmp_path: Path, way: str, ra
     for words in run_ranks(save_by, 2, way, tmp_path, rank, threads=1, timeout_s=30):
         partial = tmp_path / "checkpoints" / "step-00000005.partial"
         assert words == [
-            f"cannot save {partial.with_suffix('')} (older checkpoints stand): "
-            f"{partial / f'__{rank}_0.distcp'}: File too large"
+            f"cannot save {partial.with_suffix('')} ({manifest.find(tmp_path)} stands): "
+            f"{partial / f'rank-0000{rank}.safetensors'}: File too large"
         ]
     assert runs.folders(tmp_path) == ["step-00000002"]
 
@@ -183,28 +183,6 @@ def test_a_save_that_failed_as_well_is_told_under_torchrun() -> None:
     assert done.stderr == "rank 0: the loss is nan\ncannot save step 5\n"
 
 
-def begin_without_memory(run: Path) -> str:
-    """Find no memory for the copies on rank 1."""
-    model, optimizer = runs.build()
-
-    def copy(*_: Any) -> Any:
-        raise MemoryError("cannot allocate")
-
-    saver_ = Saver(run)
-    if dist.get_rank() == 1:
-        saver_._copy = copy
-    with pytest.raises(CheckpointError) as raised:
-        saver_.begin(model, optimizer, runs.about(1))
-    saver_.finish()
-    return str(raised.value)
-
-
-def test_no_memory_for_the_copies_is_one_error_on_every_rank(tmp_path: Path) -> None:
-    for words in run_ranks(begin_without_memory, 2, tmp_path, threads=1, timeout_s=30):
-        assert words.endswith("MemoryError: cannot allocate")
-    assert runs.folders(tmp_path) == []
-
-
 def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     run_ranks(runs.save_after, 2, tmp_path, 2, threads=1)
     before = (manifest.find(tmp_path) / manifest.NAME).read_bytes()
@@ -216,7 +194,7 @@ def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
 def test_what_killed_runs_left_is_removed(tmp_path: Path) -> None:
     for name in ("step-00000001.partial", "step-00000002.partial", "step-00000000.removed"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "__0_0.distcp").write_bytes(b"half")
+        (tmp_path / "checkpoints" / name / "rank-00000.safetensors").write_bytes(b"half")
     (tmp_path / "checkpoints" / "step-00000002").mkdir()  # without a manifest
     run_ranks(runs.save_after, 1, tmp_path, 2, threads=1)
     assert runs.folders(tmp_path) == ["step-00000002"]
@@ -225,7 +203,7 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path) -> None:
 
 def save_and_hold(run: Path, is_held: bool) -> str:
     """Save and wait with the saver open until another job has tried to save."""
-    files.LOCK_WAIT_S = 0.2
+    lock.LOCK_WAIT_S = 0.2
     model, optimizer = runs.build()
     try:
         with Saver(run, keep=1) as saver_:
@@ -256,12 +234,12 @@ def test_two_jobs_do_not_save_into_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_soon_free_is_waited_for(tmp_path: Path) -> None:
-    held, waiting = files.RunLock(tmp_path), files.RunLock(tmp_path)
+    held, waiting = lock.RunLock(tmp_path), lock.RunLock(tmp_path)
     held.take()
     threading.Timer(0.3, held.release).start()
     start_s = time.monotonic()
     waiting.take()
-    assert 0.3 <= time.monotonic() - start_s < files.LOCK_WAIT_S
+    assert 0.3 <= time.monotonic() - start_s < lock.LOCK_WAIT_S
     waiting.release()
 
 
@@ -275,7 +253,7 @@ def words_of_full_disk(run: Path) -> str:
 
 
 def words_of_saver(run: Path) -> str:
-    files.LOCK_WAIT_S = 0.2
+    lock.LOCK_WAIT_S = 0.2
     try:
         Saver(run)
     except CheckpointError as error:
@@ -298,15 +276,17 @@ def test_a_folder_that_hosts_do_not_share_is_refused_at_the_start(tmp_path: Path
 def test_a_checkpoint_without_all_its_files_is_not_published(tmp_path: Path) -> None:
     partial, final = tmp_path / "step-00000001.partial", tmp_path / "step-00000001"
     partial.mkdir()
-    about = dataclasses.replace(runs.ABOUT, files={"__1_0.distcp": (8, "0" * 64)})
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is not in .*all hosts share"):
+    about = dataclasses.replace(runs.ABOUT, files={"rank-00001.safetensors": (8, "0" * 64)})
+    with pytest.raises(
+        CheckpointError, match=r"rank-00001\.safetensors is not in .*all hosts share"
+    ):
         files.publish(partial, final, about)
     assert not final.exists()
 
 
 def save_with(flock: Callable[[int, int], None] | None, run: Path) -> None:
     """Save where the system, or its disk, has no locks."""
-    files.fcntl = None if flock is None else SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)
+    lock.fcntl = None if flock is None else SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)
     runs.save_after(run, 1)
 
 
@@ -343,8 +323,7 @@ def test_every_file_is_synced_whole(tmp_path: Path) -> None:
     synced = first | second
     folder = manifest.find(tmp_path)
     names = {path.name for path in folder.iterdir()}
-    assert names == {"__0_0.distcp", "__1_0.distcp", ".metadata", manifest.NAME}
-    synced[".metadata"] = synced.pop(".metadata.tmp")  # renamed, and then its folder is synced
+    assert names == {"rank-00000.safetensors", "rank-00001.safetensors", index.NAME, manifest.NAME}
     assert {name: synced.get(name) for name in names} == {
         name: (folder / name).stat().st_size for name in names
     }
@@ -374,41 +353,21 @@ def save_beside_what_cannot_be_removed(run: Path) -> list[str]:
 def test_what_cannot_be_removed_waits_for_the_next_save(tmp_path: Path) -> None:
     leftover = tmp_path / "checkpoints" / "step-00000002.partial"
     leftover.mkdir(parents=True)
-    (leftover / "__0_0.distcp").write_bytes(b"half")
+    (leftover / "rank-00000.safetensors").write_bytes(b"half")
     (names,) = run_ranks(save_beside_what_cannot_be_removed, 1, tmp_path, threads=1)
     assert names == ["step-00000003"]
-
-
-def groups(run: Path) -> tuple[set[str], set[str]]:
-    """Return the groups whose collectives the main thread and the writer used for a save."""
-    seen: dict[bool, set[str]] = {True: set(), False: set()}
-    gather = dist.all_gather_object
-
-    def note(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        seen[is_main].add("the job's" if group is None else group.group_desc)
-        gather(values, value, group)
-
-    dist.all_gather_object = note
-    runs.save_after(run, 1)
-    return seen[True], seen[False]
-
-
-def test_the_main_thread_waits_no_longer_than_the_job_says(tmp_path: Path) -> None:
-    for main, writer in run_ranks(groups, 2, tmp_path, threads=1):
-        assert main == {"the job's"} and writer == {"checkpoint writer"}
 
 
 def nicenesses(run: Path) -> tuple[int, int]:
     """Return how far the writer and the main thread of this rank stand back."""
     seen: list[int] = []
-    write_tensors = saver._write_tensors
+    write_file = saver._write_file
 
     def look(*args: Any) -> Any:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return write_tensors(*args)
+        return write_file(*args)
 
-    saver._write_tensors = look
+    saver._write_file = look
     runs.save_after(run, 1)
     return seen[0], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
@@ -417,31 +376,6 @@ def nicenesses(run: Path) -> tuple[int, int]:
 def test_the_writer_alone_stands_back(tmp_path: Path) -> None:
     for writer, main in run_ranks(nicenesses, 2, tmp_path, threads=1):
         assert writer == min(19, main + saver.NICENESS)
-
-
-def crc_settings(run: Path) -> tuple[set[bool], bool]:
-    """Save two runs at once; return what the setting was while tensors were written, and after."""
-    seen: set[bool] = set()
-    write = files._HashingWriter.write
-
-    def look(self: files._HashingWriter, buffer: memoryview) -> int:
-        if Path(self.name).suffix == ".distcp":
-            seen.add(torch.serialization.get_crc32_options())
-            if self.num_bytes == 0:
-                time.sleep(0.1)  # the other saver begins meanwhile
-        return write(self, buffer)
-
-    files._HashingWriter.write = look
-    model, optimizer = runs.build(width=64)
-    with Saver(run / "a") as first, Saver(run / "b") as second:
-        for steps_done in range(1, 3):
-            first.begin(model, optimizer, runs.about(steps_done))
-            second.begin(model, optimizer, runs.about(steps_done))
-    return seen, torch.serialization.get_crc32_options()
-
-
-def test_torchs_own_checksums_are_back_on_after_saves(tmp_path: Path) -> None:
-    assert run_ranks(crc_settings, 1, tmp_path, threads=1) == [({False}, True)]
 
 
 def refused_optimizers(run: Path) -> list[str]:

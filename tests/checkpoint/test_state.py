@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 import resource
 import shutil
 import sys
@@ -16,14 +15,14 @@ import runs
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 
-from phalanx.checkpoint import files, manifest, reader, state
-from phalanx.checkpoint.tensors import write_weights
+from phalanx.checkpoint import files, index, manifest, state
 from phalanx.config import OptimizerConfig
 from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
 from phalanx.train.optimizer import build_optimizer
+
+FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def resume(run: Path, config: OptimizerConfig) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def words_on_a_full_disk(run: Path, num_steps: int, rank: int, limit_bytes: int)
 
 @pytest.mark.parametrize(
     ("rank", "limit_bytes", "name"),
-    [(0, 9000, "__0_0.distcp"), (1, 9000, "__1_0.distcp"), (0, 100, "__0_0.distcp")],
+    [(0, 4000, FILES[0]), (1, 4000, FILES[1]), (0, 100, FILES[0])],
 )
 def test_a_full_disk_is_one_error_on_every_rank(
     tmp_path: Path, rank: int, limit_bytes: int, name: str
@@ -125,7 +124,8 @@ def test_a_full_disk_is_one_error_on_every_rank(
     ):
         final = manifest.folder_of(tmp_path, 2)
         assert words == (
-            f"cannot save {final} (older checkpoints stand): {final}.partial/{name}: File too large"
+            f"cannot save {final} ({manifest.find(tmp_path)} stands): {final}.partial/{name}: "
+            "File too large"
         )
     assert runs.folders(tmp_path) == ["step-00000001"]
     folder = manifest.find(tmp_path)
@@ -173,7 +173,7 @@ def assert_both_loads_say(folder: Path, words: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
+@pytest.mark.parametrize("name", [*FILES, index.NAME])
 def test_a_damaged_file_is_one_error_on_every_rank(copy: Path, name: str) -> None:
     whole = (copy / name).read_bytes()
     for place in (0, len(whole) // 2, len(whole) - 1):
@@ -191,7 +191,7 @@ def test_a_damaged_file_is_one_error_on_every_rank(copy: Path, name: str) -> Non
     assert_both_loads_say(copy, f"its file {name} is missing")
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", manifest.NAME])
+@pytest.mark.parametrize("name", [FILES[1], manifest.NAME])
 def test_a_damaged_checkpoint_names_the_older_ones(run: Path, tmp_path: Path, name: str) -> None:
     for steps_done in (100, 200, 300, 400, 500, 600):
         folder = manifest.folder_of(tmp_path, steps_done)
@@ -211,66 +211,6 @@ def test_a_damaged_checkpoint_names_the_older_ones(run: Path, tmp_path: Path, na
         run_ranks(runs.words_of_load, 2, manifest.folder_of(tmp_path, 400), threads=1)
         == [("", "")] * 2
     )
-
-
-class Harmful:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def with_index(folder: Path, index: bytes) -> Path:
-    """Give a checkpoint another index, and a manifest that agrees with it."""
-    (folder / reader.INDEX).write_bytes(index)
-    about = manifest.read(folder)
-    changed = about.files | {reader.INDEX: files.checksum(folder / reader.INDEX)}
-    manifest.write(folder, dataclasses.replace(about, files=changed))
-    return folder
-
-
-def test_code_in_a_checkpoint_is_not_run(copy: Path, tmp_path: Path) -> None:
-    index = pickle.loads((copy / reader.INDEX).read_bytes())
-    index.planner_data = Harmful(tmp_path / "has run")
-    with_index(copy, pickle.dumps(index))
-    assert_both_loads_say(
-        copy,
-        "its file .metadata asks for pathlib.Path.touch, which is no part of an index of tensors; "
-        "it may be meant to run code, so nothing of it was used",
-    )
-    with pytest.raises(CheckpointError, match="asks for pathlib"):
-        reader.Reader(copy).read_metadata()
-    assert not (tmp_path / "has run").exists()
-
-
-@pytest.mark.parametrize(
-    ("index", "words"),
-    [
-        (b"", "cannot be read: EOFError: Ran out of input"),
-        (b"cos\nsystem\n(S'true'\ntR.", "asks for os.system"),
-        (b"ctorch\nload\n.", "asks for torch.load"),
-        (b"cbuiltins\ngetattr\n.", "asks for builtins.getattr"),
-        (b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93.", "asks for torch.serialization.os"),
-        (b"ctorch\nfloat32\n.", "holds a dtype, expected an index"),
-        (b"ctorch\nSize\n(S'a'\ntR.", "cannot be read: TypeError"),
-    ],
-)
-def test_an_index_of_another_kind_is_refused(copy: Path, index: bytes, words: str) -> None:
-    with pytest.raises(CheckpointError, match=f"its file .metadata {words}"):
-        reader.read_index(with_index(copy, index))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])
-def test_torchs_own_reader_gives_the_same_index(tmp_path: Path, dtype: torch.dtype) -> None:
-    write_weights(tmp_path, {"a": torch.Size([2, 3])}, dtype, lambda _: torch.zeros(2, 3))
-    expected = FileSystemReader(tmp_path).read_metadata()
-    actual = reader.read_index(tmp_path)
-    assert actual.state_dict_metadata == expected.state_dict_metadata
-    assert actual.storage_data == expected.storage_data
-    assert actual.planner_data == expected.planner_data
 
 
 def test_every_bit_of_the_manifest_counts(copy: Path) -> None:
@@ -336,9 +276,12 @@ def test_weights_alone_begin_a_run_but_do_not_go_on(copy: Path) -> None:
 
 
 def edited(folder: Path, **values: Any) -> Path:
-    """Change values of the manifest; None takes one out."""
+    """Change values of the manifest, with a checksum that agrees; None takes one out."""
     whole = json.loads((folder / manifest.NAME).read_text()) | values
-    kept = {name: value for name, value in whole.items() if value is not None}
+    kept = {name: v for name, v in whole.items() if v is not None or name not in values}
+    if "sha256" in kept and "num_steps" not in values:
+        del kept["sha256"]
+        kept["sha256"] = manifest._sha256(kept)
     (folder / manifest.NAME).write_text(json.dumps(kept))
     return folder
 
@@ -346,24 +289,38 @@ def edited(folder: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"format": 1}, "is of format 1; this version reads format 2"),
+        ({"format": 1}, "it is of format 1; this version reads format 3"),
+        ({"format": 2}, "it is of format 2, .* could run code .*; this version reads format 3. Ta"),
         ({"format": None}, "it has no 'format'"),
         ({"steps_done": "2"}, "steps_done is '2', expected a whole number"),
+        ({"steps_done": True}, "steps_done is True, expected a whole number"),
         ({"consumed": -1}, "consumed is -1"),
-        ({"consumed": None}, "consumed"),
-        ({"shape": [1]}, "shape is not an object"),
-        ({"files": {"__0_0.distcp": [1]}}, "entry of file __0_0.distcp is \\[1\\], expected"),
+        ({"consumed": None}, "it has no 'consumed'"),
+        ({"shape": [1]}, r"shape is \[1\], expected an object"),
+        ({"files": {"a": [1]}}, r"entry of file a is \[1\], expected \[bytes, sha256\]"),
+        ({"files": {"a": 3}}, "entry of file a is 3, expected"),
+        ({"files": {"../a": [1, ""]}}, "names the file '../a', expected one of the folder itself"),
+        ({"scaler": {"scale": "x"}}, "scaler is {'scale': 'x'}, expected numbers"),
+        ({"settings": {"a": [[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]}}, "it is nested too deeply"),
         ({"has_optimizer": 1}, "has_optimizer is 1, expected true or false"),
         ({"sha256": None}, "it has no 'sha256'"),
         ({"num_steps": 8}, "it is damaged: its sha256"),
-        ({"stept": 2}, "stept"),
+        ({"stept": 2}, "it has the unknown entry 'stept'"),
     ],
 )
 def test_a_manifest_of_another_kind_is_refused(
     copy: Path, values: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=words) as raised:
         manifest.read(edited(copy, **values))
+    assert str(raised.value).startswith(f"cannot read {copy / manifest.NAME}: ")
+
+
+@pytest.mark.parametrize("text", ["null", "[" * 200_000, "{", '{"a": 1, "a": 2}'])
+def test_a_manifest_that_is_no_object_is_refused(copy: Path, text: str) -> None:
+    (copy / manifest.NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=r"cannot read .*manifest.json: "):
+        manifest.read(copy)
 
 
 @pytest.mark.parametrize("byte", [b"\xff", b"\0", b"["])

@@ -6,55 +6,48 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from phalanx.comm.objects import gather_objects
+from phalanx.comm.primitives import share
 from phalanx.errors import CheckpointError, PhalanxError
 
 T = TypeVar("T")
 
 
-def agree(work: Callable[[], T], doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Do each rank's own work; every rank returns the results of all, by rank.
+def agree(work: Callable[[], T], doing: str) -> T:
+    """Do each rank's own work, together with all others of the job; return this rank's result.
 
     Args:
         work: of this rank.
         doing: begins the message of a failure.
-        group: of the ranks that call this together; the whole job if None.
 
     Raises:
         CheckpointError: on every rank, with the words of the first rank that failed.
     """
-    result: T | None = None
+    results: list[T] = []
     failure: str | None = None
     cause: BaseException | None = None
     try:
-        result = work()
-    except (Exception, CheckpointException) as error:  # the others wait to hear of it
-        failure, cause = root_of(error), error
-    outcomes: list[tuple[T, str | None]] = gather_objects((result, failure), group)
-    for _, words in outcomes:
+        results.append(work())
+    except Exception as error:  # the others wait to hear of it
+        failure, cause = words_of(error), error
+    for words in gather_objects(failure):
         if words is not None:
             raise CheckpointError(f"{doing}: {words}") from cause
-    return [each for each, _ in outcomes]
+    return results[0]
 
 
-def agree_on_first(work: Callable[[], T], doing: str, group: dist.ProcessGroup | None = None) -> T:
+def agree_on_first(work: Callable[[], T], doing: str) -> T:
     """Do work on the first rank alone; every rank returns its result, or raises its failure.
 
     Raises:
         CheckpointError: the work failed.
     """
-    is_first = dist.get_rank(group) == 0
-    results: list[T | None] = agree(work if is_first else lambda: None, doing, group)
-    return results[0]  # pyright: ignore[reportReturnType]
+    return share(agree(work if dist.get_rank() == 0 else lambda: None, doing))
 
 
-def root_of(error: BaseException) -> str:
-    """Return the line that says what went wrong, below torch's wrapping."""
-    failures = getattr(error, "failures", None)  # of a CheckpointException: by rank
-    if failures:
-        error = next(iter(failures.values()))[0]
+def words_of(error: BaseException) -> str:
+    """Return the line that says what went wrong."""
     if isinstance(error, PhalanxError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

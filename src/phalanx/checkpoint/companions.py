@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Final
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.storage import replace_file
 
 TOKENIZER: Final = "tokenizer.json"
 
@@ -43,14 +43,8 @@ def keep_tokenizer(source: Path, run: Path) -> None:
         OSError: the disk is full, say.
     """
     content, kept = source.read_bytes(), run / TOKENIZER
-    if kept.is_file() and kept.read_bytes() == content:
-        return
-    partial = run / (TOKENIZER + manifest.PARTIAL)
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(kept)
+    if not kept.is_file() or kept.read_bytes() != content:
+        replace_file(kept, content)
 
 
 def copy_companions(source: Path, destination: Path) -> list[str]:

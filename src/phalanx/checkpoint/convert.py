@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, get_type_hints
 
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint import files, hugging_face, manifest
+from phalanx.checkpoint import files, hugging_face, index, manifest, tensor_file
 from phalanx.checkpoint.companions import copy_companions
 from phalanx.checkpoint.hugging_face import TensorFiles
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.place import check_free, published
-from phalanx.checkpoint.tensors import WeightReader, write_weights
+from phalanx.checkpoint.plan import Sharding, WritePlan, file_of
+from phalanx.checkpoint.storage import Checksum, brief, check_free, checksum, published
+from phalanx.checkpoint.tensor_file import TensorInfo
+from phalanx.config_check import check_type
 from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.models.hf import config_to_hf, locate, shape_from_hf, sizes_of, table, tied_copies
 from phalanx.models.hf_config import family_of
@@ -117,8 +119,8 @@ def convert(
     with published(destination, num_bytes) as partial:
         companions = copy_companions(weights.folder, partial)
         if kind == "hugging face":
-            checksums = write_weights(partial, sizes, dtype, read)
-            checksums |= {name: files.checksum(partial / name) for name in companions}
+            checksums = _write_checkpoint(partial, sizes, dtype, read)
+            checksums |= {name: checksum(partial / name) for name in companions}
             manifest.write(partial, _manifest(weights.shape, checksums))
             num_tensors = len(sizes)
         else:
@@ -201,15 +203,39 @@ def open_checkpoint(path: Path) -> Weights:
         files.verify(folder, about)
     except CheckpointError as error:
         raise CheckpointError(f"cannot read {folder}: {error}") from error
+    try:
+        tensors = index.read(folder, about.files)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot read {folder}: {error}") from error
     shape = shape_in(about, folder)
-    weights = WeightReader(folder)
-    for name, size in sizes_of(shape).items():
-        if weights.sizes.get(name) != tuple(size):
+    sizes = {name: tensors[f"model.{name}"].layout.shape for name in _weights_in(tensors)}
+    if shape.num_layers > len(sizes):  # before a model is made of so many
+        raise CheckpointError(
+            f"{folder}: it has {len(sizes)} weights; the shape in {manifest.NAME} asks for "
+            f"{brief(shape.num_layers)} layers"
+        )
+    try:
+        expected = sizes_of(shape)
+    except (RuntimeError, OverflowError, TypeError) as error:  # no such tensor can be
+        raise CheckpointError(f"{folder}: the shape in {manifest.NAME} is none: {error}") from error
+    for name, size in expected.items():
+        if sizes.get(name) != tuple(size):
             raise CheckpointError(
-                f"{folder}: the weight '{name}' is {weights.sizes.get(name, 'missing')}; the shape "
+                f"{folder}: the weight '{name}' is {sizes.get(name, 'missing')}; the shape "
                 f"in {manifest.NAME} asks for {tuple(size)}"
             )
-    return Weights(folder, shape, weights.read)
+
+    def read(name: str) -> Tensor:
+        try:
+            return index.load_whole(folder, tensors, f"model.{name}")
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
+
+    return Weights(folder, shape, read)
+
+
+def _weights_in(tensors: index.Index) -> list[str]:
+    return [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
 
 
 def shape_in(about: Manifest, folder: Path) -> ModelShape:
@@ -219,12 +245,51 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
         CheckpointError: the manifest does not describe one.
     """
     values = dict(about.shape)
-    if isinstance(values.get("rope_scaling"), list):  # JSON knows no tuples
-        values["rope_scaling"] = tuple(values["rope_scaling"])
     try:
+        _check_shape(values)
+        if values.get("rope_scaling") is not None:  # JSON knows no tuples
+            values["rope_scaling"] = tuple(values["rope_scaling"])
         return ModelShape(**values)
-    except (TypeError, ConfigError) as error:
+    except ConfigError as error:
         raise CheckpointError(f"cannot read {folder / manifest.NAME}: {error}") from error
+
+
+def _check_shape(values: dict[str, Any]) -> None:
+    """Refuse what is not the values of a ModelShape.
+
+    Raises:
+        ConfigError: names the first entry that is wrong.
+    """
+    hints = get_type_hints(ModelShape)
+    for entry in fields(ModelShape):
+        if entry.default is MISSING and entry.name not in values:
+            raise ConfigError(f"its shape has no {entry.name}")
+    for name, value in values.items():
+        if name not in hints:
+            raise ConfigError(f"its shape has the unknown entry {brief(name)}")
+        if name != "rope_scaling":
+            check_type(f"shape.{name}", hints[name], value)
+            continue
+        match value:
+            case None | [int() | float(), int() | float(), int() | float(), int()]:
+                pass
+            case _:
+                raise ConfigError(f"shape.{name} is {brief(value)}; expected four numbers")
+
+
+def _write_checkpoint(
+    folder: Path,
+    sizes: dict[str, torch.Size],
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+) -> dict[str, Checksum]:
+    """Write weights alone as a checkpoint's tensors; return the checksums of its files."""
+    plan = WritePlan({f"model.{name}": Sharding(tuple(s), dtype) for name, s in sizes.items()}, 1)
+    infos = {name: TensorInfo(dtype, box.sizes) for name, box in plan.writes_of(0).items()}
+    pieces = (read(name.removeprefix("model.")) for name in infos)
+    written = tensor_file.write(folder / file_of(0), infos, pieces)
+    dtypes = dict.fromkeys(infos, dtype)
+    return {file_of(0): written, index.NAME: index.write(folder, dtypes, plan.layouts())}
 
 
 def _write_hugging_face(
@@ -248,7 +313,7 @@ def _write_hugging_face(
     return len(links)
 
 
-def _manifest(shape: ModelShape, checksums: dict[str, manifest.Checksum]) -> Manifest:
+def _manifest(shape: ModelShape, checksums: dict[str, Checksum]) -> Manifest:
     return Manifest(
         steps_done=0,
         num_steps=0,

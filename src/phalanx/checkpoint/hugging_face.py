@@ -14,24 +14,19 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx.checkpoint import tensor_file
+from phalanx.checkpoint.storage import read_json
+from phalanx.checkpoint.tensor_file import TensorInfo, open_file
 from phalanx.errors import CheckpointError
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
-_DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
+_DTYPES: Final = ("F64", "F32", "BF16", "F16")
 """The types of weights that are read, as safetensors names them."""
-
-_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorFiles:
@@ -50,7 +45,7 @@ class TensorFiles:
         self.sizes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
         for file in _weight_files(folder):
-            with _open(file) as tensors:
+            with open_file(file) as tensors:
                 for name in tensors.keys():
                     self._add(name, file, tensors.get_slice(name))
         for name, file in _index(folder).items():
@@ -75,7 +70,7 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, in the dtype of the file."""
-        with _open(self._files[name]) as tensors:
+        with open_file(self._files[name]) as tensors:
             return tensors.get_tensor(name)
 
 
@@ -90,7 +85,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    return _read_json(folder / CONFIG)
+    try:
+        return read_json(folder / CONFIG)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no {CONFIG}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -126,7 +124,7 @@ def _index(folder: Path) -> dict[str, str]:
     """Return the file of each tensor as the index says; nothing where there are no shards."""
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return {}
-    files = _read_json(folder / INDEX).get("weight_map")
+    files = read_json(folder / INDEX).get("weight_map")
     is_map = isinstance(files, dict) and all(
         isinstance(file, str) and Path(file).name == file for file in files.values()
     )
@@ -135,25 +133,6 @@ def _index(folder: Path) -> dict[str, str]:
             f"{folder / INDEX} has no weight_map from the names of tensors to those of files beside"
         )
     return cast("dict[str, str]", files)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"cannot read {path}: it is no JSON object")
-    return cast("dict[str, Any]", content)
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot read {file}: {error}; it is damaged or not whole, fetch it again"
-        ) from error
 
 
 def write_folder(
@@ -186,7 +165,9 @@ def write_folder(
             for number in range(1, len(shards) + 1)
         ]
     for file, names in zip(files, shards, strict=True):
-        _write_file(folder / file, {name: sizes[name] for name in names}, dtype, read)
+        infos = {name: TensorInfo(dtype, tuple(sizes[name])) for name in names}
+        pieces = (read(name).to(dtype).contiguous() for name in names)
+        tensor_file.write(folder / file, infos, pieces)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(num_bytes.values())},
@@ -209,38 +190,6 @@ def _cut(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         filled_bytes += size_bytes
     return shards
-
-
-def _write_file(
-    path: Path,
-    sizes: Mapping[str, Sequence[int]],
-    dtype: torch.dtype,
-    read: Callable[[str], Tensor],
-) -> None:
-    """Write one safetensors file as its tensors come; the library's writer wants all at once.
-
-    Eight bytes with the length of the header, the header (JSON, padded by blanks to a multiple of
-    eight), and the bytes of the tensors: https://github.com/huggingface/safetensors#format
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, size in sizes.items():
-        begin, end = end, end + dtype.itemsize * torch.Size(size).numel()
-        header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(size),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in sizes:  # without a variable, which would hold each tensor beside the next
-            file.write(_bytes_of(read(name).to(dtype).contiguous()))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(cast(Any, tensor.view(torch.uint8).numpy()))
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 <run>/checkpoints/step-00000200/         a checkpoint after 200 steps
     manifest.json                        what it is a checkpoint of, and the checksum of each file
-    *.distcp, .metadata                  the tensors (torch.distributed.checkpoint)
+    index.json                           the shape of each tensor, and which file holds what of it
+    rank-00000.safetensors ...           the tensors, one file for each rank that wrote
 <run>/checkpoints/step-00000300.partial/ one that is being written, or was when the run was killed
 <run>/checkpoints/step-00000100.removed/ one that is being removed, likewise
 <run>/checkpoints/.lock                  held by the process that saves to the folder
@@ -18,21 +19,19 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from phalanx.checkpoint.storage import Checksum, brief, is_plain_name, read_json
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 
 NAME = "manifest.json"
 
-FORMAT = 2
+FORMAT = 3
 """What a reader must know; another number is refused."""
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 """Name of a checkpoint's folder; one that is still being written, or being removed, has another."""
-
-PARTIAL = ".partial"
-"""What the name of a checkpoint ends with while it is written."""
 
 REMOVED = ".removed"
 """What the name of a checkpoint ends with while it is removed."""
@@ -40,11 +39,32 @@ REMOVED = ".removed"
 LOCK = ".lock"
 """Name of the file beside the checkpoints that is locked by the process that saves them."""
 
+_KINDS: Final[dict[str, tuple[type, ...]]] = {
+    "steps_done": (int,),
+    "num_steps": (int,),
+    "consumed": (int,),
+    "num_ranks": (int,),
+    "strategy": (str,),
+    "shape": (dict,),
+    "stream": (dict,),
+    "settings": (dict,),
+    "scaler": (dict, type(None)),
+    "has_optimizer": (bool,),
+    "is_passing": (bool,),
+    "files": (dict,),
+    "format": (int,),
+}
+"""What each entry of a manifest may be."""
+
+_WORDS: Final[dict[type, str]] = {
+    int: "a whole number",
+    str: "a text",
+    dict: "an object",
+    bool: "true or false",
+}
+
 NUM_NAMED = 3
 """How many older checkpoints the message of a damaged one names."""
-
-Checksum = tuple[int, str]
-"""Size of a file in bytes, and its sha256 in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,46 +171,54 @@ def read(folder: Path) -> Manifest:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
+    path = folder / NAME
     try:
-        values = json.loads((folder / NAME).read_text())
-        if values["format"] != FORMAT:
-            raise CheckpointError(
-                f"{folder / NAME} is of format {values['format']!r}; this version reads format "
-                f"{FORMAT}"
-            )
-        sha256 = values.pop("sha256")
-        about = Manifest(**values)
-        problem = _problem(about)
+        values = read_json(path)
     except FileNotFoundError as error:
         others = others_than(folder)
         raise CheckpointError(f"{folder} holds no whole checkpoint: no {NAME}{others}") from error
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        others = others_than(folder)
-        raise CheckpointError(f"cannot read {folder / NAME}: {problem}{others}") from error
-    if problem is None and _sha256(values) != sha256:
-        problem = "it is damaged: its sha256 is not that of what was written"
-    if problem is not None:
-        raise CheckpointError(f"cannot read {folder / NAME}: {problem}{others_than(folder)}")
-    files = {name: (num_bytes, digest) for name, (num_bytes, digest) in about.files.items()}
-    return dataclasses.replace(about, files=files)  # tuples came back as lists
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{others_than(folder)}") from error
+    if (problem := _problem(values)) is not None:
+        raise CheckpointError(f"cannot read {path}: {problem}{others_than(folder)}")
+    del values["sha256"]
+    values["files"] = {name: tuple(entry) for name, entry in values["files"].items()}
+    return Manifest(**values)
 
 
-def _problem(about: Manifest) -> str | None:
-    """Say which value is of another kind than it must be."""
-    for name in ("steps_done", "num_steps", "consumed", "num_ranks"):
-        value = getattr(about, name)
-        if type(value) is not int or value < 0:
-            return f"{name} is {value!r}, expected a whole number of at least 0"
-    for name in ("shape", "stream", "settings", "files"):
-        if not isinstance(getattr(about, name), dict):
-            return f"{name} is not an object"
-    for name in ("has_optimizer", "is_passing"):
-        if type(getattr(about, name)) is not bool:
-            return f"{name} is {getattr(about, name)!r}, expected true or false"
-    for name, entry in about.files.items():
-        if [type(value) for value in entry] != [int, str]:
-            return f"the entry of file {name} is {entry!r}, expected [bytes, sha256]"
+def _problem(values: dict[str, Any]) -> str | None:
+    """Say what keeps the values of a file from being a manifest."""
+    if values.get("format") == 2:
+        return (
+            f"it is of format 2, of an earlier Phalanx, whose files could run code when they were "
+            f"read; this version reads format {FORMAT}. Take the weights out with the version that "
+            "wrote it: `phalanx convert` to a Hugging Face folder, and back with this one"
+        )
+    if "format" in values and values["format"] != FORMAT:
+        return f"it is of format {brief(values['format'])}; this version reads format {FORMAT}"
+    for name in (*_KINDS, "sha256"):
+        if name not in values:
+            return f"it has no '{name}'"
+    for name, value in values.items():
+        if name != "sha256" and name not in _KINDS:
+            return f"it has the unknown entry {brief(name)}"
+        if name != "sha256" and type(value) not in _KINDS[name]:
+            return f"{name} is {brief(value)}, expected {_WORDS[_KINDS[name][0]]}"
+        if type(value) is int and value < 0:
+            return f"{name} is {value}, expected a whole number of at least 0"
+    for name, entry in values["files"].items():
+        if not is_plain_name(name):
+            return f"it names the file {brief(name)}, expected one of the folder itself"
+        match entry:
+            case [int(num_bytes), str()] if type(num_bytes) is int and num_bytes >= 0:
+                pass
+            case _:
+                return f"the entry of file {name} is {brief(entry)}, expected [bytes, sha256]"
+    if any(type(value) not in (int, float) for value in (values["scaler"] or {}).values()):
+        return f"scaler is {brief(values['scaler'])}, expected numbers by name"
+    sha256 = _sha256({name: value for name, value in values.items() if name != "sha256"})
+    if values["sha256"] != sha256:
+        return "it is damaged: its sha256 is not that of what was written"
     return None
 
 

@@ -1,11 +1,12 @@
 """Save a run while it goes on: copy the state, then write it behind the training's back.
 
-    main thread    begin: who writes what -> copy into buffers on the CPU   steps go on ... finish
-    writer thread  write, hash, sync -> manifest -> rename -> remove older
+    main thread    begin: copy what this rank writes into host memory   steps go on ... finish
+    writer thread  write, hash, sync -> rank 0: index, manifest -> rename -> remove older
 
-The writer has a process group of its own, so its collectives never meet those of the training, and
-a lower priority, so it takes what processor time the training leaves (on Linux). What goes wrong
-on any rank reaches every rank as one CheckpointError, at its next call here.
+Which rank writes what follows from the shardings (`plan`), so nothing is exchanged but how far each
+rank is (`progress`). The writer has a lower priority, so it takes what processor time the training
+leaves (on Linux). What goes wrong on any rank reaches every rank as one CheckpointError, at its
+next call here; no call here waits for longer than nothing moves for `timeout_s`.
 """
 
 from __future__ import annotations
@@ -15,73 +16,64 @@ import os
 import shutil
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint import manifest
-from phalanx.checkpoint.agree import agree, agree_on_first, root_of
-from phalanx.checkpoint.files import RunLock, TensorWriter, make_partial, publish, remove_older
-from phalanx.checkpoint.manifest import Checksum, Manifest
-from phalanx.checkpoint.state import state_of
-from phalanx.comm.objects import gather_objects
+from phalanx.checkpoint import index, manifest, tensor_file
+from phalanx.checkpoint.agree import agree, agree_on_first, words_of
+from phalanx.checkpoint.files import make_partial, publish, remove_older
+from phalanx.checkpoint.host_copy import HostCopy, in_pieces
+from phalanx.checkpoint.lock import RunLock
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.plan import Sharding, WritePlan, file_of
+from phalanx.checkpoint.progress import SaveProgress
+from phalanx.checkpoint.state import Held, held_by, held_once_trained
+from phalanx.checkpoint.storage import PARTIAL
+from phalanx.checkpoint.tensor_file import TensorInfo
 from phalanx.errors import CheckpointError
-from phalanx.mesh import writer_group
 
 NICENESS = 10
 """How far the writer stands back: beside a thread of ordinary priority, Linux gives it a tenth."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one rank holds of a tensor of the checkpoint.
+@dataclasses.dataclass(frozen=True)
+class _Save:
+    """One save, as it is written.
 
     Attributes:
-        name: of the tensor in the checkpoint.
-        shape: of the whole tensor.
-        offsets: where this part begins in it.
-        local: this part.
+        final: folder of the checkpoint.
+        about: its manifest, whose `files` are yet to be filled in.
+        plan: who writes what.
+        infos: what this rank's file holds, in order.
+        pieces: the bytes of that.
     """
 
-    name: str
-    shape: torch.Size
-    offsets: torch.Size
-    local: torch.Tensor
+    final: Path
+    about: Manifest
+    plan: WritePlan
+    infos: dict[str, TensorInfo]
+    pieces: Iterable[torch.Tensor]
 
 
 class Saver:
     """Saves the checkpoints of a run; as a context it ends with the last of them on the disk.
 
-    Every rank makes one, and calls `begin` and `finish` together with the others. For what it does
-    to `torch.serialization.set_crc32_options` see `TensorWriter`.
+    Every rank makes one, and calls `begin` and `finish` when the others do.
     """
 
-    def __init__(self, run: Path, *, keep: int | None = None) -> None:
+    def __init__(self, run: Path, *, keep: int | None = None, timeout_s: float = 600.0) -> None:
         """Keep other processes from saving to the same run, as long as the context or this lasts.
 
         Args:
             run: folder of the run, the same on all hosts.
             keep: checkpoints to keep, the latest; all if None.
+            timeout_s: longest time in which a save may stand still, on any rank.
 
         Raises:
             CheckpointError: another process saves to it, its folder cannot be made, or is not the
@@ -92,11 +84,38 @@ class Saver:
         self._lock = RunLock(run)
         doing = f"cannot save in {run}"
         mark = agree_on_first(self._lock.take, doing)
-        agree(lambda: self._lock.check_shared(mark), doing)
-        self._group = writer_group()
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._progress = SaveProgress(mark, timeout_s)
+        agree(lambda: self._lock.check_shared(mark), doing)  # also: all have met
+        self._copy = HostCopy()
+        self._plan = WritePlan({}, dist.get_world_size())
         self._thread: threading.Thread | None = None
+        self._final = run
         self._failure: CheckpointError | None = None
+
+    def reserve(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, free_bytes: int | None = None
+    ) -> str | None:
+        """Get the host memory for the copy of this rank's share, before the first step.
+
+        Args:
+            model: the model, split or not.
+            optimizer: of the model, an Adam; the moments it does not have yet are reckoned with.
+            free_bytes: host memory that this rank may take; None to find out.
+
+        Returns:
+            What a person should know, if there is not enough; saving goes on without.
+        """
+        held = held_once_trained(model, optimizer)
+        infos = self._ours(held)
+        num_bytes = sum(info.num_bytes for info in infos.values())
+        pin = any(each.local.is_cuda for each in held.values())
+        if self._copy.reserve(num_bytes, free_bytes, pin=pin):
+            return None
+        left = "" if free_bytes is None else f", but only {free_bytes / 2**30:.2f} GiB are free"
+        return (
+            f"the copy of a checkpoint takes {num_bytes / 2**30:.2f} GiB of host memory a rank"
+            f"{left}; training will wait while checkpoints are written"
+        )
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: Manifest) -> None:
         """Copy the state and begin to write it; it may change as soon as this returns.
@@ -110,16 +129,24 @@ class Saver:
             CheckpointError: the save before this one failed, or the state cannot be saved.
         """
         self.finish()
-        # Of the main thread, so by the job's own group: the writer's waits far longer for a rank.
-        doing = f"cannot save {self._final(about)} (older checkpoints stand)"
-        held = list(_parts(state_of(model, optimizer)))
-        ours = _dealt([(part.name, part.offsets, part.local.nbytes) for part in held])
-        parts: list[Part] = []
-        agree(lambda: parts.extend(self._copy(held, ours)), doing)
+        held = held_by(model, optimizer)
+        infos = self._ours(held)
+        tensors = [held[name].local for name in infos]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        pin = any(tensor.is_cuda for tensor in tensors)
+        is_copied = self._copy.reserve(num_bytes, pin=pin)
+        pieces = self._copy.take(tensors) if is_copied else in_pieces(tensors)
+        self._final = manifest.folder_of(self._run, about.steps_done)
+        self._progress.begin()
         self._thread = threading.Thread(
-            target=self._write, args=(parts, about, doing), name="checkpoint writer"
+            target=self._write,
+            args=(_Save(self._final, about, self._plan, infos, pieces),),
+            name="checkpoint writer",
+            daemon=True,  # one that the disk never answers must not keep the process
         )
         self._thread.start()
+        if not is_copied:
+            self.finish()
 
     def poll(self) -> None:
         """Raise what went wrong with a save that has ended; never waits.
@@ -134,11 +161,16 @@ class Saver:
         """Wait until the save under way, if there is one, is published.
 
         Raises:
-            CheckpointError: the save failed.
+            CheckpointError: the save failed, or nothing of it moves any more.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        while self._thread is not None:
+            self._thread.join(1.0)
+            if not self._thread.is_alive():
+                self._thread = None
+            elif self._progress.is_late:
+                self._thread = None
+                self._copy = HostCopy()  # the old one is still in use
+                self._failure = self._failed(self._progress.words_of_silence())
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -167,133 +199,80 @@ class Saver:
         finally:
             self._lock.release()
 
-    def _final(self, about: Manifest) -> Path:
-        return manifest.folder_of(self._run, about.steps_done)
+    def _ours(self, held: dict[str, Held]) -> dict[str, TensorInfo]:
+        """Return what this rank writes of what the ranks hold; plan anew only if that changes."""
+        shardings: dict[str, Sharding] = {name: each.sharding for name, each in held.items()}
+        if shardings != self._plan.shardings:
+            self._plan = WritePlan(shardings, self._plan.num_ranks)
+        boxes = self._plan.writes_of(self._progress.rank)
+        return {name: TensorInfo(shardings[name].dtype, box.sizes) for name, box in boxes.items()}
 
-    def _copy(self, held: list[Part], ours: set[str]) -> list[Part]:
-        """Copy the parts that this rank writes into buffers that last from save to save."""
-        copies: list[Part] = []
-        buffers: dict[str, torch.Tensor] = {}
-        for part in held:
-            if part.name not in ours:
-                continue
-            local, buffer = part.local, self._buffers.get(part.name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (local.shape, local.dtype):
-                buffer = torch.empty(
-                    local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
-                )
-            buffers[part.name] = buffer.copy_(local, non_blocking=True)
-            copies.append(Part(part.name, part.shape, part.offsets, buffer))
-        if any(part.local.is_cuda for part in held):
-            torch.cuda.synchronize()
-        self._buffers = buffers
-        return copies
+    def _failed(self, words: str) -> CheckpointError:
+        """Return the error of a save that came to nothing, and what there is instead."""
+        stands = "no checkpoint stands"
+        with suppress(OSError):
+            if older := manifest.whole(self._run):
+                stands = f"{older[max(older)]} stands"
+        return CheckpointError(f"cannot save {self._final} ({stands}): {words}")
 
-    def _write(self, parts: list[Part], about: Manifest, doing: str) -> None:
+    def _write(self, save: _Save) -> None:
         """Write and publish; the body of the writer thread."""
         try:
             _stand_back()
-            self._save(parts, about, doing)
+            if self._progress.rank == 0:
+                self._save_first(save)
+            else:
+                self._save_other(save)
         except CheckpointError as error:
             self._failure = error
-        except Exception as error:  # another rank is gone
-            self._failure = CheckpointError(f"{doing}: {root_of(error)}")
+        except Exception as error:  # the store is gone, and with it rank 0
+            self._failure = self._failed(f"rank 0 is gone: {words_of(error)}")
 
-    def _save(self, parts: list[Part], about: Manifest, doing: str) -> None:
-        final = self._final(about)
-        partial = final.with_name(final.name + manifest.PARTIAL)
-        group = self._group
-        agree_on_first(lambda: make_partial(final), doing, group)
+    def _save_other(self, save: _Save) -> None:
+        """Write this rank's file, and wait until rank 0 has published the checkpoint."""
+        self._progress.wait_to_begin()
         try:
-            written = agree(lambda: _write_tensors(partial, parts, group), doing, group)
-            files = {name: checksum for each in written for name, checksum in each.items()}
-            whole = dataclasses.replace(about, files=files)
-            agree_on_first(lambda: publish(partial, final, whole), doing, group)
-        except CheckpointError:
-            if dist.get_rank(group) == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-        doing = f"{final} is saved, but older checkpoints cannot be removed"
-        agree_on_first(lambda: remove_older(self._run, self._keep), doing, group)
+            file = _write_file(save, self._progress)
+        except OSError as error:
+            self._progress.tell("failed", words_of(error))
+        else:
+            self._progress.tell("written", file)
+        self._progress.wait()
+
+    def _save_first(self, save: _Save) -> None:
+        """Make the folder, write this rank's file, and publish when all have written theirs."""
+        progress, partial = self._progress, save.final.with_name(save.final.name + PARTIAL)
+        try:
+            make_partial(save.final)
+        except (OSError, CheckpointError) as error:
+            raise self._given_up(error) from error
+        try:
+            progress.conclude("open")
+            progress.tell("written", _write_file(save, progress))
+            files = {name: tuple(checksum) for file in progress.wait() for name, checksum in file}
+            dtypes = {name: sharding.dtype for name, sharding in save.plan.shardings.items()}
+            files[index.NAME] = index.write(partial, dtypes, save.plan.layouts())
+            publish(partial, save.final, dataclasses.replace(save.about, files=files))
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise self._given_up(error) from error
+        progress.conclude("published")
+        remove_older(self._run, self._keep)
+
+    def _given_up(self, error: OSError | CheckpointError) -> CheckpointError:
+        """Tell all ranks that the save is given up, and why."""
+        failure = self._failed(words_of(error))
+        self._progress.conclude("failed", str(failure))
+        return failure
 
 
-def _parts(state: dict[str, torch.Tensor]) -> Iterable[Part]:
-    """Yield what this rank holds; a shard without rows is nothing."""
-    for name, tensor in state.items():
-        tensor = tensor.detach()
-        if not isinstance(tensor, DTensor):
-            yield Part(name, tensor.shape, torch.Size([0] * tensor.ndim), tensor)
-            continue
-        local = tensor.to_local()
-        # What torch.distributed.checkpoint itself asks of a DTensor (torch/distributed/
-        # _checkpointable.py).
-        (chunk,) = tensor.__create_chunk_list__()
-        if local.numel() or not tensor.numel():
-            yield Part(name, tensor.shape, chunk.offsets, local)
-
-
-def _dealt(held: list[tuple[str, torch.Size, int]]) -> set[str]:
-    """Deal the parts that several ranks hold out over them; return the names this rank writes.
-
-    The largest first, each to the rank among its holders that has the fewest bytes so far.
-
-    Args:
-        held: name, offsets and bytes of each part that this rank holds.
-    """
-    holders: dict[tuple[str, torch.Size, int], list[int]] = defaultdict(list)
-    for rank, parts in enumerate(gather_objects(held)):
-        for part in parts:
-            holders[part].append(rank)
-    loads_bytes = [0] * dist.get_world_size()
-    ours: set[str] = set()
-    for (name, _, num_bytes), ranks in sorted(
-        holders.items(), key=lambda item: (-item[0][2], item[0])
-    ):
-        writer = min(ranks, key=lambda rank: loads_bytes[rank])
-        loads_bytes[writer] += num_bytes
-        if writer == dist.get_rank():
-            ours.add(name)
-    return ours
-
-
-def _write_tensors(
-    partial: Path, parts: list[Part], group: dist.ProcessGroup
-) -> dict[str, Checksum]:
-    """Write this rank's parts; return the checksums of the files that it wrote.
-
-    Raises:
-        CheckpointException: a rank failed; on every rank alike.
-    """
-    writer = TensorWriter(partial)
-    dcp.save({}, storage_writer=writer, planner=_Planner(parts), process_group=group)
-    return writer.files.checksums
-
-
-class _Planner(DefaultSavePlanner):
-    """Tells torch.distributed.checkpoint what this rank writes: its own parts and nothing else."""
-
-    def __init__(self, parts: list[Part]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._locals = {part.name: part.local for part in parts}
-        self.plan = SavePlan([_item(part) for part in parts])
-
-    def create_local_plan(self) -> SavePlan:
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._locals[write_item.index.fqn]
-
-
-def _item(part: Part) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(part.name, part.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(part.offsets, part.local.shape),
-            properties=TensorProperties.create_from_tensor(part.local),
-            size=part.shape,
-        ),
-    )
+def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, tuple[int, str]]]:
+    """Write this rank's file; return its name and checksum, or nothing if it has nothing."""
+    if not save.infos:
+        return []
+    file = file_of(progress.rank)
+    partial = save.final.with_name(save.final.name + PARTIAL)
+    return [(file, tensor_file.write(partial / file, save.infos, save.pieces, progress.moved))]
 
 
 def _stand_back() -> None:

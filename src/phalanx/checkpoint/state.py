@@ -2,7 +2,7 @@
 
     model.<name>                parameters and kept buffers, by the model's own names
     optimizer.<name>.<key>      the optimizer's state of the parameter <name>, such as exp_avg
-    generators.<device>.<rank>  torch's generators of one rank
+    generators.<device>         states of torch's generators, a row for each rank
 
 Nothing is said of who held what: a tensor that was split (DTensor), or held whole by every rank, is
 one tensor under one name. A tie has the first of its names.
@@ -12,28 +12,64 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from phalanx.checkpoint import manifest
+from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.agree import agree, agree_on_first
 from phalanx.checkpoint.files import verify
+from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.reader import Reader, read_index
+from phalanx.checkpoint.plan import Sharding, one_row_each, sharding_of
+from phalanx.checkpoint.storage import brief
+from phalanx.comm.primitives import local_part
 from phalanx.errors import CheckpointError
 from phalanx.parallel.tensor.replicas import is_fused
 
-Shapes = dict[str, tuple[int, ...]]
-"""Whole shape of each tensor of a checkpoint, by name."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What an Adam keeps of each parameter beside the count of steps."""
+
+
+class Held(NamedTuple):
+    """What this rank holds of a tensor of the checkpoint, and how that lies over the ranks."""
+
+    sharding: Sharding
+    local: torch.Tensor
+
+
+def held_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Held]:
+    """Return what this rank holds of a checkpoint: the tensors themselves, not copies.
+
+    Raises:
+        CheckpointError: see `state_of`.
+    """
+    held = {name: _held(tensor) for name, tensor in state_of(model, optimizer).items()}
+    return held | _rows(_generators(model))
+
+
+def held_once_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Held]:
+    """Return `held_by` as it will be when each parameter has its moments.
+
+    Those that are not there yet stand as the parameter itself, which is as large.
+    """
+    held = held_by(model, optimizer)
+    for name, parameter in _trained(weights_of(model), optimizer).items():
+        for key in MOMENTS:
+            held.setdefault(f"optimizer.{name}.{key}", _held(parameter))
+        steps = torch.zeros((), dtype=torch.float32)
+        held.setdefault(f"optimizer.{name}.step", Held(sharding_of(steps), steps))
+    return held
+
+
+def _held(tensor: torch.Tensor) -> Held:
+    return Held(sharding_of(tensor), local_part(tensor.detach()))
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds, as this rank has it: the tensors themselves, not copies.
+    """Return the weights and the optimizer's state: the tensors themselves, not copies.
 
     A parameter that no step has used yet has no state in the optimizer, and none here.
 
@@ -49,7 +85,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
                     f"the optimizer's {key} of {name} is {value!r}; only tensors can be saved"
                 )
             state[f"optimizer.{name}.{key}"] = value
-    state |= {f"generators.{name}": value for name, value in _generators(model).items()}
     return state
 
 
@@ -65,24 +100,24 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
             may be those of neither.
     """
     doing = f"cannot load {folder}"
-    about, shapes = _open(folder, doing)
+    about, tensors = _open(folder, doing)
     weights = weights_of(model)
-    agree(lambda: _check_fit(about, shapes, weights, _trained(weights, optimizer)), doing)
+    agree(lambda: _check_fit(about, tensors, weights, _trained(weights, optimizer)), doing)
     state = {f"model.{name}": tensor.detach() for name, tensor in weights.items()}
-    moments = _empty_moments(shapes, _trained(weights, optimizer), optimizer)
+    moments = _empty_moments(tensors, _trained(weights, optimizer), optimizer)
     for name, values in moments.items():
         state |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
-    generators = _generators(model)
-    if about.num_ranks != dist.get_world_size() or any(
-        f"generators.{name}" not in shapes for name in generators
-    ):
+    held = {name: _held(tensor) for name, tensor in state.items()}
+    generators = {device: torch.empty_like(value) for device, value in _generators(model).items()}
+    rows = _rows(generators)
+    if all(_fits(tensors, name, row.sharding) for name, row in rows.items()):
+        held |= rows
+    else:
         generators = {}
-    state |= {f"generators.{name}": value for name, value in generators.items()}
-    _read(folder, state, doing)
+    _read(folder, tensors, held, doing)
+    agree(lambda: _set_generators(generators), doing)
     for name, parameter in _trained(weights, optimizer).items():
         optimizer.state[parameter] = moments.get(name, {})
-    for name, value in generators.items():
-        (torch.cuda if name.startswith("cuda") else torch).set_rng_state(value)
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -93,10 +128,11 @@ def load_weights(folder: Path, model: nn.Module) -> None:
             may be those of neither.
     """
     doing = f"cannot load the weights in {folder}"
-    _, shapes = _open(folder, doing)
+    _, tensors = _open(folder, doing)
     weights = weights_of(model)
-    agree(lambda: _check_weights(shapes, weights), doing)
-    _read(folder, {f"model.{name}": tensor.detach() for name, tensor in weights.items()}, doing)
+    agree(lambda: _check_weights(tensors, weights), doing)
+    held = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
+    _read(folder, tensors, held, doing)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -133,50 +169,89 @@ def _trained(
 
 def _generators(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the states of this rank's generators: the CPU's, and its GPU's if it has one."""
-    rank = dist.get_rank()
-    states = {f"cpu.{rank}": torch.get_rng_state()}
+    states = {"cpu": torch.get_rng_state()}
     if next(model.parameters()).is_cuda:
-        states[f"cuda.{rank}"] = torch.cuda.get_rng_state()
+        states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
-def _open(folder: Path, doing: str) -> tuple[Manifest, Shapes]:
+def _rows(states: dict[str, torch.Tensor]) -> dict[str, Held]:
+    """Return this rank's generators as rows of tensors of the checkpoint."""
+    num_ranks = dist.get_world_size()
+    return {
+        f"generators.{device}": Held(
+            one_row_each(state.numel(), state.dtype, num_ranks), state[None]
+        )
+        for device, state in states.items()
+    }
+
+
+def _fits(tensors: Index, name: str, sharding: Sharding) -> bool:
+    stored = tensors.get(name)
+    return stored is not None and (stored.layout.shape, stored.dtype) == (
+        sharding.shape,
+        sharding.dtype,
+    )
+
+
+def _set_generators(states: dict[str, torch.Tensor]) -> None:
+    try:
+        for device, state in states.items():
+            (torch.cuda if device == "cuda" else torch).set_rng_state(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"its state of a generator is none: {error}") from error
+
+
+def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
     """Verify the files, dealt out over the ranks; return what the checkpoint says that it holds."""
     about = agree_on_first(lambda: manifest.read(folder), doing)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     agree(lambda: verify(folder, about, rank, num_ranks), doing)
-    return about, agree_on_first(lambda: _shapes(folder), doing)
+    return about, agree_on_first(lambda: index.read(folder, about.files), doing)
 
 
-def _shapes(folder: Path) -> Shapes:
-    tensors: dict[str, Any] = read_index(folder).state_dict_metadata
-    return {name: tuple(tensor.size) for name, tensor in tensors.items()}
+def _read(folder: Path, tensors: Index, held: dict[str, Held], doing: str) -> None:
+    """Fill what this rank holds from the checkpoint."""
+    rank = dist.get_rank()
+    wanted = {name: (each.local, each.sharding.box(rank)) for name, each in held.items()}
+    agree(lambda: index.load(folder, tensors, wanted), doing)
 
 
-def _check_weights(shapes: Shapes, weights: dict[str, torch.Tensor]) -> None:
+def _check_weights(tensors: Index, weights: dict[str, torch.Tensor]) -> None:
     """Refuse the weights of another model.
 
     Raises:
         CheckpointError: names the first tensor that does not fit.
     """
     for name, tensor in weights.items():
-        stored = shapes.get(f"model.{name}")
-        if stored is None:
-            raise CheckpointError(f"it is of another model: it has no tensor {name}")
-        if stored != tuple(tensor.shape):
-            raise CheckpointError(
-                f"it is of another model: its {name} has the shape {list(stored)}, this model's "
-                f"{list(tensor.shape)}"
-            )
-    for stored_name in sorted(shapes):
+        _check_tensor(tensors, f"model.{name}", name, tensor)
+    for stored_name in sorted(tensors):
         room, _, name = stored_name.partition(".")
         if room == "model" and name not in weights:
             raise CheckpointError(f"it is of another model: this one has no tensor {name}")
 
 
+def _check_tensor(tensors: Index, stored_name: str, name: str, tensor: torch.Tensor) -> None:
+    stored = tensors.get(stored_name)
+    if stored is None:
+        raise CheckpointError(f"it is of another model: it has no tensor {name}")
+    if stored.layout.shape != tuple(tensor.shape):
+        raise CheckpointError(
+            f"it is of another model: its {name} has the shape {brief(list(stored.layout.shape))}, "
+            f"this model's {list(tensor.shape)}"
+        )
+    if stored.dtype != tensor.dtype and not (
+        stored.dtype.is_floating_point and tensor.dtype.is_floating_point
+    ):
+        raise CheckpointError(
+            f"it is of another model: its {name} is of {stored.dtype}, this model's of "
+            f"{tensor.dtype}"
+        )
+
+
 def _check_fit(
     about: Manifest,
-    shapes: Shapes,
+    tensors: Index,
     weights: dict[str, torch.Tensor],
     trained: dict[str, torch.Tensor],
 ) -> None:
@@ -186,19 +261,22 @@ def _check_fit(
         CheckpointError: names the first tensor that does not fit.
     """
     about.check_optimizer()
-    _check_weights(shapes, weights)
-    for name, keys in _moment_keys(shapes).items():
+    _check_weights(tensors, weights)
+    for name, keys in _moment_keys(tensors).items():
         if name not in trained:
             raise CheckpointError(
                 f"it has optimizer state ({', '.join(keys)}) of {name}, which this run does not "
                 "train"
             )
+        for key in keys:
+            like = torch.empty((), device="meta") if key == "step" else trained[name]
+            _check_tensor(tensors, f"optimizer.{name}.{key}", f"{key} of {name}", like)
 
 
-def _moment_keys(shapes: Shapes) -> dict[str, list[str]]:
+def _moment_keys(tensors: Index) -> dict[str, list[str]]:
     """Return the names of the optimizer's state, by parameter."""
     keys: dict[str, list[str]] = defaultdict(list)
-    for stored_name in sorted(shapes):
+    for stored_name in sorted(tensors):
         room, _, rest = stored_name.partition(".")
         if room == "optimizer":
             name, _, key = rest.rpartition(".")
@@ -207,7 +285,7 @@ def _moment_keys(shapes: Shapes) -> dict[str, list[str]]:
 
 
 def _empty_moments(
-    shapes: Shapes, trained: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
+    tensors: Index, trained: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return room for the optimizer's state that the checkpoint has, split as the parameters are.
 
@@ -220,7 +298,7 @@ def _empty_moments(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    for name, keys in _moment_keys(shapes).items():
+    for name, keys in _moment_keys(tensors).items():
         parameter = trained[name]
         moments[name] = {}
         for key in keys:
@@ -231,10 +309,3 @@ def _empty_moments(
                 value = torch.zeros_like(parameter, requires_grad=False)
             moments[name][key] = value
     return moments
-
-
-def _read(folder: Path, state: dict[str, torch.Tensor], doing: str) -> None:
-    """Fill the tensors of `state` in place."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = Reader(folder)
-    agree(lambda: dcp.load(state, storage_reader=reader, planner=planner), doing)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.companions import keep_tokenizer
 from phalanx.checkpoint.manifest import Checkpoint
-from phalanx.checkpoint.place import existing, free_bytes
+from phalanx.checkpoint.storage import existing, free_bytes, replace_file
 from phalanx.config import TrainConfig
 from phalanx.config_file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError
@@ -81,12 +80,8 @@ def keep_origin(job: Job) -> None:
     """
     job.out.mkdir(parents=True, exist_ok=True)
     keep_tokenizer(job.tokens.tokenizer, job.out)
-    partial = job.out / (RUN_FILE + manifest.PARTIAL)
-    with partial.open("wb") as file:
-        file.write(_HEAD.encode() + to_toml(to_keep(job.config)).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(job.out / RUN_FILE)
+    content = _HEAD + to_toml(to_keep(job.config))
+    replace_file(job.out / RUN_FILE, content.encode())
 
 
 _HEAD: Final = """\

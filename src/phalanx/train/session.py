@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,14 +11,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.text import Text
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.checkpoint import state
 from phalanx.checkpoint.agree import agree_on_first
 from phalanx.checkpoint.saver import Saver
+from phalanx.comm.primitives import local_part
 from phalanx.data.loader import Loader, stream_length
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
+from phalanx.measure.environment import free_memory_bytes
 from phalanx.mesh import build_mesh, data_coordinate, device_of
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
@@ -94,7 +99,7 @@ def open_session(job: Job) -> Session:
     config = job.config
     mesh = build_mesh(job.strategy, job.device)
     device = device_of(mesh)
-    saver = Saver(job.out, keep=config.keep_checkpoints)
+    saver = Saver(job.out, keep=config.keep_checkpoints, timeout_s=config.timeout_s)
     # Another run may have saved to it, and ended, since the job was resolved.
     agree_on_first(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
     precision = resolve(config.precision, job.device)
@@ -140,6 +145,7 @@ def open_session(job: Job) -> Session:
         trainer.steps_done, consumed = about.steps_done, about.consumed
     if config.compile:
         _compile(model)
+    _reserve(saver, trainer)
     return Session(
         job=job,
         mesh=mesh,
@@ -151,6 +157,17 @@ def open_session(job: Job) -> Session:
         validation=_validation(job),
         saver=saver,
     )
+
+
+def _reserve(saver: Saver, trainer: Trainer) -> None:
+    """Get the memory that checkpoints are copied to; it would be too late after the last step."""
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free_bytes = free_memory_bytes("cpu") // num_here
+    if not next(trainer.model.parameters()).is_cuda:  # gradients and moments will lie there, too
+        free_bytes -= 3 * sum(local_part(p).nbytes for p in trainer.model.parameters())
+    line = saver.reserve(trainer.model, trainer.optimizer, free_bytes)
+    if line is not None and dist.get_rank() == 0:
+        Console().print(Text(line), soft_wrap=True)
 
 
 def _compile(model: Decoder) -> None:

@@ -1,0 +1,81 @@
+"""The copy of what a rank writes, in host memory that is reserved before the first step.
+
+On the way to the disk the state lies here, so that the next steps may change the tensors. Where
+there is not enough memory nothing is kept: then it is written from where it lies, piece by piece,
+and the step waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.checkpoint.tensor_file import CHUNK_BYTES
+
+
+class HostCopy:
+    """Holds the bytes of some tensors, one after the other, as their file does.
+
+    On CUDA the memory is pinned if the system lets us, exactly as much as there is: PyTorch's own
+    pinned memory is rounded up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+        self._is_pinned = False
+
+    def reserve(self, num_bytes: int, free_bytes: int | None = None, *, pin: bool = False) -> bool:
+        """Get the memory, all of it now: a page that is only promised may be missing later.
+
+        Args:
+            num_bytes: to hold.
+            free_bytes: that this rank may take; None to find out.
+            pin: tensors come from a GPU.
+
+        Returns:
+            Whether there is enough.
+        """
+        if self._buffer is not None and self._buffer.nbytes >= num_bytes:
+            return True
+        self.release()
+        if free_bytes is not None and num_bytes > free_bytes:
+            return False
+        try:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").zero_()
+        except (RuntimeError, MemoryError):
+            return False
+        if pin and num_bytes:
+            cuda: Any = torch.cuda.cudart()
+            self._is_pinned = (
+                cuda.cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0).value == 0
+            )
+        return True
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._is_pinned and self._buffer is not None:
+            cuda: Any = torch.cuda.cudart()
+            cuda.cudaHostUnregister(self._buffer.data_ptr())
+        self._buffer, self._is_pinned = None, False
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Copy tensors, and return what holds their bytes; they may change once this returns."""
+        assert self._buffer is not None
+        end = 0
+        for tensor in tensors:
+            begin, end = end, end + tensor.nbytes
+            room = self._buffer[begin:end].view(tensor.dtype).view(tensor.shape)
+            room.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.synchronize()
+        return [self._buffer[:end]]
+
+
+def in_pieces(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Return the tensors in pieces of few bytes on the CPU, each made when it is asked for."""
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        for piece in flat.split(max(1, CHUNK_BYTES // tensor.itemsize)):
+            yield piece.cpu()

@@ -1,0 +1,195 @@
+"""The index of a checkpoint: the shape and data type of each tensor, and which file holds what.
+
+index.json
+    layouts   [{"shape": [...], "shards": [[offsets, sizes, file], ...]}, ...]
+    tensors   {name: [data type, number of its layout]}
+
+Tensors of one shape mostly lie alike, so a layout is written once for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from safetensors import SafetensorError
+
+from phalanx.checkpoint.plan import Box, Layout, SavedShard, check_cover, plan_reads
+from phalanx.checkpoint.storage import Checksum, brief, checksum, read_json, sync
+from phalanx.checkpoint.tensor_file import DTYPES, NAMES, SUFFIX, open_file
+from phalanx.errors import CheckpointError
+
+NAME: Final = "index.json"
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    layout: Layout
+
+
+Index = dict[str, SavedTensor]
+"""The tensors of a checkpoint by name."""
+
+
+def write(
+    folder: Path, dtypes: Mapping[str, torch.dtype], layouts: Mapping[str, Layout]
+) -> Checksum:
+    """Write the index into a folder, and have the disk hold it; return its checksum.
+
+    Args:
+        folder: of the checkpoint.
+        dtypes: of the tensors, by name.
+        layouts: of the tensors, by name.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    distinct = {id(layout): layout for layout in layouts.values()}
+    numbers = {key: number for number, key in enumerate(distinct)}
+    content = {
+        "layouts": [vars(layout) for layout in distinct.values()],
+        "tensors": {
+            name: [NAMES[dtypes[name]], numbers[id(layout)]] for name, layout in layouts.items()
+        },
+    }
+    path = folder / NAME
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    sync(path)
+    return checksum(path)
+
+
+def read(folder: Path, files: Mapping[str, Checksum]) -> Index:
+    """Read the index of a checkpoint, and check that it describes tensors that can be there.
+
+    Args:
+        folder: of the checkpoint.
+        files: of its manifest; no other is read.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or asks for what is not there.
+    """
+    if NAME not in files:
+        raise CheckpointError(f"its manifest does not list {NAME}")
+    try:
+        content = read_json(folder / NAME)
+        return _index(content, files)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"its file {NAME} is missing") from error
+    except ValueError as error:
+        raise CheckpointError(f"its file {NAME} is no index of tensors: {error}") from error
+
+
+def _index(content: dict[str, Any], files: Mapping[str, Checksum]) -> Index:
+    layouts, tensors = content.get("layouts"), content.get("tensors")
+    if not isinstance(layouts, list) or not isinstance(tensors, dict) or len(content) != 2:
+        raise ValueError("expected a list of layouts and the tensors by name")
+    checked = [_layout(value) for value in cast("list[Any]", layouts)]
+    sizes = [_elements_by_file(layout) for layout in checked]
+    fitting: set[tuple[int, int]] = set()
+    index: Index = {}
+    for name, value in cast("dict[str, Any]", tensors).items():
+        match value:
+            case [str(dtype_name), int(number)] if (
+                dtype_name in DTYPES and type(number) is int and 0 <= number < len(checked)
+            ):
+                dtype = DTYPES[dtype_name]
+            case _:
+                raise ValueError(
+                    f"tensor {brief(name)} is {brief(value)}, expected a data type and the number "
+                    f"of one of {len(checked)} layouts"
+                )
+        if (number, dtype.itemsize) not in fitting:
+            for file, num_elements in sizes[number].items():
+                if file not in files or not file.endswith(SUFFIX):
+                    raise ValueError(f"{brief(file)} is no file of tensors in the manifest")
+                if num_elements * dtype.itemsize > files[file][0]:
+                    raise ValueError(f"tensor {brief(name)} is larger than the file {file}")
+            fitting.add((number, dtype.itemsize))
+        index[name] = SavedTensor(dtype, checked[number])
+    return index
+
+
+def _elements_by_file(layout: Layout) -> dict[str, int]:
+    return {shard.file: math.prod(shard.sizes) for shard in layout.shards}
+
+
+def _layout(value: Any) -> Layout:
+    """Return a layout, once it is known to be one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match value:
+        case {"shape": [*lengths], "shards": [*entries], **rest} if not rest:
+            shape = _numbers(lengths)
+        case _:
+            raise ValueError(f"a layout is {brief(value)}, expected a shape and shards")
+    shards: list[SavedShard] = []
+    for entry in entries:
+        match entry:
+            case [[*offsets], [*sizes], str(file)] if len(offsets) == len(sizes) == len(shape):
+                shards.append(SavedShard(_numbers(offsets), _numbers(sizes), file))
+            case _:
+                raise ValueError(
+                    f"a shard is {brief(entry)}, expected {len(shape)} offsets, as many sizes and "
+                    "the name of a file"
+                )
+    if (problem := check_cover(shape, shards)) is not None:
+        raise ValueError(f"a layout of shape {brief(list(shape))}: {problem}")
+    return Layout(shape, tuple(shards))
+
+
+def _numbers(values: list[Any]) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise ValueError(f"{brief(value)} is no size or offset")
+    return tuple(values)
+
+
+def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Box]]) -> None:
+    """Read parts of tensors.
+
+    Args:
+        folder: of the checkpoint.
+        index: of the checkpoint.
+        wanted: where each part is to be, and which part of the whole tensor it is, by name.
+
+    Raises:
+        CheckpointError: a file does not hold what the index says.
+    """
+    layouts = {name: index[name].layout for name in wanted}
+    for file, parts in plan_reads(
+        layouts, {name: box for name, (_, box) in wanted.items()}
+    ).items():
+        with open_file(folder / file) as tensors:
+            for name, (shard, source, target) in parts:
+                try:
+                    found = tensors.get_slice(name)
+                    described = (found.get_dtype(), tuple(found.get_shape()))
+                    if described != (NAMES[index[name].dtype], shard.sizes):
+                        raise CheckpointError(
+                            f"its file {file} has {brief(name)} as {brief(described)}, not as "
+                            f"{NAME} says"
+                        )
+                    part = found[source if shard.sizes else ...]
+                except SafetensorError as error:
+                    raise CheckpointError(f"its file {file} cannot be read: {error}") from error
+                wanted[name][0][target if shard.sizes else ...] = part
+
+
+def load_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
+    """Return one tensor, whole, in the data type it was saved in.
+
+    Raises:
+        CheckpointError: a file does not hold what the index says.
+    """
+    dtype, layout = index[name]
+    tensor = torch.empty(layout.shape, dtype=dtype)
+    load(folder, index, {name: (tensor, Box((0,) * len(layout.shape), layout.shape))})
+    return tensor

@@ -1,0 +1,107 @@
+"""The lock that keeps the checkpoints of a run for one process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint import manifest
+from phalanx.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+
+LOCK_WAIT_S = 10.0
+"""How long a run waits for the lock of another. A killed process keeps its lock until the system
+is done with it, which takes a while if the disk is busy: 0.2 s were seen. Files that another host
+has written may take a while to be seen, too."""
+
+
+class RunLock:
+    """Keeps the checkpoints of a run for one process: another one would remove what it writes.
+
+    The system takes the lock back from a process that ends, however it ends. Where the system, or
+    the disk, has no locks, nothing keeps another process away.
+    """
+
+    def __init__(self, run: Path) -> None:
+        """Take nothing yet; `run` is the folder of the run."""
+        self._folder = run / "checkpoints"
+        self._close: weakref.finalize[Any, Any] | None = None
+
+    def take(self) -> str:
+        """Take the lock, until `release` or the end of this object; return what marks it as ours.
+
+        Raises:
+            CheckpointError: another process has it, and still has it after `LOCK_WAIT_S`.
+            OSError: the folder or the lock's file cannot be made or written.
+        """
+        path = self._folder / manifest.LOCK
+        self._folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._close = weakref.finalize(self, os.close, descriptor)
+        if not _within(LOCK_WAIT_S, lambda: _is_locked(descriptor)):
+            self.release()
+            raise CheckpointError(
+                f"another process saves to {self._folder}; wait until it has ended, or give "
+                "another --out"
+            )
+        mark = secrets.token_hex(8)
+        try:
+            os.truncate(descriptor, 0)
+            os.write(descriptor, mark.encode())
+            os.fsync(descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        return mark
+
+    def check_shared(self, mark: str) -> None:
+        """Check that this host sees the folder in which another one holds the lock.
+
+        Raises:
+            CheckpointError: it sees another folder; what ranks here write would be in no
+                checkpoint.
+        """
+        path = self._folder / manifest.LOCK
+        if not _within(LOCK_WAIT_S, lambda: path.is_file() and path.read_text() == mark):
+            raise CheckpointError(
+                f"{self._folder} on {platform.node()} is not the folder that rank 0 writes to; "
+                "give an --out on a disk that all hosts share"
+            )
+
+    def release(self) -> None:
+        """Let others have the lock, if this process holds it."""
+        if self._close is not None:
+            self._close()
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock an open file, if no other process has; True where there are no locks."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this disk has no locks
+        return True
+    return True
+
+
+def _within(limit_s: float, is_so: Callable[[], bool]) -> bool:
+    """Return whether something is so, now or within a while."""
+    deadline_s = time.monotonic() + limit_s
+    while not is_so():
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(0.05)
+    return True

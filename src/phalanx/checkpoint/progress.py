@@ -1,0 +1,172 @@
+"""How the writers of a job's ranks tell each other how far they are, and when they give up.
+
+Each rank keeps one line in the store at which the ranks have met; rank 0 reads them all, decides,
+and keeps one line of its own that all others read:
+
+    rank r    opened or written? bytes so far, or the checksum of its file, or what went wrong
+    rank 0    a beat, while it waits; at last what became of the save
+
+There are no collectives, so nobody waits for a call that does not come. A wait ends when nothing
+has moved for `timeout_s`: a slow disk may take as long as it likes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import Any, Final, Literal
+
+import torch.distributed as dist
+
+from phalanx.errors import CheckpointError
+from phalanx.mesh import job_store
+
+POLL_S: Final = 0.05
+"""How often a rank looks at the others, at most; thousands of ranks look less often."""
+
+GRACE_S: Final = 5.0
+"""How much longer than rank 0 another rank waits: rank 0 knows who is late."""
+
+State = Literal["writing", "written", "failed"]
+"""Of a rank: its value is bytes, a checksum or words."""
+
+
+class SaveProgress:
+    """The state of the save under way on every rank, as this one knows it.
+
+    `begin` and `is_late` are for the main thread, all else for the thread that writes.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        """Meet the others; every rank calls this together, and `settle` after.
+
+        Args:
+            name: of this exchange, the same on every rank and for no other.
+            timeout_s: longest time in which nothing moves.
+        """
+        self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self.timeout_s = timeout_s
+        self._poll_s = POLL_S + self._num_ranks / 4000
+        store = job_store()
+        store.set_timeout(timedelta(seconds=timeout_s + GRACE_S))
+        self._store: Any = dist.PrefixStore(f"checkpoint/{name}", store)
+        self._number, self._beat = 0, 0
+        self._failed = (0, "")
+        self._seen: dict[str, tuple[Any, float]] = {}
+        self._told_s = self._moved_s = time.monotonic()
+        self._store.set(str(self.rank), "[0]")
+        if self.rank == 0:
+            self.conclude("published")
+
+    def begin(self) -> None:
+        """Begin with the next save."""
+        self._number += 1
+        self._moved_s = time.monotonic()
+        self._seen = {}
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this rank has seen nothing move for longer than rank 0 would wait."""
+        return time.monotonic() - self._moved_s > self.timeout_s + GRACE_S
+
+    def moved(self, num_bytes: int) -> None:
+        """Tell that this rank has written some of its bytes.
+
+        Raises:
+            CheckpointError: the save is given up, by another rank's fault.
+        """
+        self._moved_s = time.monotonic()
+        if self._moved_s - self._told_s > self._poll_s:
+            self.tell("writing", num_bytes)
+            self.look()
+
+    def tell(self, state: State, value: Any) -> None:
+        """Tell the others how this rank is."""
+        self._told_s = time.monotonic()
+        self._store.set(str(self.rank), json.dumps([self._number, state, value]))
+
+    def wait(self) -> list[Any]:
+        """Return how each rank is, on rank 0 once all have written; elsewhere once it is published.
+
+        Raises:
+            CheckpointError: the save is given up, or rank 0 gives no sign.
+        """
+        goal = [self._number, "written" if self.rank == 0 else "published"]
+        while True:
+            states = self.look()
+            # Rank 0 may be at the next save already.
+            if all(state[:2] == goal or state[0] > self._number for state in states):
+                return [state[2] for state in states]
+            time.sleep(self._poll_s)
+
+    def wait_to_begin(self) -> None:
+        """Return once rank 0 has made the folder.
+
+        Raises:
+            CheckpointError: it could not, or gives no sign.
+        """
+        while self.look()[0][0] < self._number:
+            time.sleep(self._poll_s)
+
+    def look(self) -> list[Any]:
+        """Return how each rank is, on rank 0; elsewhere what rank 0 says of the save.
+
+        Raises:
+            CheckpointError: a rank has failed, or is late; or rank 0 has given the save up.
+        """
+        return self._look_at_all() if self.rank == 0 else self._look_at_first()
+
+    def conclude(self, outcome: Literal["open", "published", "failed"], words: str = "") -> None:
+        """Tell the others what became of the save; rank 0 calls this."""
+        self._beat += 1
+        if outcome == "failed":
+            self._failed = (self._number, words)
+        self._store.set("first", json.dumps([self._number, outcome, self._failed, self._beat]))
+
+    def _look_at_all(self) -> list[Any]:
+        lines = self._store.multi_get([str(rank) for rank in range(self._num_ranks)])
+        states = [json.loads(line) for line in lines]
+        self.conclude("open")
+        for rank, state in enumerate(states):
+            self._note(str(rank), state)
+            if state[0] == self._number and state[1] == "failed":
+                raise CheckpointError(state[2])
+        late = [rank for rank in range(self._num_ranks) if self._is_late(rank, states[rank])]
+        if late:
+            raise CheckpointError(self._words_of_late(late, states))
+        return states
+
+    def _is_late(self, rank: int, state: Any) -> bool:
+        is_written = state[:2] == [self._number, "written"]
+        return not is_written and time.monotonic() - self._seen[str(rank)][1] > self.timeout_s
+
+    def _words_of_late(self, late: list[int], states: list[Any]) -> str:
+        who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late[:8]))}"
+        rest = f" and {len(late) - 8} more" if len(late) > 8 else ""
+        num_bytes = [s[2] if s[0] == self._number else 0 for s in (states[rank] for rank in late)]
+        return (
+            f"{who}{rest} had not written {'their parts' if len(late) > 1 else 'its part'} "
+            f"({', '.join(map(str, num_bytes[:8]))} bytes so far) and did not go on for "
+            f"{self.timeout_s:g} s"
+        )
+
+    def _look_at_first(self) -> list[Any]:
+        state = json.loads(self._store.get("first"))
+        self._note("first", state)
+        if state[2][0] == self._number:
+            raise CheckpointError(state[2][1])
+        if self.is_late:
+            raise CheckpointError(self.words_of_silence())
+        return [state]
+
+    def words_of_silence(self) -> str:
+        """Return what this rank can say when nothing moves any more."""
+        waited_s = time.monotonic() - self._moved_s
+        who = "this rank's disk takes" if self.rank == 0 else "rank 0, which publishes it, says"
+        return f"{who} nothing for {waited_s:.0f} s"
+
+    def _note(self, who: str, state: Any) -> None:
+        if who not in self._seen or self._seen[who][0] != state:
+            self._moved_s = time.monotonic()
+            self._seen[who] = (state, self._moved_s)

@@ -1,0 +1,226 @@
+"""Checkpoints that somebody has made to do harm: refused in one message, and nothing is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+
+from phalanx.checkpoint import files, index, manifest, state
+from phalanx.checkpoint.storage import checksum
+from phalanx.errors import CheckpointError
+from phalanx.launch.local import run_ranks
+
+FIRST = "rank-00000.safetensors"
+
+
+class Harmful:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("run")
+    run_ranks(runs.save_after, 2, run, 2, threads=1)
+    return manifest.find(run)
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "step-00000002"
+    folder.mkdir()
+    for path in saved.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def read_all(folder: Path) -> None:
+    """Read what `phalanx convert` reads, of a model that is none of ours."""
+    about = manifest.read(folder)
+    files.verify(folder, about)
+    tensors = index.read(folder, about.files)
+    for name in tensors:
+        index.load_whole(folder, tensors, name)
+
+
+def with_checksums(folder: Path, *more: str) -> None:
+    """Have the manifest agree with the files, whatever they are."""
+    about = manifest.read(folder)
+    names = [*about.files, *more]
+    listed = {name: checksum(folder / name) for name in names}
+    manifest.write(folder, dataclasses.replace(about, files=listed))
+
+
+def edit_index(folder: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads((folder / index.NAME).read_text())
+    change(content)
+    (folder / index.NAME).write_text(json.dumps(content))
+    with_checksums(folder)
+
+
+def pickled_index(folder: Path, mark: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Harmful(mark)))
+    (folder / index.NAME).write_bytes(pickle.dumps(Harmful(mark)))
+    with_checksums(folder, ".metadata")
+
+
+def pickled_shard(folder: Path, mark: Path) -> None:
+    torch.save({"model.scale": Harmful(mark)}, folder / FIRST)
+    with (folder / FIRST).open("ab") as file:
+        file.write(b"0" * 20_000)  # as many bytes as the index asks for
+    with_checksums(folder)
+
+
+def old_format(folder: Path, mark: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Harmful(mark)))
+    content = json.loads((folder / manifest.NAME).read_text()) | {"format": 2}
+    (folder / manifest.NAME).write_text(json.dumps(content))
+
+
+def file_outside(folder: Path, mark: Path) -> None:
+    shutil.copy(folder / FIRST, folder.parent / "outside.safetensors")
+
+    def change(content: Any) -> None:
+        for layout in content["layouts"]:
+            for shard in layout["shards"]:
+                shard[2] = shard[2].replace(FIRST, "../outside.safetensors")
+
+    edit_index(folder, change)
+
+
+def listed_file_outside(folder: Path, mark: Path) -> None:
+    about = manifest.read(folder)
+    listed = about.files | {"../outside.safetensors": (1, "0" * 64)}
+    manifest.write(folder, dataclasses.replace(about, files=listed))
+
+
+def link(folder: Path, mark: Path) -> None:
+    (folder / FIRST).rename(folder.parent / "outside.safetensors")
+    (folder / FIRST).symlink_to(folder.parent / "outside.safetensors")
+
+
+def pipe(folder: Path, mark: Path) -> None:
+    (folder / FIRST).unlink()
+    os.mkfifo(folder / FIRST)
+
+
+def manifest_pipe(folder: Path, mark: Path) -> None:
+    (folder / manifest.NAME).unlink()
+    os.mkfifo(folder / manifest.NAME)
+
+
+def wrong(change: Callable[[Any], object]) -> Callable[[Path, Path], None]:
+    return lambda folder, _: edit_index(folder, change)
+
+
+def first_layout(content: Any) -> Any:
+    """Return the layout of the embedding, [7, 5], which one file holds."""
+    return content["layouts"][content["tensors"]["model.embedding.weight"][1]]
+
+
+def no_files(folder: Path, mark: Path) -> None:
+    manifest.write(folder, dataclasses.replace(manifest.read(folder), files={}))
+
+
+ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "a pickle for an index": (pickled_index, "cannot read .*index.json: 'utf-8' codec"),
+    "a pickle for tensors": (pickled_shard, f"cannot read .*{FIRST}: .*damaged or not whole"),
+    "format 2": (old_format, "it is of format 2, of an earlier Phalanx, whose files could run"),
+    "a file elsewhere": (file_outside, "'../outside.safetensors' is no file of tensors in the man"),
+    "a listed file elsewhere": (listed_file_outside, "names the file '../outside.safetensors'"),
+    "a link": (link, f"its file {FIRST} is a link, a folder or a device"),
+    "a pipe": (pipe, f"its file {FIRST} is a link, a folder or a device"),
+    "a pipe for a manifest": (manifest_pipe, "manifest.json is no regular file"),
+    "no files": (no_files, "its manifest does not list index.json"),
+    "no layouts": (wrong(lambda c: c.pop("layouts")), "expected a list of layouts"),
+    "layouts deep down": (
+        wrong(lambda c: c.update(layouts=[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]])), "nested too deeply"
+    ),
+    "no such layout": (
+        wrong(lambda c: c["tensors"].update(a=["F32", 10**9])), "'a' is .'F32', 1000000000."
+    ),
+    "no such type": (wrong(lambda c: c["tensors"].update(a=["F33", 0])), "'a' is .'F33', 0."),
+    "a huge tensor": (
+        wrong(lambda c: first_layout(c).update(
+            shape=[1 << 40, 5], shards=[[[0, 0], [1 << 40, 5], FIRST]]
+        )),
+        "is larger than the file",
+    ),
+    "a number too large": (
+        wrong(lambda c: first_layout(c).update(shape=[1 << 70, 5])), "is no size or offset"
+    ),
+    "a negative offset": (
+        wrong(lambda c: first_layout(c)["shards"][0][0].__setitem__(0, -1)), "-1 is no size or off"
+    ),
+    "a gap": (
+        wrong(lambda c: first_layout(c)["shards"][0][0].__setitem__(0, 1)), "overlap or leave gaps"
+    ),
+    "a part that is not there": (
+        wrong(lambda c: first_layout(c)["shards"][0][1].__setitem__(0, 6)), "cover 6 of 7"
+    ),
+    "other sizes than in the file": (
+        wrong(lambda c: first_layout(c).update(
+            shape=[5, 7], shards=[[[0, 0], [5, 7], first_layout(c)["shards"][0][2]]]
+        )),
+        "it is of another model: its embedding.weight has the shape .5, 7.",
+    ),
+    "another type than in the file": (
+        wrong(lambda c: c["tensors"]["model.embedding.weight"].__setitem__(0, "F16")),
+        "has 'model.embedding.weight' as .*'F32'.*, not as index.json says",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_is_made_to_do_harm_is_refused(copy: Path, tmp_path: Path, name: str) -> None:
+    attack, words = ATTACKS[name]
+    attack(copy, tmp_path / "has run")
+    for outcome in run_ranks(runs.words_of_load, 2, copy, threads=1, timeout_s=30):
+        for message in outcome:
+            assert message.startswith(("cannot load", "cannot load the weights in"))
+            with pytest.raises(AssertionError, match=words):
+                raise AssertionError(message)
+    if "of another model" not in words and "not as" not in words:
+        with pytest.raises(CheckpointError, match=words):
+            read_all(copy)
+    assert not (tmp_path / "has run").exists()
+
+
+def test_a_refused_checkpoint_leaves_the_generators_alone(copy: Path) -> None:
+    assert run_ranks(load_bad_generator, 1, copy, threads=1) == [True]
+
+
+def load_bad_generator(folder: Path) -> bool:
+    """Load a checkpoint, of one rank, whose generator is in no state that there is."""
+    run = folder.parent / "alone"
+    model, optimizer = runs.build()
+    torch.manual_seed(7)
+    runs.save(run, model, optimizer, 1)
+    copy = manifest.find(run)
+    path = copy / FIRST
+    header_bytes = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + header_bytes])
+    begin, end = header["generators.cpu"]["data_offsets"]
+    content = bytearray(path.read_bytes())
+    content[8 + header_bytes + begin : 8 + header_bytes + end] = b"\xff" * (end - begin)
+    path.write_bytes(content)
+    with_checksums(copy)
+    before = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match="its state of a generator is none"):
+        state.load(copy, model, optimizer)
+    return torch.equal(torch.get_rng_state(), before)
