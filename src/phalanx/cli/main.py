@@ -25,7 +25,7 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "train": "train a decoder on text over one or many processes",
         "verify": "prove that a strategy computes what one process computes",
-        "bench": "measure this machine: matmul ceiling, MFU",
+        "bench": "measure this machine: matmul ceiling, MFU, scaling, tensor layouts",
         "doctor": "show versions, devices and backends, and let two processes meet",
         "convert": "turn Hugging Face weights into a checkpoint, or back",
     }

@@ -30,7 +30,7 @@ def screen() -> Console:
     console = Console(highlight=False)
     if console.is_terminal:
         return Console(width=min(console.width, WIDTH), highlight=False)
-    console = Console(width=WIDTH, highlight=False)
+    console = Console(width=WIDTH, highlight=False, soft_wrap=True)
     console.push_render_hook(_Plain(console))
     return console
 
@@ -47,8 +47,6 @@ class _Plain(RenderHook):
     def _plain(self, renderable: Any) -> ConsoleRenderable:
         if isinstance(renderable, Group):
             return Group(*map(self._plain, renderable.renderables))
-        if isinstance(renderable, Text):
-            renderable.no_wrap, renderable.overflow = True, "ignore"
         if not isinstance(renderable, Table):
             return renderable
         if renderable.box is not None:

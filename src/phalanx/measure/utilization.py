@@ -16,6 +16,9 @@ from phalanx.planner.model_shape import Attention, Flops
 
 Reference = Literal["data sheet", "ceiling"]
 
+ROUNDING = 1e-3
+"""How far a share of times, each measured on its own, may lie beside [0, 1]."""
+
 GOOD, EXCELLENT = 0.30, 0.40
 """From where on an MFU, of the data sheet of a GPU, is called so."""
 
@@ -139,8 +142,13 @@ class Utilization:
             lines.append(f"The MFU is {grade}.")
         if not lines:
             lines.append("no MFU: neither a data sheet nor a measured ceiling for this device")
-        lines.append(f"{_tera(self.causal.model / self.time_s)} of model FLOPs; {self.formula}")
+        lines.append(f"{self.rate_text()} of model FLOPs; {self.formula}")
         return "\n".join(lines + [f"WARNING: {warning}" for warning in self.warnings()])
+
+    def rate_text(self) -> str:
+        """Return the rate of the model's FLOPs; `unknown` where the data sheet forbids it."""
+        rate, most = self.causal.model / self.time_s, self._rate("data sheet")
+        return "unknown" if most is not None and rate > most else _tera(rate)
 
     def as_dict(self) -> dict[str, object]:
         """Return every share, rate and count as plain values for JSON."""
@@ -184,8 +192,10 @@ class Utilization:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as text, such as `41.3 %`; `unknown` for None."""
-    return "unknown" if share is None else f"{100 * share:.1f} %"
+    """Return a share as text, such as `41.3 %`; `unknown` for None and for what is no share."""
+    if share is None or not -ROUNDING <= share <= 1 + ROUNDING:
+        return "unknown"
+    return f"{100 * share:.1f} %"
 
 
 def _tera(flops_per_s: float) -> str:

@@ -1,0 +1,127 @@
+"""`phalanx bench tensor`: one decoder block under layouts of tensor parallelism."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.cli.bench.common import ResultConfig, document_of, folder_of, use_threads, write
+from phalanx.cli.screen import print_json
+from phalanx.launch.local import num_cores
+from phalanx.measure.environment import has_fast_bfloat16
+from phalanx.measure.tensor import DEFAULT_LAYOUTS, DEFAULT_SIZES, LayoutPoint, measure_tensor
+from phalanx.measure.tensor_theory import Amounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorConfig(ResultConfig):
+    """Measure one decoder block under layouts of tensor parallelism, on CPU ranks of this host."""
+
+    layouts: tuple[str, ...] = DEFAULT_LAYOUTS
+    """Strategies of tp alone."""
+    sizes: tuple[str, ...] = DEFAULT_SIZES
+    """Width of the block and its microbatch, each HIDDENxROWSxPLACES."""
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """Data type of the arithmetic; auto: bfloat16 where the CPU has it, else float32."""
+    repeats: int = 5
+    """Steps to time of each layout, which take turns; 0 only counts."""
+
+
+def run(config: TensorConfig, console: Console) -> int:
+    """Measure, and print a table for each size."""
+    use_threads(config.threads)
+    folder = folder_of(config.out)
+    precision = config.dtype
+    if precision == "auto":
+        precision = "bfloat16" if has_fast_bfloat16("cpu") else "float32"
+    result = measure_tensor(
+        config.layouts,
+        config.sizes,
+        precision=precision,
+        repeats=config.repeats,
+        threads=config.threads,
+    )
+    for size, points in groupby(result.points, lambda point: point.size):
+        words = (
+            f"One block, hidden {size.hidden}, ffn {size.shape.ffn}, {size.num_rows} rows of "
+            f"{size.length} places ({size.num_tokens} tokens), {precision}; a rank, a step"
+        )
+        console.print(Text(words))
+        console.print(_tensor_table(list(points)))
+    for crossing in result.crossings:
+        words = (
+            f"hidden {crossing.hidden}: {crossing.strategy} sends less than one dimension "
+            f"from {crossing.num_tokens:,.0f} tokens a microbatch on"
+        )
+        console.print(Text(words))
+    if config.repeats:
+        words = (
+            f"times are of {config.repeats} steps in turns on {num_cores()} cores; compare those "
+            "of as many ranks. The theory of a time is its products with weights alone, at the "
+            "rate that all ranks together reach."
+        )
+        console.print(Text(words))
+        if stale := [point.strategy for point in result.points if _is_stale(point)]:
+            words = (
+                f"no theory of the time of {', '.join(dict.fromkeys(stale))}: at the rate measured "
+                "for them, products alone take longer than a step did; measure again on an idle "
+                "machine"
+            )
+            console.print(Text(words))
+    document = document_of("tensor", result.as_dict())
+    if folder is not None:
+        write(folder / f"tensor-cpu-{precision}.json", document, console)
+    if config.json:
+        print_json(document)
+    return 0
+
+
+def _tensor_table(points: Sequence[LayoutPoint]) -> Table:
+    table = Table()
+    table.add_column("layout")
+    table.add_column("")
+    for heading in ("sent MiB", "calls", "weights MiB", "kept MiB", "peak MiB", "ms"):
+        table.add_column(heading, justify="right")
+    table.add_column("min - max", justify="right")
+    for point in points:
+        times_ms = [1e3 * time_s for time_s in point.times_s]
+        table.add_row(
+            point.strategy,
+            "measured",
+            *_amounts_cells(point.measured),
+            f"{point.peak_bytes / 2**20:.2f}",
+            _ms(statistics.median(times_ms)) if times_ms else "-",
+            f"{_ms(min(times_ms))} - {_ms(max(times_ms))}" if times_ms else "-",
+        )
+        is_known = point.products_s is not None and not _is_stale(point)
+        products_ms = _ms(1e3 * (point.products_s or 0)) if is_known else "-"
+        table.add_row(
+            "", "theory", *_amounts_cells(point.theory), "-", products_ms, "", end_section=True
+        )
+    return table
+
+
+def _is_stale(point: LayoutPoint) -> bool:
+    """Return whether its products alone would take longer than a whole step did."""
+    return point.products_s is not None and point.products_s > min(point.times_s, default=math.inf)
+
+
+def _ms(time_ms: float) -> str:
+    return f"{time_ms:.1f}" if time_ms < 100 else f"{time_ms:.0f}"
+
+
+def _amounts_cells(amounts: Amounts) -> list[str]:
+    return [
+        f"{amounts.sent_bytes / 2**20:.2f}",
+        str(amounts.num_calls),
+        f"{amounts.weight_bytes / 2**20:.2f}",
+        f"{amounts.kept_bytes / 2**20:.2f}",
+    ]

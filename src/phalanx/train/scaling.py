@@ -1,0 +1,235 @@
+"""How much faster more ranks are: the same global batch under each strategy, in turns.
+
+A round runs every strategy once, each as a job of its own, one after the other: what else the
+machine does in a minute meets all of them. The speed-up of a round is the time of one rank over the
+time of N in that round. N ranks cannot be more than N times as fast; where the median says so, the
+machine did other work meanwhile, and no figure is given.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.comm.primitives import barrier
+from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
+from phalanx.data.batch import Batch
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.measure.environment import check_memory_for
+from phalanx.mesh import build_mesh, data_coordinate, device_of
+from phalanx.models.decoder import Decoder
+from phalanx.models.initial import fill_initial
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import compose
+from phalanx.strategy import Strategy, require_built
+from phalanx.train.objective import NextToken
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.precision import resolve
+from phalanx.train.step import Trainer
+
+WARMUP_STEPS = 2
+"""Steps of each job that are not timed: buffers are made in them."""
+
+ONE_RANK = "dp1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingCase:
+    """What every strategy computes.
+
+    Attributes:
+        shape: the decoder; its tokens are drawn at random.
+        global_size: sequences in one step.
+        seq_len: tokens of each.
+        precision: as in `TrainConfig`.
+        device: "cpu" or "cuda".
+        threads: CPU threads of each rank, whatever their number is.
+        steps: timed in each job.
+        rounds: jobs of each strategy.
+    """
+
+    shape: ModelShape
+    global_size: int
+    seq_len: int
+    precision: str
+    device: str
+    threads: int
+    steps: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """What was measured of one strategy.
+
+    Attributes:
+        strategy: its text form.
+        num_ranks: N.
+        times_s: median step of each round's job.
+        one_rank_s: the same of one rank.
+    """
+
+    strategy: str
+    num_ranks: int
+    times_s: tuple[float, ...]
+    one_rank_s: tuple[float, ...]
+
+    @property
+    def batches_per_s(self) -> float:
+        """Global batches a second, of the median round."""
+        return 1 / statistics.median(self.times_s)
+
+    @property
+    def speed_ups(self) -> list[float]:
+        """Time of one rank / time of N ranks, round by round."""
+        return [one / many for one, many in zip(self.one_rank_s, self.times_s, strict=True)]
+
+    @property
+    def speed_up(self) -> float | None:
+        """Median of the rounds; None if it is above N, which cannot be."""
+        median = statistics.median(self.speed_ups)
+        return median if median <= self.num_ranks else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """Speed-up / N, in [0, 1]."""
+        return None if self.speed_up is None else self.speed_up / self.num_ranks
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "strategy": self.strategy,
+            "num_ranks": self.num_ranks,
+            "times_s": list(self.times_s),
+            "batches_per_s": self.batches_per_s,
+            "speed_up": self.speed_up,
+            "efficiency": self.efficiency,
+        }
+
+
+def measure_scaling(
+    strategies: Sequence[str], case: ScalingCase, tell: Callable[[str], None]
+) -> list[ScalingPoint]:
+    """Time every strategy, and one rank beside them, in turns.
+
+    Args:
+        strategies: in their text form.
+        case: what they compute.
+        tell: told what is measured, before each round.
+
+    Raises:
+        PhalanxError: a strategy does not fit the model, the batch or this machine.
+    """
+    parsed = [Strategy.parse(text) for text in (ONE_RANK, *strategies)]
+    texts = list(dict.fromkeys(map(str, parsed)))
+    for strategy in parsed:
+        _check(strategy, case)
+    if case.device == "cpu":
+        check_memory_for(max(strategy.num_ranks for strategy in parsed))
+    times: dict[str, list[float]] = {text: [] for text in texts}
+    for number in range(case.rounds):
+        tell(f"round {number + 1} of {case.rounds}: {', '.join(texts)} ...")
+        for text in texts:
+            seconds = run_ranks(
+                time_rank,
+                Strategy.parse(text).num_ranks,
+                text,
+                case,
+                device=case.device,
+                threads=case.threads,
+            )
+            times[text].append(max(seconds))
+    one_rank_s = tuple(times[str(parsed[0])])
+    return [
+        ScalingPoint(text, Strategy.parse(text).num_ranks, tuple(times[text]), one_rank_s)
+        for text in texts
+    ]
+
+
+def _check(strategy: Strategy, case: ScalingCase) -> None:
+    """Refuse before any process starts what a rank would refuse.
+
+    Raises:
+        PhalanxError: see `measure_scaling`.
+    """
+    require_built(strategy)
+    num_devices = torch.cuda.device_count() if case.device == "cuda" else strategy.num_ranks
+    if strategy.num_ranks > num_devices:
+        raise ConfigError(
+            f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has {num_devices}"
+        )
+    with torch.device("meta"):
+        compose.check(Decoder(case.shape), strategy)
+    batch = solve_batch(_batch_of(case), strategy.data_ranks)
+    num_parts = compose.row_parts(strategy)
+    if batch.microbatch % num_parts:
+        raise ConfigError(
+            f"global_size is {case.global_size}, which gives each rank of {strategy} microbatches "
+            f"of {batch.microbatch} rows, but it splits rows in {num_parts}; the nearest is "
+            f"{-(-batch.microbatch // num_parts) * num_parts * strategy.data_ranks}"
+        )
+
+
+def _batch_of(case: ScalingCase) -> BatchConfig:
+    return BatchConfig(global_size=case.global_size)
+
+
+def time_rank(text: str, case: ScalingCase) -> float:
+    """Take steps of the case on this rank; return the median seconds of one."""
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy, case.device)
+    device, precision = device_of(mesh), resolve(case.precision, case.device)
+    with torch.device("meta"):
+        model = Decoder(case.shape).to(dtype=precision.master)
+    model.compute_dtype = precision.compute
+    reducer = compose.parallelize(
+        model,
+        strategy,
+        mesh,
+        compute=precision.compute,
+        first_weights=lambda part, name, whole, offset: fill_initial(
+            part, case.shape, name, 0, whole=whole, offset=offset
+        ),
+    )
+    config = OptimizerConfig()
+    trainer = Trainer(
+        model,
+        build_optimizer(model, config),
+        NextToken(0, case.shape.dropout),
+        config,
+        mesh=mesh,
+        num_steps=WARMUP_STEPS + case.steps,
+        reducer=reducer,
+    )
+    num_rows = solve_batch(_batch_of(case), strategy.data_ranks).microbatch
+    rank, _ = data_coordinate(mesh)
+    batch = _random_batch(case, rank * num_rows, num_rows).to(device)
+    times_s: list[float] = []
+    for _ in range(trainer.num_steps):
+        barrier()
+        begin_s = time.perf_counter()
+        trainer.step([batch])
+        barrier()
+        times_s.append(time.perf_counter() - begin_s)
+    return statistics.median(times_s[WARMUP_STEPS:])
+
+
+def _random_batch(case: ScalingCase, first: int, num_rows: int) -> Batch:
+    generator = torch.Generator().manual_seed(first)
+    size = (num_rows, case.seq_len)
+    tokens_BT, labels_BT = (
+        torch.randint(case.shape.vocab_size, size, generator=generator) for _ in range(2)
+    )
+    return Batch(
+        tokens_BT=tokens_BT,
+        labels_BT=labels_BT,
+        positions_BT=torch.arange(case.seq_len).expand(size).contiguous(),
+        documents_BT=None,
+        rows_B=torch.arange(first, first + num_rows),
+    )
