@@ -25,12 +25,12 @@ LINES_S = 20.0
 def screen() -> Console:
     """Return a console for standard output, at most WIDTH columns wide.
 
-    Where that is no terminal, tables are printed without frames and texts without line breaks.
+    Where that is no terminal, tables are printed without frames, and no row is padded.
     """
     console = Console(highlight=False)
     if console.is_terminal:
         return Console(width=min(console.width, WIDTH), highlight=False)
-    console = Console(width=WIDTH, highlight=False, soft_wrap=True)
+    console = Console(width=WIDTH, highlight=False)
     console.push_render_hook(_Plain(console))
     return console
 
