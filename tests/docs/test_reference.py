@@ -1,0 +1,38 @@
+"""The reference pages hold what the code holds: every setting, every preset."""
+
+import re
+from pathlib import Path
+
+from phalanx.config import TrainConfig
+from phalanx.config_load import load_config, settings
+from phalanx.models.registry import PRESETS
+from phalanx.planner.model_shape import num_parameters
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_configuration_file_has_every_setting_and_the_defaults(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", (DOCS / "configuration.md").read_text(), re.DOTALL)
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert load_config(["--config", str(path)]).config == TrainConfig()
+    # A resumed run takes its settings from its own file, which this one is not.
+    path.write_text(re.sub(r"(?m)^# (?!resume)(\w+ = )", r"\1", text))
+    loaded = load_config(["--config", str(path)])
+    unset = [key for key, source in loaded.sources.items() if source == "default"]
+    assert unset == ["resume"] and "\n# resume = " in text
+    assert list(loaded.sources) == [key for key, _, _ in settings(TrainConfig)]
+
+
+def test_the_table_of_presets_is_that_of_the_registry() -> None:
+    rows = [
+        "| preset | blocks | hidden | heads | key-value heads | FFN | vocabulary | longest row "
+        "| parameters |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, of in PRESETS.items():
+        sizes = (of.num_layers, of.hidden, of.num_heads, of.num_kv_heads, of.ffn, of.vocab_size)
+        cells = [f"{size:,}" for size in (*sizes, of.max_seq_len)]
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {num_parameters(of).total:,} |")
+    table = "\n".join(rows)
+    assert table in (DOCS / "presets.md").read_text(), f"docs/presets.md should hold\n{table}"
