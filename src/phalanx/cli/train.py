@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     """Train as the command line says and print what was measured."""
     from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
+    from phalanx.train.request import judge
 
     try:
         loaded = load_config(argv, TrainConfig)
         check(loaded.config)
+        if not loaded.show_config:
+            judge(loaded.config)
     except PhalanxError as error:
         if is_under_torchrun():
             leave_failed(error, is_everyones=True)

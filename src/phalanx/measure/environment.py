@@ -12,6 +12,7 @@ import torch.distributed
 
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores
+from phalanx.planner import host
 
 _FAST_BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "arm_bf16", "bf16")
 _SHOWN_FLAGS = (
@@ -29,10 +30,6 @@ _SHOWN_FLAGS = (
     "sve2",
     "arm_bf16",
 )
-
-RANK_BYTES = 100 << 20
-"""Memory that a rank takes for itself, at least, once it has trained a step: 99 to 116 MiB of
-private pages for a model of some thousand parameters, on Linux."""
 
 
 def environment() -> dict[str, object]:
@@ -90,7 +87,7 @@ def cpu_name() -> str:
 def total_memory_bytes() -> int:
     """Return the memory of the machine, or the limit of the process's control group if lower."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _number_in(Path("/sys/fs/cgroup/memory.max"))
+    limit = host.number_in(Path("/sys/fs/cgroup/memory.max"))
     return physical if limit is None else min(physical, limit)
 
 
@@ -99,17 +96,7 @@ def free_memory_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    limit = _number_in(Path("/sys/fs/cgroup/memory.max"))
-    used = _number_in(Path("/sys/fs/cgroup/memory.current"))
-    if limit is not None and used is not None:
-        free = min(free, limit - used)
-    return max(free, 0)
+    return host.free_memory_bytes()
 
 
 def check_memory_for(num_ranks: int) -> None:
@@ -119,11 +106,12 @@ def check_memory_for(num_ranks: int) -> None:
         ConfigError: says how many it could.
     """
     free_bytes = free_memory_bytes("cpu")
-    if num_ranks * RANK_BYTES > free_bytes:
+    need_bytes = num_ranks * host.RANK_BYTES
+    if need_bytes > free_bytes:
         raise ConfigError(
-            f"{num_ranks} processes take at least {num_ranks * RANK_BYTES / 2**30:.1f} GiB, and "
-            f"this host has {free_bytes / 2**30:.1f} GiB of memory left, enough for "
-            f"{free_bytes // RANK_BYTES}; take fewer, or spread them over hosts by torchrun"
+            f"{num_ranks} processes take at least {need_bytes / 2**30:.1f} GiB, and this "
+            f"host has {free_bytes / 2**30:.1f} GiB of memory left, enough for "
+            f"{free_bytes // host.RANK_BYTES}; take fewer, or spread them over hosts by torchrun"
         )
 
 
@@ -159,12 +147,3 @@ def _package_version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _number_in(path: Path) -> int | None:
-    """Return the number a control-group file holds; None if there is none or it says "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

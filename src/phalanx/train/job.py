@@ -22,11 +22,10 @@ from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.precision import Precision
 from phalanx.train.precision import resolve as resolve_precision
+from phalanx.train.request import DEFAULT_MODEL, check_memory, check_positions, checkpoint_of
 from phalanx.train.resume import (
-    DEFAULT_MODEL,
     as_before,
     check_stream,
-    checkpoint_of,
     name_of,
     remarks,
     resolved,
@@ -148,15 +147,11 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
         config = as_before(config, start.about, strategy.data_ranks)
     shape = shape_of(config, start, init)
     name = name_of(config, shape, start, init)
-    if config.corpus.seq_len > shape.max_seq_len:
-        raise ConfigError(
-            f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "
-            f"{shape.max_seq_len}; set corpus.seq_len to at most {shape.max_seq_len}, or "
-            "shape.max_seq_len higher"
-        )
+    check_positions(config, shape)
     batch = solve_batch(config.batch, strategy.data_ranks)
-    _check_split(config, strategy, shape, batch)
     precision = _precision_of(config, device)
+    check_memory(config, name, shape, strategy, batch, device)
+    _check_split(config, strategy, shape, batch)
     out = out_folder(config, strategy, name)
     check_unused(out, start)
     check_writable(out)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from pathlib import Path
 from typing import Any, Final
 
-from phalanx.checkpoint import companions, hugging_face, manifest
+from phalanx.checkpoint import companions, manifest
 from phalanx.checkpoint.convert import shape_in
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.config import BatchConfig, BatchPlan, TrainConfig
@@ -22,10 +21,7 @@ from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
-from phalanx.planner.model_shape import num_parameters
-
-DEFAULT_MODEL: Final = "demo"
-"""Preset of a run that names no model and begins with no checkpoint."""
+from phalanx.train.request import DEFAULT_MODEL, name_of_sizes
 
 _PATHS: Final = ("data", "tokenizer", "init", "out", "corpus.cache")
 """Settings that name files of this host."""
@@ -43,22 +39,6 @@ _FREE: Final = (
 """Settings in a manifest that change no number of the run, or show in those that do."""
 
 
-def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
-    """Return the checkpoint that a setting names.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if path is None:
-        return None
-    if hugging_face.is_hugging_face(Path(path)):
-        raise CheckpointError(
-            f"{setting} is {path}, a Hugging Face folder; make a checkpoint of it by `phalanx "
-            f"convert {path} DST`, and begin a run with --init DST"
-        )
-    return manifest.find_and_read(Path(path))
-
-
 def name_of(
     config: TrainConfig, shape: ModelShape, start: Checkpoint | None, init: Checkpoint | None
 ) -> str:
@@ -71,22 +51,7 @@ def name_of(
     if origin is not None:
         named = origin.about.settings.get("model")
         return named or (manifest.run_of(origin.folder) or origin.folder.resolve()).name
-    name = config.model or DEFAULT_MODEL
-    if dataclasses.replace(shape, dropout=0.0) == dataclasses.replace(preset(name), dropout=0.0):
-        return name
-    return f"decoder-{_short(num_parameters(shape).total)}"
-
-
-def _short(number: int) -> str:
-    """Return a number as in the names of models: 558k, 1.2b."""
-    for unit, suffix in ((10**9, "b"), (10**6, "m"), (10**3, "k")):
-        if number >= unit:
-            return (
-                f"{number / unit:.3g}{suffix}"
-                if number < 1000 * unit
-                else f"{number // unit}{suffix}"
-            )
-    return str(number)
+    return name_of_sizes(config, shape)
 
 
 def shape_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | None) -> ModelShape:

@@ -1,0 +1,166 @@
+"""Whether a model can be trained on this host at all. No torch.
+
+[Note: What is counted]
+Only what must be in memory at once, so that no run is refused that would fit: on each rank
+
+    weights + moments of AdamW + the larger of gradients and activations
+
+as its strategy shards them, with the exact count of parameters; both of the last, where
+microbatches are accumulated. Not counted are gathered copies, buckets, buffers that pass, and the
+libraries but for the least a process takes. On a CPU the ranks of this host share what is free,
+swap included; on a GPU each must fit into the largest there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.errors import ConfigError
+from phalanx.models.registry import PRESETS
+from phalanx.models.shape import ModelShape
+from phalanx.planner import host
+from phalanx.planner.activations import activations
+from phalanx.planner.model_shape import num_parameters
+from phalanx.strategy import Axis, Recompute, Strategy
+
+
+@dataclass(frozen=True)
+class Load:
+    """What decides how much memory a rank needs.
+
+    Attributes:
+        shape: the model.
+        strategy: how it is split.
+        microbatch: sequences in one forward pass of one rank.
+        accumulation: microbatches of a step.
+        seq_len: tokens of a sequence.
+        precision: data type of the arithmetic; "auto", not known yet, counts as the smallest.
+        is_compiled: blocks are, so that what they keep is the compiler's choice.
+    """
+
+    shape: ModelShape
+    strategy: Strategy
+    microbatch: int
+    accumulation: int
+    seq_len: int
+    precision: str
+    is_compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that one rank must have at once, see [Note: What is counted]."""
+
+    weights: int
+    moments: int
+    gradients: int
+    activations: int
+    is_accumulated: bool
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        last = (self.gradients, self.activations)
+        return self.weights + self.moments + (sum(last) if self.is_accumulated else max(last))
+
+
+def need_of(load: Load) -> Need:
+    """Count what one rank must hold."""
+    strategy, shape = load.strategy, load.shape
+    precision = "bfloat16" if load.precision == "auto" else load.precision
+    master_bytes = 8 if precision == "float64" else 4
+    split = num_parameters(shape).total // strategy.tp.degree * master_bytes
+    share = split // strategy.fsdp.degree
+    kept = 0
+    if not load.is_compiled:
+        kept = activations(
+            shape,
+            load.seq_len,
+            load.microbatch,
+            precision,
+            strategy.recompute,
+            has_casts=False if strategy.fsdp.degree > 1 else None,
+            tp=strategy.tp,
+        ).peak
+    return Need(
+        weights=share,
+        moments=2 * share,
+        # Stage 1 adds whole gradients up, and reduces those of a single microbatch as they come.
+        gradients=split if strategy.fsdp.kind == "zero1" and load.accumulation > 1 else share,
+        activations=kept,
+        is_accumulated=load.accumulation > 1,
+    )
+
+
+def check_fit(load: Load, name: str, device: str, num_here: int) -> None:
+    """Refuse a model that cannot be held.
+
+    Args:
+        load: what is to be trained.
+        name: of the model, for the message.
+        device: "cpu" or "cuda".
+        num_here: ranks on this host.
+
+    Raises:
+        ConfigError: the arithmetic, and what would fit.
+    """
+    need = need_of(load)
+    if device == "cuda":
+        room, where, each = None, "the largest GPU of this host has", 0
+        if need.total > 4 << 30:  # no GPU is as small
+            room = host.largest_gpu_bytes()
+        num_here = 1
+    else:
+        room, each = host.free_memory_bytes() + host.free_swap_bytes(), host.RANK_BYTES
+        where = "this host has left"
+    if room is None or num_here * (need.total + each) <= room:
+        return
+    if num_here * each > room:
+        return  # too many processes for any model, which is said elsewhere
+
+    def whole(other: Load) -> int:
+        return num_here * (need_of(other).total + each)
+
+    # What is counted is not all: only what leaves a fifth of the room is worth an advice.
+    fitting = [
+        (words, whole(other)) for words, other in _ways_out(load) if 5 * whole(other) <= 4 * room
+    ]
+    splits = [way for way in fitting if not way[0].startswith("--model")]
+    advice = [f"{words} (at least {_gib(size)} GiB)" for words, size in splits[:2]]
+    advice += [f"{words} ({_gib(size)} GiB)" for words, size in fitting[len(splits) :][:1]]
+    ranks = f"{num_here} ranks hold" if num_here > 1 else "a rank holds"
+    raise ConfigError(
+        f"{name} ({num_parameters(load.shape).total:,} parameters) does not fit: under "
+        f"{load.strategy}, {ranks} at least {_gib(num_here * (need.total + each))} GiB (each "
+        f"{_gib(need.weights)} of weights, {_gib(need.moments)} of AdamW's moments, "
+        f"{_gib(need.gradients)} of gradients, {_gib(need.activations)} of activations for "
+        f"{load.microbatch} x {load.seq_len} tokens), and {where} {_gib(room)}; "
+        + (f"try {', or '.join(advice)}" if advice else "spread it over more hosts or GPUs")
+    )
+
+
+def _ways_out(load: Load) -> Iterator[tuple[str, Load]]:
+    """Yield other ways to train this, the nearest first: as options, and as what they come to."""
+    strategy = load.strategy
+    degree = strategy.dp.degree * strategy.fsdp.degree
+    sharded = dataclasses.replace(strategy, dp=Axis(1, "bucketed"), fsdp=Axis(degree, "zero3"))
+    again = [dataclasses.replace(s, recompute=Recompute("full")) for s in (strategy, sharded)]
+    small = {"microbatch": 1, "accumulation": load.microbatch * load.accumulation}
+    for other in dict.fromkeys((sharded, *again)):
+        if other != strategy:
+            yield f"--strategy {other}", dataclasses.replace(load, strategy=other)
+    if load.microbatch > 1:
+        for other in dict.fromkeys((strategy, sharded, again[1])):
+            words = "" if other == strategy else f" --strategy {other}"
+            tiny = dataclasses.replace(load, strategy=other, **small)
+            yield f"--batch.microbatch 1{words}", tiny
+    largest_first = sorted(PRESETS.items(), key=lambda row: -num_parameters(row[1]).total)
+    for name, shape in largest_first:
+        if shape.max_seq_len >= load.seq_len:
+            yield f"--model {name}", dataclasses.replace(load, shape=shape)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g}" if num_bytes < 1000 << 30 else f"{num_bytes / 2**30:,.0f}"
