@@ -195,8 +195,7 @@ def count_token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
         DataError: the tokenizer is of a kind whose tokens do not spell the text.
     """
     config = cast("dict[str, Any]", json.loads(tokenizer.to_str()))
-    parts = [config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
-    kinds = json.dumps(parts, ensure_ascii=False)
+    kinds = _kinds(config)
     is_byte_level = '"ByteLevel"' in kinds
     if not is_byte_level and "▁" not in kinds:
         raise DataError(
@@ -220,13 +219,22 @@ def count_token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     return num_bytes
 
 
+def _kinds(config: dict[str, Any]) -> str:
+    """Return the parts of a tokenizer that say how its tokens spell a text, as JSON."""
+    parts = [config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
+    return json.dumps(parts, ensure_ascii=False)
+
+
 class Spelling:
     """Checks that the tokens of a text stand for all of its bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._token_bytes = count_token_bytes(tokenizer)
-        before = json.dumps(json.loads(tokenizer.to_str()).get("pre_tokenizer"))
+        config = json.loads(tokenizer.to_str())
+        # SentencePiece writes a space as "▁", and so counts one in the text as a space.
+        self._space = "▁" if '"ByteLevel"' in _kinds(config) else " "
+        before = json.dumps(config.get("pre_tokenizer"))
         self._has_prefix = any(
             words in before
             for words in ('"add_prefix_space": true', '"prepend_scheme": "always"', '"first"')
@@ -260,7 +268,7 @@ class Spelling:
         normalizer: Any = self._tokenizer.normalizer
         if normalizer is not None:
             text = normalizer.normalize_str(text)
-        expected = len(text.replace("▁", " ").encode())
+        expected = len(text.replace("▁", self._space).encode())
         return found >= expected if self._has_prefix else found == expected
 
     def _encode(self, text: str) -> list[int]:
