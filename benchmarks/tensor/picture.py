@@ -1,4 +1,4 @@
-"""Draw who holds what under the four layouts of tensor parallelism, from the layouts themselves.
+"""Draw who holds what under the five layouts of tensor parallelism, from the layouts themselves.
 
 python benchmarks/tensor/picture.py docs/tensor.svg
 """
@@ -20,6 +20,7 @@ from phalanx.parallel.tensor.layout import Extent, Layout, Matrix, Spread
 
 FORMS = {
     "tp4": "1d, with sequence parallelism",
+    "tp4:megatron": "1d, with full activations",
     "tp4:2d": "2d: a square of 2 x 2 (row, col)",
     "tp8:2.5d/2": "2.5d: two squares of 2 x 2 (depth, row, col)",
     "tp8:3d": "3d: a cube of 2 x 2 x 2 (y, z, x)",
@@ -101,7 +102,7 @@ def draw_panel(axes: Axes, left: float, top: float, cells: dict[Cell, list[int]]
 
 
 def draw(path: Path) -> None:
-    figure = Figure(figsize=(9, 11), layout="constrained")
+    figure = Figure(figsize=(9, 13.7), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for row, (text, words) in enumerate(FORMS.items()):
@@ -114,10 +115,10 @@ def draw(path: Path) -> None:
             axes.text(1.45 * column + 0.5, top - 1.69, title, ha="center", va="center", fontsize=9)
             if row == 0:
                 x = 1.45 * column
-                axes.text(x - 0.07, top - 0.8, down, rotation=90, va="center", fontsize=8)
+                axes.text(x - 0.1, top - 0.8, down, rotation=90, va="center", fontsize=8)
                 axes.text(x + 0.5, top + 0.04, across, ha="center", va="bottom", fontsize=8)
     axes.set_xlim(-0.2, 5.5)
-    axes.set_ylim(-2.35 * 3 - 1.85, 0.45)
+    axes.set_ylim(-2.35 * (len(FORMS) - 1) - 1.85, 0.45)
     axes.axis("off")
     # A fixed salt and no date: the same layouts give the same file.
     with rc_context({"svg.hashsalt": "phalanx", "svg.fonttype": "none"}):
