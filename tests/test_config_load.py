@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, TrainConfig
 from phalanx.config_check import RANGES, check, check_type, describe, settings, value_at
+from phalanx.config_file import read_values, to_toml
 from phalanx.config_load import load_config, resolve, with_value
 from phalanx.errors import BatchError, ConfigError, StrategyError
 
@@ -197,3 +198,50 @@ def test_every_setting_can_be_replaced_and_read_back(key: str, data: st.DataObje
         check_type(key, KEYS[key], value)
     except ConfigError as error:
         assert str(error).startswith(f"{key} is {value!r}; expected ")
+
+
+def test_files_are_merged_in_order(file: Path, tmp_path: Path) -> None:
+    """A wrapper script has a file of its own, and the user gives another after it."""
+    later = tmp_path / "later.toml"
+    later.write_text("seed = 3\n[optimizer]\nlr = 2\n")
+    for words in (
+        [f"--config={file}", "--config", str(later)],
+        ["--config", str(file), f"--config={later}"],
+    ):
+        loaded = load_config([*words, "--seed", "4"])
+        assert loaded.config.optimizer == OptimizerConfig(lr=2, clip_p=float("inf"))
+        assert (loaded.config.steps, loaded.config.seed) == (7, 4)
+        assert loaded.sources["optimizer.lr"] == str(later)
+        assert loaded.sources["steps"] == str(file)
+    with pytest.raises(ConfigError, match=r"no such file"):
+        load_config(["--config", str(tmp_path / "none.toml"), "--config", str(file)])
+
+
+def test_a_path_in_a_file_is_relative_to_the_working_folder(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file.write_text('data = "text.txt"')
+    assert load_config(["--config", str(file)]).config.data == "text.txt"
+
+
+@given(
+    text=st.text(st.characters(codec="utf-8")), number=st.floats(allow_nan=False),
+    whole=st.integers(), truth=st.booleans(),
+)  # fmt: skip
+def test_a_file_that_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, text: str, number: float, whole: int, truth: bool
+) -> None:
+    values = {
+        "data": text, "steps": whole, "compile": truth, "optimizer.lr": number,
+        "corpus.cache": text, "optimizer.eps": -number,
+    }  # fmt: skip
+    path = tmp_path_factory.mktemp("written") / "config.toml"
+    path.write_text(to_toml({**values, "out": None}), newline="")
+    assert read_values(str(path), KEYS) == values
+
+
+def test_what_toml_cannot_hold_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"data is .*udcff.*not UTF-8"):
+        to_toml({"data": "\udcff"})

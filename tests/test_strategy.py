@@ -225,3 +225,24 @@ def test_the_proposal_uses_every_rank(strategy: Strategy, num_ranks: int) -> Non
     except StrategyError as error:
         proposed = re.findall(r"'([^']+)' would use them all", str(error))[0]
         check_ranks(Strategy.parse(proposed), num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fsdp0", "strategy 'fsdp0': a degree must be at least 1, as fsdp1"),
+        ("dp2\n", "strategy 'dp2\\n': cannot read 'dp2\\n'; expected AXIS DEGREE"),
+        ("tp3:2d", "strategy 'tp3:2d': the degree must be a square"),
+    ],
+)
+def test_a_strategy_is_named_once_as_it_was_given(text: str, message: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        Strategy.parse(text)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("text", ["x" * 25_000, "dp2:" + "k" * 25_000, "dp2," * 6000])
+def test_a_long_strategy_is_not_printed_whole(text: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        Strategy.parse(text)
+    assert len(str(caught.value)) < 400

@@ -164,13 +164,14 @@ class Strategy:
         try:
             values: dict[str, Any] = {}
             for part in text.split(","):
-                name, value = _parse_part(part.strip())
+                name, value = _parse_part(part.strip(" "))
                 if name in values:
                     raise StrategyError(f"{name} is named twice; each axis at most once")
                 values[name] = value
             return cls(**values)
         except StrategyError as error:
-            raise StrategyError(f"strategy '{text}': {error}") from None
+            reason = str(error).removeprefix(f"{text}: ")
+            raise StrategyError(f"strategy {_shown(text)}: {reason}") from None
 
     def axes(self) -> Iterator[tuple[str, Axis]]:
         """Yield (name, axis), outer to inner."""
@@ -281,18 +282,26 @@ def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
     return Strategy(dp=Axis(num_ranks, strategy.dp.kind, strategy.dp.option))
 
 
+_LONGEST_SHOWN: Final = 60
+
+
+def _shown(text: str) -> str:
+    """Return a text in quotes, cut where it is too long for a message."""
+    return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}...")
+
+
 def _parse_part(part: str) -> tuple[str, Axis | Recompute]:
     """Read one part between two commas into (name, value)."""
     match = _PART.fullmatch(part)
     if match is None:
         raise StrategyError(
-            f"cannot read '{part}'; expected AXIS DEGREE[:KIND[/OPTION]], such as dp2 or "
+            f"cannot read {_shown(part)}; expected AXIS DEGREE[:KIND[/OPTION]], such as dp2 or "
             "pp4:interleaved/2, separated by commas"
         )
     name, degree, kind, option = match.groups()
     if name not in KINDS:
         raise StrategyError(
-            f"axis '{name}' is unknown{nearest(name, KINDS)}; the axes are "
+            f"axis {_shown(name)} is unknown{nearest(name[:_LONGEST_SHOWN], KINDS)}; the axes are "
             f"{', '.join(AXES)}, and recompute is a setting"
         )
     number = None if option is None else int(option)
@@ -313,8 +322,8 @@ def _check_kind(name: str, kind: str, option: int | None) -> None:
     kinds = KINDS[name]
     if kind not in kinds:
         raise StrategyError(
-            f"kind '{kind}' of {name} is unknown{nearest(kind, kinds)}; the kinds are "
-            f"{', '.join(kinds)}"
+            f"kind {_shown(kind)} of {name} is unknown{nearest(kind[:_LONGEST_SHOWN], kinds)}; "
+            f"the kinds are {', '.join(kinds)}"
         )
     rule = kinds[kind]
     if rule is None:

@@ -71,7 +71,19 @@ CASES = {
     "not TOML": Broken(
         "train --config a.toml", "a.toml: is not TOML", "at line 2", {"a.toml": "seed=1\nlr: 3\n"}
     ),
+    "number without end": Broken(
+        "train --config a.toml", "a.toml: is not TOML", "digits", {"a.toml": f"seed = {'1' * 5000}"}
+    ),
+    "brackets without end": Broken(
+        "train --config a.toml", "a.toml: is not TOML", "recursion",
+        {"a.toml": "data = " + "[" * 5000},
+    ),
     # Values and what contradicts what.
+    "name that is not UTF-8": Broken(
+        "train --out \udcff", "out is '\\udcff', which is not UTF-8", "a name in UTF-8"
+    ),
+    "not a number": Broken("train --timeout-s nan", "timeout_s is nan", "expected more than 0"),
+    "variable that is not set": Broken("train --out=", "out is empty", "leave it out"),
     "learning rate": Broken("train --optimizer.lr 0", "optimizer.lr is 0.0", "more than 0"),
     "p of the norm": Broken("train --optimizer.clip-p 3", "clip_p is 3", "2 is the nearest"),
     "sequence length": Broken("train --corpus.seq-len 1", "seq_len is 1", "the nearest is 2"),
@@ -140,6 +152,10 @@ CASES = {
         "ids up to 399, but the model's vocabulary has 300",
         "set shape.vocab_size to 400",
         {"t.json": tokenizer_of(400)},
+    ),
+    "less text than a sample": Broken(
+        f"train {SMALL} --data a.txt --corpus.validation 0", "tokens to train on, too few for one",
+        "set corpus.seq_len to at most", {"a.txt": "a b"},
     ),
     "too little text": Broken(
         f"train {SMALL} --epochs 1 --corpus.tail drop --batch.global-size 64",

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import time
@@ -194,3 +195,26 @@ def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.Mon
         screen.flush()
         assert b"\x1b[?25h" in os.read(ours, 1000)
     os.close(ours)
+
+
+def test_closed_standard_streams_are_nothing() -> None:
+    """As under cron, or by `>&-`: no file that is opened later may be taken for one of them."""
+    code = (
+        "import os, sys; from phalanx.cli.main import main; code = main(['--help']);"
+        "print('said', file=sys.stderr); os._exit(code or os.open(os.devnull, 0) < 3)"
+    )
+    command = f"exec {sys.executable} -c {shlex.quote(code)} <&- >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "said\n")
+
+
+def test_what_torch_cannot_read_in_the_environment_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "bogus")
+    verb_that_raises(monkeypatch, ValueError("\nInvalid log settings: bogus, must be a comma"))
+    assert main(["doctor"]) == 2
+    assert "the environment's TORCH_LOGS is 'bogus', which torch cannot" in capsys.readouterr().err
+    verb_that_raises(monkeypatch, ValueError("another"))
+    with pytest.raises(ValueError, match="another"):
+        main(["doctor"])

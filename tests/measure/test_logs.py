@@ -166,3 +166,25 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     console, _ = plain_console()
     with pytest.raises(ConfigError, match="--out"):
         RunLog(tmp_path / "file" / "run", console, 1)
+
+
+@pytest.mark.parametrize("half", ['{"kind": "step", "lo', "x" * 10_000, ""])
+@pytest.mark.parametrize("before", ['{"kind": "step"}\n', ""])
+def test_half_a_record_at_the_end_costs_no_other(tmp_path: Path, before: str, half: str) -> None:
+    """As after a power cut; the next record would be lost in the same line."""
+    (tmp_path / "metrics.jsonl").write_text(before + half)
+    with RunLog(tmp_path, Console(file=io.StringIO()), 1, tensorboard=False) as log:
+        log.note("summary", {})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["step"] * bool(before) + ["summary"]
+
+
+def test_a_folder_that_is_moved_ends_the_run_in_words(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run", Console(file=io.StringIO()), 1) as log:
+        log.note("environment", {})
+        (tmp_path / "run").rename(tmp_path / "moved")
+        with pytest.raises(
+            TrainingError, match="run, the folder of this run, was moved or removed"
+        ):
+            log.note("summary", {})
+    assert not (tmp_path / "run").exists()

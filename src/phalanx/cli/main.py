@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 the work went wrong, 2 the request was wrong, 130 interrupted,
         129, 143 ended by SIGHUP or SIGTERM, 141 nobody reads the output any more.
     """
+    _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with signals.raised():
@@ -86,6 +87,11 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt as error:
         how = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         return _fail(str(how), 128 + how.signum, words)
+    except ValueError as error:  # of torch, when it is loaded
+        if "TORCH_LOGS" not in os.environ or "log settings" not in str(error):
+            raise
+        said = f"the environment's TORCH_LOGS is '{os.environ['TORCH_LOGS']}', which torch cannot"
+        return _fail(f"{said} read; unset it, or see TORCH_LOGS=help", 2, words)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
             return READER_LEFT
@@ -147,6 +153,19 @@ def _usage() -> str:
         '  phalanx verify "dp2"                         every gradient against one process',
     ]
     return "\n".join(lines)
+
+
+def _open_standard_streams() -> None:
+    """Open on nothing what is closed of standard input, output and error, as by `>&-` or cron.
+
+    Otherwise the next file that is opened would be taken for it, by this process and its ranks.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _reader_has_left() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -164,6 +165,7 @@ class RunLog:
         self.folder = Path(folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            _cut_half_line(self.folder / METRICS_FILE)
             self._file = (self.folder / METRICS_FILE).open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
@@ -184,7 +186,7 @@ class RunLog:
             for name, value in values.items():
                 if isinstance(value, (int, float)) and name not in ("step", "tokens", "skipped"):
                     group = "time" if name.endswith("_s") and times and name in times else "train"
-                    self._writer.add_scalar(f"{group}/{name}", value, record.step)
+                    self._scalar(f"{group}/{name}", value, record.step)
         self.display.step(record)
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -194,12 +196,9 @@ class RunLog:
         words = f"validation after step {record.step}: loss {record.loss:.4f}"
         if record.bits_per_byte is not None:
             words += f", {record.bits_per_byte:.4f} bits per byte"
-        if self._writer is not None:
-            self._writer.add_scalar("validation/loss", record.loss, record.step)
-            if record.bits_per_byte is not None:
-                self._writer.add_scalar(
-                    "validation/bits_per_byte", record.bits_per_byte, record.step
-                )
+        self._scalar("validation/loss", record.loss, record.step)
+        if record.bits_per_byte is not None:
+            self._scalar("validation/bits_per_byte", record.bits_per_byte, record.step)
         self.display.say(words)
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:
@@ -212,7 +211,8 @@ class RunLog:
         with suppress(OSError):  # each line is flushed: what could not be written has been told
             self._file.close()
         if self._writer is not None:
-            self._writer.close()
+            if self.folder.is_dir():  # else a thread of the library would end with a traceback
+                self._writer.close()
             self._writer = None
 
     def __enter__(self) -> RunLog:
@@ -221,7 +221,16 @@ class RunLog:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        if self._writer is not None:
+            self._writer.add_scalar(name, value, step)
+
     def _write(self, kind: str, values: Mapping[str, object]) -> None:
+        if not self.folder.is_dir():  # what is open would go on there, all that is new here
+            raise TrainingError(
+                f"{self.folder}, the folder of this run, was moved or removed while it runs; its "
+                "records and checkpoints belong together, so it ends here"
+            )
         line = {"kind": kind, "time": time.time(), **values}
         try:
             self._file.write(json_text(line) + "\n")
@@ -261,6 +270,21 @@ def finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def _cut_half_line(file: Path) -> None:
+    """Cut off a record that a power cut left unfinished; the next would be lost in its line."""
+    with suppress(FileNotFoundError), file.open("rb+") as records:
+        size = kept = records.seek(0, os.SEEK_END)
+        while kept > 0:
+            start = max(0, kept - 4096)
+            records.seek(start)
+            newline = records.read(kept - start).rfind(b"\n")
+            kept = start + newline + 1 if newline >= 0 else start
+            if newline >= 0:
+                break
+        if kept < size:
+            records.truncate(kept)
 
 
 def _tensorboard_writer(folder: Path) -> SummaryWriter:
