@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -67,6 +69,9 @@ class VerifyConfig:
     """Tokens of a sequence."""
     seed: int = 0
     """Fixes weights, batches and dropout masks."""
+    train: bool = False
+    """Verify the road of training too: first weights, precision, data, evaluation, saving, and
+    going on with another strategy and batch."""
     three: bool = True
     """Run again with three ranks on an axis that has two; not with --model."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -140,8 +145,18 @@ def _verify(config: VerifyConfig, console: Console) -> list[Verdict]:
         cases = {name: decoder_case(shape, each, settings) for name, shape in shapes.items()}
         verdicts += compare_cases(cases, each, config.debug_comm)
         if not all(verdict.is_equal for verdict in verdicts):
-            break
+            return verdicts
+    if config.train:
+        console.print(Text(f"{strategy}: a small run, saved and gone on with", "dim"))
+        verdicts += _verify_training(strategy)
     return verdicts
+
+
+def _verify_training(strategy: Strategy) -> list[Verdict]:
+    from phalanx.verify.training import verify_training
+
+    with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
+        return verify_training(strategy, Path(folder))
 
 
 def _check(config: VerifyConfig) -> None:

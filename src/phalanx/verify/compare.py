@@ -74,11 +74,11 @@ def compare_step(
     """
     dtype = next((weight.dtype for weight in reference.weights.values()), torch.float64)
     loss = None if moved is None else moved.loss
-    rows = [_compare_scalar(step, "loss", "", ours.loss, reference.loss, loss, dtype)]
+    rows = [compare_scalar(step, "loss", "", ours.loss, reference.loss, loss, dtype)]
     rows += _compare_tensors(step, "gradient", ours, reference, moved)
     for p, norm in reference.norms.items():
         other = None if moved is None else moved.norms[p]
-        rows.append(_compare_scalar(step, "norm", f"{p:g}", ours.norms[p], norm, other, dtype))
+        rows.append(compare_scalar(step, "norm", f"{p:g}", ours.norms[p], norm, other, dtype))
     for quantity in ("first moment", "second moment", "weight"):
         rows += _compare_tensors(step, quantity, ours, reference, moved)
     return rows
@@ -88,18 +88,19 @@ def compare_first_weights(
     ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> list[Difference]:
     """Compare the weights before the first step."""
-    return _compare_named(0, "first weight", ours, reference, None, 0.0)
+    return compare_named(0, "first weight", ours, reference)
 
 
-def _compare_scalar(
+def compare_scalar(
     step: int,
     quantity: str,
     name: str,
     ours: float,
     reference: float,
-    moved: float | None,
-    dtype: torch.dtype,
+    moved: float | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Difference:
+    """Compare a number."""
     left, right = (torch.tensor(value, dtype=torch.float64) for value in (ours, reference))
     other = None if moved is None else torch.tensor(moved, dtype=torch.float64)
     return _difference(step, quantity, name, left, right, other, 0.0, dtype)
@@ -118,18 +119,15 @@ def _compare_tensors(
 ) -> list[Difference]:
     tensors: Mapping[str, Tensor] = getattr(reference, _FIELDS[quantity])
     others = None if moved is None else getattr(moved, _FIELDS[quantity])
-    return _compare_named(
-        step, quantity, getattr(ours, _FIELDS[quantity]), tensors, others, FLOOR[quantity]
-    )
+    return compare_named(step, quantity, getattr(ours, _FIELDS[quantity]), tensors, others)
 
 
-def _compare_named(
+def compare_named(
     step: int,
     quantity: str,
     ours: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
-    moved: Mapping[str, Tensor] | None,
-    floor: float,
+    moved: Mapping[str, Tensor] | None = None,
 ) -> list[Difference]:
     """Compare by name, gradients in the order of backward: the last parameters first."""
     rows: list[Difference] = []
@@ -142,7 +140,7 @@ def _compare_named(
             rows.append(Difference(step, quantity, name, math.inf, problem=problem))
             continue
         other = None if moved is None else moved.get(name)
-        least = floor * largest
+        least = FLOOR.get(quantity, 0.0) * largest
         rows.append(_difference(step, quantity, name, left, right, other, least, right.dtype))
     for name in ours:
         if name not in reference:

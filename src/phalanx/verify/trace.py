@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from phalanx.parallel.tensor.layout import Extent, Layout, Spread
 
@@ -33,13 +33,13 @@ class Key(NamedTuple):
         module: its name.
         call: number of the call in one forward of the model.
         kind: INPUT, OUTPUT, OUTPUT_GRADIENT or INPUT_GRADIENT.
-        slot: number among the arguments or results.
+        slot: where it stands among the arguments or results, as "[0][1]".
     """
 
     module: str
     call: int
     kind: str
-    slot: int
+    slot: str
 
 
 @dataclass(frozen=True)
@@ -127,15 +127,16 @@ class Recorder:
         self, values: Any, name: str, call: int, caller: str | None, kinds: tuple[str, str]
     ) -> Any:
         """Record the tensors of `values`, and have their gradients recorded."""
-        leaves, form = tree_flatten(values)
-        for slot, leaf in enumerate(leaves):
+        named, form = tree_flatten_with_path(values)
+        leaves: list[Any] = [leaf for _, leaf in named]
+        for index, (path, leaf) in enumerate(named):
             if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter | DTensor):
                 continue
-            forward, backward = (Key(name, call, kind, slot) for kind in kinds)
+            forward, backward = (Key(name, call, kind, keystr(path)) for kind in kinds)
             note = self._noter(forward, caller)
             note(leaf)
             if leaf.requires_grad:
-                leaves[slot] = cast(
+                leaves[index] = cast(
                     Tensor, _Tap.apply(leaf, self._noter(backward, caller), self._copies)
                 )
         return tree_unflatten(leaves, form)

@@ -16,18 +16,20 @@ class Place:
         module: name of the module at fault; "" is the model itself, outside its modules; None is
             outside the model.
         what: what differs there, in words.
-        step: number of the step, from 0.
+        step: number of the step, from 0; None where it is in the words.
         rank: the rank whose tensor is farthest off, where that is known.
         microbatch: its microbatch.
     """
 
     module: str | None
     what: str
-    step: int
+    step: int | None = None
     rank: int | None = None
     microbatch: int | None = None
 
     def __str__(self) -> str:
+        if self.step is None:
+            return self.what
         where = "" if self.rank is None else f", most on rank {self.rank}"
         if self.microbatch is not None:
             where += f", microbatch {self.microbatch}"

@@ -1,0 +1,304 @@
+"""Faults planted in the ranks of a job, for `verify` to find: each is a patch of one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from phalanx.comm import exchange
+from phalanx.models import attention, decoder, layers
+from phalanx.parallel import data, sharded
+from phalanx.parallel.tensor import layers as tensor_layers
+from phalanx.parallel.tensor import replicas
+from phalanx.parallel.tensor.one_d import OneD
+from phalanx.train import objective, step
+from phalanx.verify import record
+
+Patch = tuple[Any, str, Callable[[Any], Any]]
+"""An owner, the name of what it has, and what makes the wrong one of the right one."""
+
+
+@contextmanager
+def planted(*patches: Patch) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, make in patches:
+            right = getattr(owner, name)
+            had = vars(owner).get(name)
+            setattr(owner, name, make(right))
+            if had is None:  # it inherits what is replaced
+                stack.callback(delattr, owner, name)
+            else:
+                stack.callback(setattr, owner, name, had)
+        yield
+
+
+def on_rank(rank: int, wrong: Callable[..., Any], right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: (wrong if dist.get_rank() == rank else right)(*args, **kwargs)
+
+
+def _norm_without_weight(right: Any) -> Any:
+    return on_rank(1, lambda self, x: right(self, x) / self.weight, right)
+
+
+def _shifted_dropout(right: Any) -> Any:
+    return lambda x, p, keys, salt: right(x, p, keys, salt, torch.arange(x.shape[1]) + 1)
+
+
+def _gelu_gate(right: Any) -> Any:
+    def wrong(self: Any, x: Any) -> Any:
+        if self.gate is None:
+            return right(self, x)
+        return self.down(F.gelu(self.gate(x)) * self.up(x))
+
+    return wrong
+
+
+def _unturned_gradient(right: Any) -> Any:
+    return staticmethod(lambda ctx, grad: (grad.clone(), None, None))
+
+
+def _without_k_norm(right: Any) -> Any:
+    def wrong(self: Any, *args: Any) -> Any:
+        norm, self.k_norm = self.k_norm, torch.nn.Identity()
+        try:
+            return right(self, *args)
+        finally:
+            self.k_norm = norm
+
+    return wrong
+
+
+def _same_keys(right: Any) -> Any:
+    return lambda keys, layer: right(keys, 0)
+
+
+def _cut_tie(right: Any) -> Any:
+    return lambda self, x, labels=None, tied=None: right(
+        self, x, labels, None if tied is None else tied.detach()
+    )
+
+
+def _last_token_twice(right: Any) -> Any:
+    return on_rank(
+        1, lambda x, weight, labels: right(x, weight, labels) + right(x[-1:], weight, labels[-1:]),
+        right,
+    )  # fmt: skip
+
+
+def _frozen_bias(right: Any) -> Any:
+    def wrong(self: Any, x: Any) -> Any:
+        if self.bias is None:
+            return right(self, x)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias.detach(), self.eps)
+
+    return wrong
+
+
+def _shifted_positions(right: Any) -> Any:
+    def wrong(self: Any, ids: Any) -> Any:
+        return right(self, ids + 1 if len(self.weight) == 32 else ids)  # the table of positions
+
+    return on_rank(1, wrong, right)
+
+
+def _nan_in_gradient(right: Any) -> Any:
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return grad * float("nan")
+
+    def wrong(self: Any, x: Any) -> Any:
+        return right(self, Poison.apply(x))
+
+    return on_rank(1, wrong, right)
+
+
+def _forgets_microbatches(right: Any) -> Any:
+    def wrong(self: Any, *, is_last: bool) -> None:
+        right(self, is_last=is_last)
+        if is_last:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    return wrong
+
+
+def _decay_everywhere(right: Any) -> Any:
+    def wrong(model: Any, config: Any) -> Any:
+        made = right(model, config)
+        for group in made.param_groups:
+            group["weight_decay"] = config.weight_decay
+        return made
+
+    return wrong
+
+
+def _local_loss(right: Any) -> Any:
+    return lambda tensor, mesh: tensor if tensor.dtype == torch.float64 else right(tensor, mesh)
+
+
+def _first_moment_on_rank_1(right: Any) -> Any:
+    def wrong(self: Any, *args: Any) -> None:
+        right(self, *args)
+        if dist.get_rank() == 1:
+            next(iter(self.optimizer.state.values()))["exp_avg"].mul_(1 + 1e-12)
+
+    return wrong
+
+
+def _divided(right: Any) -> Any:
+    def wrong(self: Any, module: Any) -> None:
+        right(self, module)
+        module.set_gradient_divide_factor(2.0)
+
+    return wrong
+
+
+def _swapped_shards(right: Any) -> Any:
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = right(self, *args, **kwargs)
+        output = args[0] if args else kwargs["output_tensor"]
+        output.copy_(output.roll(len(output) // 2, 0))
+        return done
+
+    return wrong
+
+
+def _flipped(right: Any) -> Any:
+    return lambda self, x, weight: right(self, x, weight).flip(1)
+
+
+def _dropout_without_place(right: Any) -> Any:
+    return lambda x, p, keys, salt, places, feature: right(x, p, keys, salt, None, feature)
+
+
+def _unsummed_input_gradient(right: Any) -> Any:
+    def wrong(self: Any, x: Any, weights: Any, d_ys: Any) -> Any:
+        d_x, d_weights = right(self, x, weights, d_ys)
+        return (d_x if len(weights) != 2 else d_x / 2), d_weights
+
+    return wrong
+
+
+def _unsummed_exponentials(right: Any) -> Any:
+    return lambda self, tensor, axis, reduction="sum": (
+        tensor if tensor.ndim == 2 else right(self, tensor, axis, reduction)
+    )
+
+
+Mutant = tuple[str, list[Patch], str | None, str]
+"""Which case, the patches, the module that is to be named, and words of the verdict."""
+
+OF_DP: dict[str, Mutant] = {
+    "a norm on rank 1 without its weight": (
+        "llama", [(layers.Norm, "forward", _norm_without_weight)],
+        "blocks.0.attention_norm", "its output differs",
+    ),
+    "dropout that begins at the second position": (
+        "llama", [(layers, "dropout", _shifted_dropout)], "dropout", "its output differs",
+    ),
+    "attention across documents": (
+        "llama", [(objective, "documents_of", lambda right: lambda documents, device: None)],
+        "blocks.0.attention", "what it gives to blocks.0.attention.output",
+    ),
+    "a rotation whose gradient is not turned back": (
+        "llama", [(attention._Rotation, "backward", _unturned_gradient)],
+        "blocks.1.attention", "backward gives another gradient",
+    ),
+    "GELU in place of SiLU": (
+        "llama", [(decoder.MLP, "forward", _gelu_gate)], "blocks.0.mlp", "blocks.0.mlp.down",
+    ),
+    "keys that are not normalised": (
+        "llama", [(attention.Attention, "forward", _without_k_norm)],
+        "blocks.0.attention.k_norm", "never called",
+    ),
+    "the same dropout in all blocks": (
+        "llama", [(decoder, "layer_keys", _same_keys)], "", "what it gives to blocks.1",
+    ),
+    "a tie that gives no gradient from the head": (
+        "llama", [(decoder.Head, "forward", _cut_tie)], "embedding", "embedding.weight",
+    ),
+    "a token that counts twice": (
+        "llama", [(decoder, "token_loss_sum", _last_token_twice)], "output", "output differs",
+    ),
+    "a bias of norms without gradient": (
+        "gpt2", [(layers.Norm, "forward", _frozen_bias)], "norm", "gradient is missing",
+    ),
+    "positions of rank 1 shifted by one": (
+        "gpt2", [(decoder.Embedding, "forward", _shifted_positions)],
+        "position_embedding", "its output differs",
+    ),
+    "NaN in a gradient of rank 1": (
+        "gpt2", [(decoder.MLP, "forward", _nan_in_gradient)], "blocks.1.mlp", "not finite",
+    ),
+    "gradients of all microbatches but the last lost": (
+        "llama", [(data.BucketedReducer, "before_backward", _forgets_microbatches)],
+        "norm", "its sum over ranks or microbatches",
+    ),
+    "gradients that stay a rank's own": (
+        "llama",
+        [(data, "all_reduce_start", lambda right: lambda *args: data.Pending(args[0], None))],
+        "norm", "its sum over ranks or microbatches",
+    ),
+    "decay of vectors": (
+        "llama", [(record, "build_optimizer", _decay_everywhere)],
+        "blocks.0.attention_norm", "its update by the optimizer",
+    ),
+    "a rate of the step after": (
+        "llama",
+        [(step, "learning_rate", lambda right: lambda config, n, num: right(config, n + 1, num))],
+        "embedding", "its update by the optimizer",
+    ),
+    "a loss that is not summed over ranks": (
+        "llama", [(step, "sum_over_data", _local_loss)], None, "sum of the losses over ranks",
+    ),
+    "a norm that counts each gradient twice": (
+        "gpt2",
+        [(step, "gradient_norm", lambda right: lambda grads, p=2.0: 2 * right(grads, p))],
+        None, "norm over their shards",
+    ),
+    "a moment that differs on rank 1 alone": (
+        "gpt2", [(step.Trainer, "_update", _first_moment_on_rank_1)],
+        "embedding", "not that of its replica on rank 0",
+    ),
+}  # fmt: skip
+
+OF_FSDP: dict[str, Mutant] = {
+    "gradients averaged over the ranks": (
+        "llama", [(sharded.ShardedReducer, "_set_up", _divided)], "norm", "a mean where a sum is",
+    ),
+    "shards gathered in the order of other ranks": (
+        "gpt2", [(exchange.ExchangeAllGather, "__call__", _swapped_shards)],
+        "embedding", "its output differs",
+    ),
+}  # fmt: skip
+
+OF_TP: dict[str, Mutant] = {
+    "positions flipped after a row product": (
+        "llama", [(OneD, "back", _flipped)], "blocks.0.attention.output", "its output differs",
+    ),
+    "dropout of the first positions on all ranks": (
+        "llama", [(tensor_layers, "dropout", _dropout_without_place)],
+        "dropout", "most on rank 1",
+    ),
+    "half the gradient to the input of the MLP": (
+        "llama", [(OneD, "columns_backward", _unsummed_input_gradient)],
+        "blocks.1.mlp", "gradient of its input differs",
+    ),
+    "exponentials of one rank's part of the vocabulary": (
+        "gpt2", [(OneD, "reduce", _unsummed_exponentials)], "output", "its output differs",
+    ),
+    "norms whose gradients stay a rank's own": (
+        "gpt2", [(replicas, "owed_axes", lambda right: lambda parameter: ())],
+        "norm", "not that of its replica",
+    ),
+}  # fmt: skip

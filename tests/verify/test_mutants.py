@@ -1,0 +1,57 @@
+"""Faults that are planted in the ranks are found, and the module at fault is named."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from mutants import OF_DP, OF_FSDP, OF_TP, Mutant, planted
+
+from phalanx.launch.local import run_ranks
+from phalanx.mesh import build_mesh
+from phalanx.strategy import Strategy
+from phalanx.verify.cases import Settings, awkward_shapes, decoder_case
+from phalanx.verify.harness import verify_case
+from phalanx.verify.verdict import Verdict
+
+GROUPS = {"dp2": OF_DP, "fsdp2": OF_FSDP, "tp2": OF_TP}
+
+
+def verdicts_on_ranks(text: str) -> dict[str, Verdict]:
+    """Run each mutant of a group in one job, and at the end what has no fault."""
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    cases = {
+        name: decoder_case(shape, strategy, Settings(steps=2))
+        for name, shape in awkward_shapes(strategy).items()
+    }
+    found: dict[str, Verdict] = {}
+    for name, (case, patches, _, _) in GROUPS[text].items():
+        with planted(*patches):
+            found[name] = verify_case(cases[case], strategy, mesh)
+    for name, case in cases.items():
+        found[name] = verify_case(case, strategy, mesh)
+    return found
+
+
+@functools.cache
+def verdicts(text: str) -> dict[str, Verdict]:
+    return run_ranks(verdicts_on_ranks, 2, text)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "mutant"),
+    [(text, name, mutant) for text, group in GROUPS.items() for name, mutant in group.items()],
+)
+def test_a_planted_fault_is_found_and_named(text: str, name: str, mutant: Mutant) -> None:
+    verdict = verdicts(text)[name]
+    assert not verdict.is_equal
+    assert verdict.place is not None
+    assert verdict.place.module == mutant[2], str(verdict)
+    assert mutant[3] in str(verdict)
+
+
+@pytest.mark.parametrize("text", GROUPS)
+def test_what_has_no_fault_passes(text: str) -> None:
+    for name in ("llama", "gpt2"):
+        assert verdicts(text)[name].is_equal, str(verdicts(text)[name])
