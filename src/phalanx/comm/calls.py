@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -79,10 +79,10 @@ class Call:
     group: dist.ProcessGroup
     arguments: Mapping[str, Any]
 
-    @cached_property
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of the group."""
-        return tuple(dist.get_process_group_ranks(self.group))
+        return _ranks_of(self.group)
 
     @property
     def inputs(self) -> list[Any]:
@@ -137,6 +137,12 @@ def group_named(name: Any) -> dist.ProcessGroup:
     """Return the group that the operators of torch and of comm.exchange call by `name`."""
     # Private, and the only way from a name to its group; tests/comm/test_ledger.py pins it.
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateUsage]
+
+
+@lru_cache(maxsize=64)
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the global ranks of a group; not anew at each call, since they may be thousands."""
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _group(func: Any, arguments: Mapping[str, Any]) -> dist.ProcessGroup:

@@ -187,7 +187,10 @@ class CollectiveCheck(Watch):
         axis = self._axis_of.get(call.ranks, "world")
         meeting = Meeting(group, axis, call.ranks, self._numbers[group])
         text = fingerprint.text()
-        self._store.set(f"last/{self._rank}", json.dumps([text, *vars(meeting).values()]))
+        if meeting.number == 1:  # thousands, perhaps: told once, not with each call
+            self._store.set(f"ranks/{group}", json.dumps(call.ranks))
+        place = [group, axis, meeting.number]
+        self._store.set(f"last/{self._rank}", json.dumps([text, *place]))
         self._store.set(meeting.key(self._rank), text)
         is_unlike = self._come(meeting, text, is_even=fingerprint.is_even)
         if meeting.number > 1:
@@ -336,9 +339,11 @@ class CollectiveCheck(Watch):
         if text is None:
             return None
         call, *place = json.loads(text)
-        group, axis, ranks, number = place or ("", "", (), 0)
-        meeting = Meeting(group, axis, tuple(ranks), number) if place else None
-        return Stand(Fingerprint.read(call), meeting)
+        if not place:
+            return Stand(Fingerprint.read(call), None)
+        group, axis, number = place
+        ranks = tuple(json.loads(self._store.get(f"ranks/{group}")))
+        return Stand(Fingerprint.read(call), Meeting(group, axis, ranks, number))
 
     def _verdict(self, message: str) -> CollectiveMismatch:
         """Return the error that all ranks raise: the first that any of them found."""

@@ -1,0 +1,184 @@
+"""What one rank of a job of thousands does beside computing, without the other ranks.
+
+A process joins PyTorch's fake process group as one rank of many: collectives return at once, and
+everything else is what `phalanx train` does. Counted and timed in the processor's own seconds.
+
+python benchmarks/scale/main.py [--ranks 4096] [--model llama3-8b] [--out FILE.json]
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeProcessGroup  # registers "fake"
+
+from phalanx.comm.check import CollectiveCheck
+from phalanx.comm.ledger import Ledger
+from phalanx.config import OptimizerConfig
+from phalanx.data.order import Order
+from phalanx.launch.torchrun import check_same
+from phalanx.mesh import build_mesh, data_coordinate, num_files
+from phalanx.models.decoder import Decoder
+from phalanx.models.registry import shape_of
+from phalanx.parallel.compose import layout, parallelize, traffic
+from phalanx.strategy import Strategy
+from phalanx.train.optimizer import build_optimizer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import write_result
+
+Value = TypeVar("Value")
+
+SPLITS = {4096: ("dp64,fsdp8,tp8", "dp512,fsdp8", "fsdp4096", "dp16,fsdp32,tp8:2.5d/2")}
+"""Strategies by number of ranks."""
+
+NUM_CALLS = 20
+"""Collectives that --debug-comm compares while it is timed."""
+
+
+class Clock:
+    """Collects the processor's seconds of named pieces of work in this process."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def time(self, name: str, work: Callable[[], Value]) -> Value:
+        """Do a piece of work and keep how long the processor worked for it."""
+        begin_s = time.process_time()
+        value = work()
+        self.seconds[name] = time.process_time() - begin_s
+        return value
+
+
+def join(rank: int, num_ranks: int) -> dist.HashStore:
+    """Become one rank of a job without any other, and return the store where they would meet."""
+    assert FakeProcessGroup is not None
+    store = dist.HashStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=num_ranks)
+    return store
+
+
+def start(text: str, rank: int, model_name: str) -> dict[str, Any]:
+    """Start as one rank of a job; return what it took, by name."""
+    strategy, clock = Strategy.parse(text), Clock()
+    join(rank, strategy.num_ranks)
+    mesh = clock.time("mesh and groups", lambda: build_mesh(strategy))
+    with torch.device("meta"):
+        model = Decoder(shape_of(model_name))
+    places = [(1, 4096)]
+    entries = clock.time("traffic()", lambda: traffic(model, strategy, places))
+    holding = clock.time("layout()", lambda: layout(model, strategy))
+    with Ledger(mesh) as ledger:
+        clock.time("parallelize", lambda: parallelize(model, strategy, mesh))
+    clock.time("optimizer", lambda: build_optimizer(model, OptimizerConfig()))
+    place, num_places = data_coordinate(mesh)
+    rows = np.arange(place, 64 * num_places, num_places)
+    order = Order(10**9, seed=0)
+    clock.time("samples of 64 steps", lambda: order.samples(rows))
+    return {
+        "cpu_s": clock.seconds,
+        "calls_while_splitting": sum(entry.calls for entry in ledger.entries()),
+        "sent_bytes_a_step": sum(entry.sent_bytes for entry in entries),
+        "trained_bytes": holding.parameter_bytes + holding.optimizer_bytes,
+        "open_files_of_rank_0": num_files(
+            dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            strategy.num_ranks,
+            "cpu",
+        ),
+    }
+
+
+class CountingStore:
+    """Stands for a store, and counts the keys that are turned to, and the bytes set and got."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.num_keys = 0
+        self.num_bytes = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found = getattr(self.store, name)(*args)
+            self.num_keys += len(args[0]) if isinstance(args[0], list) else 1
+            self.num_bytes += sum(
+                len(text) for text in (*args, found) if isinstance(text, str | bytes)
+            )
+            return found
+
+        return call
+
+
+def compare_calls(num_ranks: int) -> dict[str, float]:
+    """Return what one compared call of --debug-comm takes the last rank that comes to it."""
+    join(num_ranks - 1, num_ranks)
+    mesh = build_mesh(Strategy.parse(f"dp{num_ranks}"))
+    with CollectiveCheck(mesh) as check:
+        group = mesh.get_group("dp")
+        for number in range(1, NUM_CALLS + 3):  # the others have come to each call before
+            check._store.add(f"{group.group_name}/{number}/count", num_ranks - 1)
+        for _ in range(2):  # the first loads libraries, the second removes what the first left
+            dist.all_reduce(torch.ones(4), group=group)
+        store = CountingStore(check._store)
+        check._store = store  # type: ignore[assignment]
+        begin_s = time.process_time()
+        for _ in range(NUM_CALLS):
+            dist.all_reduce(torch.ones(4), group=group)
+        cpu_s = time.process_time() - begin_s
+    return {
+        "cpu_s": cpu_s / NUM_CALLS,
+        "keys": store.num_keys / NUM_CALLS,
+        "bytes": store.num_bytes / NUM_CALLS,
+    }
+
+
+def compare_facts(num_ranks: int) -> float:
+    """Return the processor's seconds in which rank 0 compares what the ranks have prepared."""
+    facts = [{f"setting {n}": f"value {n}" for n in range(60)} for _ in range(num_ranks)]
+    begin_s = time.process_time()
+    check_same(facts)
+    return time.process_time() - begin_s
+
+
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a process of its own: a process can be one rank only."""
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def measure(num_ranks: int, model: str) -> dict[str, Any]:
+    """Return everything that is measured of a job of `num_ranks`."""
+    splits = SPLITS.get(num_ranks, (f"dp{num_ranks}", f"fsdp{num_ranks}"))
+    return {
+        "num_ranks": num_ranks,
+        "model": model,
+        "splits": {text: in_a_process(start, text, num_ranks // 3, model) for text in splits},
+        "a_call_of_debug_comm": in_a_process(compare_calls, num_ranks),
+        "facts_of_all_ranks_cpu_s": compare_facts(num_ranks),
+    }
+
+
+def main() -> None:
+    """Measure, print, and write to a file if asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4096)
+    parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    found = measure(arguments.ranks, arguments.model)
+    for text, split in found["splits"].items():
+        print(text, *(f"{name} {seconds:.2f} s" for name, seconds in split["cpu_s"].items()))
+        print("   ", *(f"{k} {v:,}" for k, v in split.items() if k != "cpu_s"))
+    print("a call of --debug-comm", found["a_call_of_debug_comm"])
+    print(f"facts of all ranks {1e3 * found['facts_of_all_ranks_cpu_s']:.1f} ms")
+    write_result(arguments.out, found)
+
+
+if __name__ == "__main__":
+    main()
