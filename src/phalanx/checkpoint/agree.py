@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from phalanx.comm.objects import gather_objects
+from phalanx.comm.objects import first_object
 from phalanx.comm.primitives import share
 from phalanx.errors import CheckpointError, PhalanxError
 
@@ -31,9 +31,9 @@ def agree(work: Callable[[], T], doing: str) -> T:
         results.append(work())
     except Exception as error:  # the others wait to hear of it
         failure, cause = words_of(error), error
-    for words in gather_objects(failure):
-        if words is not None:
-            raise CheckpointError(f"{doing}: {words}") from cause
+    words = first_object(failure)
+    if words is not None:
+        raise CheckpointError(f"{doing}: {words}") from cause
     return results[0]
 
 
