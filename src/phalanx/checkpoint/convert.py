@@ -36,6 +36,8 @@ Progress = Callable[[str, int, int], None]
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
 
+_HINTS: Final = get_type_hints(ModelShape)
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -217,7 +219,9 @@ def open_checkpoint(path: Path) -> Weights:
     try:
         expected = sizes_of(shape)
     except (RuntimeError, OverflowError, TypeError) as error:  # no such tensor can be
-        raise CheckpointError(f"{folder}: the shape in {manifest.NAME} is none: {error}") from error
+        raise CheckpointError(
+            f"{folder}: the shape in {manifest.NAME} is none: {brief(error)}"
+        ) from error
     for name, size in expected.items():
         if sizes.get(name) != tuple(size):
             raise CheckpointError(
@@ -251,7 +255,8 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
             values["rope_scaling"] = tuple(values["rope_scaling"])
         return ModelShape(**values)
     except ConfigError as error:
-        raise CheckpointError(f"cannot read {folder / manifest.NAME}: {error}") from error
+        words = brief(error, 300)
+        raise CheckpointError(f"cannot read {folder / manifest.NAME}: {words}") from error
 
 
 def _check_shape(values: dict[str, Any]) -> None:
@@ -260,15 +265,14 @@ def _check_shape(values: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the first entry that is wrong.
     """
-    hints = get_type_hints(ModelShape)
     for entry in fields(ModelShape):
         if entry.default is MISSING and entry.name not in values:
             raise ConfigError(f"its shape has no {entry.name}")
     for name, value in values.items():
-        if name not in hints:
+        if name not in _HINTS:
             raise ConfigError(f"its shape has the unknown entry {brief(name)}")
         if name != "rope_scaling":
-            check_type(f"shape.{name}", hints[name], value)
+            check_type(f"shape.{name}", _HINTS[name], value)
             continue
         match value:
             case None | [int() | float(), int() | float(), int() | float(), int()]:

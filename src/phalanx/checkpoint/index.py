@@ -179,7 +179,9 @@ def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Bo
                         )
                     part = found[source if shard.sizes else ...]
                 except SafetensorError as error:
-                    raise CheckpointError(f"its file {file} cannot be read: {error}") from error
+                    raise CheckpointError(
+                        f"its file {file} cannot be read: {brief(error, 200)}"
+                    ) from error
                 wanted[name][0][target if shard.sizes else ...] = part
 
 

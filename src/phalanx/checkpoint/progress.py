@@ -113,7 +113,9 @@ class SaveProgress:
         """Return how each rank is, on rank 0; elsewhere what rank 0 says of the save.
 
         Raises:
-            CheckpointError: a rank has failed, or is late; or rank 0 has given the save up.
+            CheckpointError: a rank has failed, or is late; or rank 0 has given the save up, in its
+                own words.
+            TimeoutError: rank 0 gives no sign.
         """
         return self._look_at_all() if self.rank == 0 else self._look_at_first()
 
@@ -157,7 +159,7 @@ class SaveProgress:
         if state[2][0] == self._number:
             raise CheckpointError(state[2][1])
         if self.is_late:
-            raise CheckpointError(self.words_of_silence())
+            raise TimeoutError(self.words_of_silence())
         return [state]
 
     def words_of_silence(self) -> str:

@@ -225,8 +225,10 @@ class Saver:
                 self._save_other(save)
         except CheckpointError as error:
             self._failure = error
-        except Exception as error:  # the store is gone, and with it rank 0
-            self._failure = self._failed(f"rank 0 is gone: {words_of(error)}")
+        except TimeoutError as error:
+            self._failure = self._failed(str(error))
+        except Exception as error:  # mostly the store is gone, and with it rank 0
+            self._failure = self._failed(f"the writer failed: {words_of(error)}")
 
     def _save_other(self, save: _Save) -> None:
         """Write this rank's file, and wait until rank 0 has published the checkpoint."""

@@ -109,10 +109,10 @@ def is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and not set(name) & set("/\\:\0")
 
 
-def brief(value: object) -> str:
-    """Return how a value that somebody else wrote is shown in a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def brief(value: object, limit: int = 80) -> str:
+    """Return how a value that somebody else wrote, or an error that quotes it, is shown."""
+    text = str(value) if isinstance(value, Exception) else repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def checksum(path: Path) -> Checksum:

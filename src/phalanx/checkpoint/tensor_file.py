@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from phalanx.checkpoint.storage import Checksum
+from phalanx.checkpoint.storage import Checksum, brief
 from phalanx.errors import CheckpointError
 
 SUFFIX: Final = ".safetensors"
@@ -142,5 +142,5 @@ def open_file(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot read {path}: {error}; it is damaged or not whole, fetch it again"
+            f"cannot read {path}: {brief(error, 200)}; it is damaged or not whole, fetch it again"
         ) from error

@@ -1,0 +1,112 @@
+"""A rank that stands still while a checkpoint is written is named, and the save ends in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch.distributed as dist
+
+from phalanx.checkpoint import manifest, progress, saver, tensor_file
+from phalanx.checkpoint.saver import Saver
+from phalanx.errors import CheckpointError
+from phalanx.launch.local import run_ranks
+
+TIMEOUT_S = 1.0
+
+
+def stand_still(rank: int) -> None:
+    """Have the writer of a rank never come to its first byte."""
+    if dist.get_rank() == rank:
+        saver._write_file = lambda *_: threading.Event().wait()
+
+
+def words_of_stuck(run: Path, rank: int, hold: Callable[[int], None]) -> tuple[str, float]:
+    """Save, then save again with a rank that stands still; return what is said, and when."""
+    progress.GRACE_S = 1.0
+    model, optimizer = runs.build()
+    with Saver(run, timeout_s=TIMEOUT_S) as saver_:
+        saver_.begin(model, optimizer, runs.about(1))
+        saver_.finish()
+        hold(rank)
+        start_s = time.monotonic()
+        saver_.begin(model, optimizer, runs.about(2))
+        with pytest.raises(CheckpointError) as raised:
+            saver_.finish()
+        saver_.finish()  # it was said
+    return str(raised.value), time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) -> None:
+    """Of rank 0, which decides, the others can say no more than that it says nothing."""
+    outcomes = run_ranks(words_of_stuck, 2, tmp_path, rank, stand_still, threads=1, timeout_s=60)
+    final = tmp_path / "checkpoints" / "step-00000002"
+    for number, (words, passed_s) in enumerate(outcomes):
+        assert words.startswith(f"cannot save {final} ({manifest.find(tmp_path)} stands): ")
+        assert passed_s < TIMEOUT_S + 10
+        if rank == 1 and number == 0:
+            assert words.endswith(
+                "rank 1 had not written its part (0 bytes so far) and did not go on for 1 s"
+            )
+        if rank == 0 and number == 1:
+            assert "rank 0, which publishes it, says nothing for " in words
+    assert list(manifest.whole(tmp_path)) == [1]
+
+
+def slow_disk(rank: int) -> None:
+    """Have a disk take longer for a file than a save may stand still, but go on."""
+    chunks = tensor_file._chunks
+    tensor_file.CHUNK_BYTES = 50
+
+    def slowly(*args: Any) -> Any:
+        for number, chunk in enumerate(chunks(*args)):
+            time.sleep(0.6 if number < 5 else 0)
+            yield chunk
+
+    if dist.get_rank() == rank:
+        tensor_file._chunks = slowly
+
+
+def save_slowly(run: Path, rank: int) -> None:
+    model, optimizer = runs.build()
+    slow_disk(rank)
+    with Saver(run, timeout_s=TIMEOUT_S) as saver_:
+        saver_.begin(model, optimizer, runs.about(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_slow_disk_is_waited_for(tmp_path: Path, rank: int) -> None:
+    run_ranks(save_slowly, 2, tmp_path, rank, threads=1, timeout_s=60)
+    assert list(manifest.whole(tmp_path)) == [1]
+
+
+def stop_while_writing(run: Path, rank: int) -> None:
+    """Stop the process of a rank while it writes; only the others can say so."""
+    progress.GRACE_S = 1.0
+    model, optimizer = runs.build()
+    if dist.get_rank() == rank:
+        saver._write_file = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    with Saver(run, timeout_s=TIMEOUT_S) as saver_:
+        saver_.begin(model, optimizer, runs.about(1))
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [(1, "rank 1 had not written its part"), (0, "rank 0, which publishes it, says nothing for ")],
+)
+def test_a_stopped_process_ends_the_job(tmp_path: Path, rank: int, words: str) -> None:
+    """Rank 0 holds the store, too, which then answers nobody."""
+    start_s = time.monotonic()
+    with pytest.raises(CheckpointError, match=words) as raised:
+        run_ranks(stop_while_writing, 2, tmp_path, rank, threads=1, timeout_s=60)
+    assert "(no checkpoint stands)" in str(raised.value)
+    assert time.monotonic() - start_s < 60
+    assert not manifest.whole(tmp_path)
