@@ -242,6 +242,22 @@ def whole(run: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
 
+def not_whole_after(folder: Path) -> str | None:
+    """Say which later checkpoints of a run are not whole, so that it goes back to `folder`."""
+    match = STEP_FOLDER.fullmatch(folder.name)
+    later = sorted(
+        path.name
+        for path in (folder.parent.iterdir() if match is not None else ())
+        if (other := STEP_FOLDER.fullmatch(path.name)) is not None
+        and int(other[1]) > int(folder.name.removeprefix("step-"))
+        and not (path / NAME).exists()
+    )
+    if not later:
+        return None
+    have = "have" if len(later) > 1 else "has"
+    return f"goes on from {folder.name}: {', '.join(later)} {have} no {NAME}, so not all was saved"
+
+
 def passing(run: Path) -> list[Path]:
     """Return the whole checkpoints of a run folder that the next one replaces."""
     found: list[Path] = []

@@ -1,0 +1,93 @@
+"""Host memory for saving: taken before the first step, and a way on where there is too little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+
+from phalanx.checkpoint import host_copy, manifest, state
+from phalanx.checkpoint.host_copy import HostCopy
+from phalanx.checkpoint.saver import Saver
+from phalanx.launch.local import run_ranks
+
+
+def reserve_before_steps(run: Path, split: str) -> tuple[bool, bool]:
+    """Reserve before the first step; return whether the first save finds all it needs."""
+    model, optimizer = runs.build(split, width=64)
+    with Saver(run) as saver:
+        assert saver.reserve(model, optimizer, 1 << 30) is None
+        buffer = saver._copy._buffer
+        assert buffer is not None
+        runs.step(model, optimizer)
+        saver.begin(model, optimizer, runs.about(1))
+        same = saver._copy._buffer is buffer
+        held = sum(each.local.nbytes for each in state.held_by(model, optimizer).values())
+        return same, buffer.nbytes <= held
+
+
+@pytest.mark.parametrize("split", ["whole", "fsdp"])
+def test_the_first_save_needs_no_more_memory_than_was_reserved(tmp_path: Path, split: str) -> None:
+    for same, is_bounded in run_ranks(reserve_before_steps, 2, tmp_path, split, threads=1):
+        assert same and is_bounded
+    assert list(manifest.whole(tmp_path)) == [1]
+
+
+def save_without_memory(run: Path, free_bytes: int | None) -> tuple[str, bool]:
+    """Save without memory for a copy; return what was said, and whether all was saved."""
+    model, optimizer = runs.build("fsdp", width=64)
+    host_copy.CHUNK_BYTES = 1000
+    saver = Saver(run)
+    if free_bytes is None:
+        saver._copy.reserve = lambda *_, **__: False
+    words = saver.reserve(model, optimizer, free_bytes)
+    runs.step(model, optimizer)
+    with saver:
+        if free_bytes is not None:
+            saver._copy.reserve = lambda *_, **__: False
+        saver.begin(model, optimizer, runs.about(1))
+        assert not saver.is_writing  # the step has waited for it
+        expected = runs.whole_state(model, optimizer)
+    loaded, loaded_optimizer = runs.build("fsdp", width=64)
+    state.load(manifest.find(run), loaded, loaded_optimizer)
+    actual = runs.whole_state(loaded, loaded_optimizer)
+    return words or "", all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("free_bytes", [None, 1000])
+def test_where_memory_is_short_the_step_waits_and_nothing_is_lost(
+    tmp_path: Path, free_bytes: int | None
+) -> None:
+    for words, same in run_ranks(save_without_memory, 2, tmp_path, free_bytes, threads=1):
+        assert same
+        assert words.startswith("the copy of a checkpoint takes 0.00 GiB of host memory a rank")
+        assert words.endswith("; training will wait while checkpoints are written")
+        assert ("but only 0.00 GiB are free" in words) == (free_bytes is not None)
+
+
+def test_memory_that_the_system_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    copy = HostCopy()
+    assert not copy.reserve(2000, 1999)
+    assert copy.reserve(2000, 2000)
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert copy.reserve(1999) and not copy.reserve(2001)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_is_pinned_as_it_is() -> None:
+    copy = HostCopy()
+    tensors = [torch.arange(1000.0, device="cuda"), torch.arange(77, device="cuda").double()]
+    assert copy.reserve(5000, pin=True) and copy._is_pinned
+    (held,) = copy.take(tensors)
+    assert torch.equal(held[:4000].view(torch.float32), torch.arange(1000.0))
+    assert torch.equal(held[4000:].view(torch.float64), torch.arange(77).double())
+    copy.release()
+    pieces = list(host_copy.in_pieces(tensors))
+    assert torch.equal(pieces[1], torch.arange(77).double())
