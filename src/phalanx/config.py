@@ -109,21 +109,22 @@ class TrainConfig:
     """Train a decoder on text over one or many processes."""
 
     model: str | None = None
-    """Preset of the model's shape; that of the checkpoint to begin with or go on from, else demo,
-    if unset."""
+    """Preset of the model's shape, listed at the end of this help; that of the checkpoint to begin
+    with or go on from, else demo, if unset."""
     data: str | None = None
     """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the
     working folder; the standard library of this Python if unset."""
     tokenizer: str | None = None
     """A tokenizer.json; a byte-level BPE trained on the data if unset."""
     strategy: str | None = None
-    """How to split the work, such as dp2 or dp4:naive; dp over all processes if unset."""
+    """How to split the work, such as dp2 or fsdp2,recompute:full; dp over all processes if unset.
+    All that can be asked for stands at the end of this help."""
     nproc: int | None = None
     """Processes to start on this host; what the strategy needs, or 2 (one per GPU), if unset."""
     steps: int | None = None
-    """Optimizer steps; what `epochs` asks for, else as many as suit the demo, if unset."""
+    """Optimizer steps; what `epochs` asks for, else 560, which suits the demo, if unset."""
     epochs: float | None = None
-    """Passes over the data, instead of steps."""
+    """Passes over the data, instead of steps; unset, the run is as long as `steps` says."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and the dropout masks."""
     precision: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
@@ -172,7 +173,7 @@ class TrainConfig:
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     """How text becomes samples."""
     batch: BatchConfig = field(default_factory=BatchConfig)
-    """The batch law."""
+    """The batch law: global_size = microbatch x accumulation x data ranks; two give the third."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, the learning rate and clipping."""
 

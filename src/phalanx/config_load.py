@@ -14,6 +14,9 @@ from typing import Annotated, Any, Final, Generic, TypeVar, cast
 
 import tyro
 
+# Private, and the only way to change the help of a field; tests/cli/test_help.py pins it.
+from tyro.constructors._struct_spec_dataclass import dataclass_rule
+
 from phalanx.config import TrainConfig, solve_batch
 from phalanx.config_check import choices, members, read_text, settings, value_at
 from phalanx.config_file import RUN_FILE, closest, read_values
@@ -220,6 +223,7 @@ def _read(
     """Let tyro read a value of the type `form`; `about` has the text and `keys` the options."""
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_plain_value)
+    registry.struct_rule(_plain_section)
     reported = io.StringIO()
     try:
         with contextlib.redirect_stderr(reported):
@@ -270,6 +274,33 @@ def _plain_value(
         is_instance=lambda _: True,
         str_from_instance=lambda value: ["none" if value is None else str(value)],
     )
+
+
+def _plain_section(
+    info: tyro.constructors.StructTypeInfo,
+) -> tyro.constructors.StructConstructorSpec | None:
+    """Read a dataclass as tyro does; its help has whole paragraphs and no default of nothing.
+
+    What an unset value means stands in its help, and a flag is off.
+    """
+    found = dataclass_rule(info)
+    if found is None:
+        return None
+    fields: list[tyro.constructors.StructFieldSpec] = []
+    for field in found.fields:
+        text = field.helptext() if callable(field.helptext) else field.helptext
+        kind: Any = field.type
+        if field.default is None or field.default is False:
+            kind = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
+        fields.append(
+            dataclasses.replace(field, type=kind, helptext=None if text is None else _joined(text))
+        )
+    return dataclasses.replace(found, fields=tuple(fields))
+
+
+def _joined(text: str) -> str:
+    """Return the paragraphs of a docstring, each in one line."""
+    return "\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def _first_paragraph(boxed: str) -> str:

@@ -108,6 +108,10 @@ def _dispatch(words: list[str]) -> int:
     Raises:
         ConfigError: there is no such verb.
     """
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    elif words[1:] == ["help"]:
+        words = [words[0], "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
@@ -145,7 +149,7 @@ def _usage() -> str:
         "",
         f"Not built yet: {', '.join(NOT_BUILT)}.",
         "",
-        "phalanx VERB --help lists a verb's options; --json makes the last line of its output one",
+        "phalanx help VERB lists a verb's options; --json makes the last line of its output one",
         "JSON document; phalanx --version prints the version.",
         "",
         "  phalanx train                                the demo: a small decoder on real text",

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli.choices import preset_help, strategy_help
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import TrainConfig
@@ -36,6 +37,10 @@ def run(argv: list[str]) -> int:
     except PhalanxError as error:
         if is_under_torchrun():
             leave_failed(error, is_everyones=True)
+        raise
+    except SystemExit:
+        if {"-h", "--help"}.intersection(argv):
+            print(f"{strategy_help()}\n\n{preset_help()}")
         raise
     if loaded.show_config:
         from phalanx.train.job import choose_strategy

@@ -1,0 +1,59 @@
+"""What --help shows: every strategy and preset, whole paragraphs, and no default of nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from phalanx.cli.choices import STRATEGIES
+from phalanx.cli.main import VERBS, main
+from phalanx.models.registry import PRESETS
+from phalanx.strategy import BUILT, Strategy
+
+
+@pytest.fixture
+def help_of_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["train", "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_strategy_that_is_built_has_a_line(help_of_train: str) -> None:
+    assert {pair for pair, _ in STRATEGIES.values()} == BUILT
+    for form, ((axis, kind), _) in STRATEGIES.items():
+        assert f"\n  {form} " in help_of_train
+        text = re.sub("DEPTH|K$", "2", form).replace("N", "8" if axis == "tp" else "2")
+        found = Strategy.parse(text.replace("tp8:2d", "tp4:2d"))
+        assert (found.recompute if axis == "recompute" else getattr(found, axis)).kind == kind
+
+
+def test_every_preset_is_listed_with_its_size(help_of_train: str) -> None:
+    assert all(re.search(rf"\b{re.escape(name)} [0-9.]+ [BM]\b", help_of_train) for name in PRESETS)
+    assert "gpt2-124m 124 M" in help_of_train
+
+
+def test_paragraphs_are_whole_and_unset_values_are_explained(help_of_train: str) -> None:
+    assert "(default: none)" not in help_of_train.lower()
+    assert "(default: False)" not in help_of_train
+    assert "(default: 256)" in help_of_train
+    rows = [line.strip("│ ") for line in help_of_train.splitlines()]
+    text = " ".join(rows)
+    assert "global_size = microbatch x accumulation x data ranks; two give the third" in text
+    assert "relative to the working folder; the standard library of this Python if unset" in text
+    assert max(map(len, help_of_train.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("words", [["help", "bench"], ["bench", "help"], ["help", "doctor"]])
+def test_help_may_stand_before_or_after_the_verb(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    assert "usage: phalanx " + next(w for w in words if w != "help") in capsys.readouterr().out
+
+
+def test_help_alone_is_the_help_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {verb} " in shown for verb in VERBS)
+    assert "tensor" in shown and "scaling" in shown
