@@ -151,6 +151,29 @@ def test_terminal_shows_a_bar_with_every_number() -> None:
         assert words in shown
 
 
+@pytest.mark.parametrize(
+    ("width", "has", "lacks"),
+    [
+        (110, ["loss 2.5000", "12,346 tokens/s", "MFU 31.0 % of ceiling", "left 00:00"], []),
+        (72, ["loss 2.5000", "12,346 tokens/s", "MFU 31.0 %", "left 00:00"], ["of ceiling"]),
+        (60, ["loss 2.5000", "12,346 tokens/s", "left 00:00"], ["MFU"]),
+        (40, ["loss 2.5000", "left 00:00"], ["MFU", "tokens/s"]),
+        (30, ["loss 2.5000"], ["MFU", "tokens/s", "left"]),
+    ],
+)
+def test_a_narrow_terminal_loses_the_least_important_number(
+    width: int, has: list[str], lacks: list[str]
+) -> None:
+    text = io.StringIO()
+    display = LiveDisplay(Console(file=text, force_terminal=True, width=width), total_steps=400)
+    display.step(record(399))
+    display.step(record(400))
+    display.close()
+    last = text.getvalue().rsplit("step 400/400", 1)[1]
+    assert all(words in last for words in has), last
+    assert not any(words in last for words in [*lacks, "\u2026"]), last
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_a_disk_that_is_full_is_told_once(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
-_WIDTH_FOR_BAR = 70
-_WIDTH_FOR_ALL = 95
+_WIDTH_FOR_BAR = 90
+_BAR = 10
+_GAPS = 3
+"""Columns between the parts of the display."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +88,11 @@ class LiveDisplay:
         self._seen: tuple[int, float] | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._has_bar = console.width >= _WIDTH_FOR_BAR
         if console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.fields[step]}"),
-                *([BarColumn(bar_width=None)] if console.width >= _WIDTH_FOR_BAR else []),
+                *([BarColumn(bar_width=None)] if self._has_bar else []),
                 TextColumn("{task.fields[numbers]}"),
                 console=console,
                 expand=True,
@@ -106,8 +109,10 @@ class LiveDisplay:
         if self._seen is None:
             self._seen = (record.step, now_s)
         words = f"step {record.step}/{self._total_steps}"
-        is_brief = self._progress is not None and self._console.width < _WIDTH_FOR_ALL
-        numbers = f"{step_text(record, is_brief)}  {self._time_left(record.step, now_s)}"
+        width = math.inf
+        if self._progress is not None:
+            width = self._console.width - len(words) - _GAPS - (_BAR if self._has_bar else 0)
+        numbers = step_text(record, self._time_left(record.step, now_s), width)
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, step=words, numbers=numbers)
         elif (
@@ -241,14 +246,28 @@ class RunLog:
             ) from error
 
 
-def step_text(record: StepRecord, is_brief: bool = False) -> str:
-    """Return the numbers of a step for people; brief leaves out what the MFU is a share of."""
-    parts = [f"loss {record.loss:.4f}", f"{record.tokens_per_s:,.0f} tokens/s"]
-    if record.mfu is not None:
-        parts.append(f"MFU {percent(record.mfu)}{'' if is_brief else f' of {record.mfu_of}'}")
-    if record.skipped:
-        parts.append("SKIPPED")
-    return "  ".join(parts)
+def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> str:
+    """Return the numbers of a step for people, the most important of them where all are too wide.
+
+    Args:
+        record: of the step.
+        left: how long the run will go on.
+        width: columns there are.
+    """
+    loss = f"loss {record.loss:.4f}" + ("  SKIPPED" if record.skipped else "")
+    rate = f"{record.tokens_per_s:,.0f} tokens/s"
+    share = "" if record.mfu is None else f"MFU {percent(record.mfu)}"
+    whole_share = f"{share} of {record.mfu_of}" if share else ""
+    for parts in (
+        (loss, rate, whole_share, left),
+        (loss, rate, share, left),
+        (loss, rate, left),
+        (loss, left),
+    ):
+        text = "  ".join(filter(None, parts))
+        if len(text) <= width:
+            return text
+    return loss
 
 
 def json_text(value: object) -> str:
