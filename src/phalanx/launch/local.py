@@ -57,7 +57,8 @@ def run_ranks(
         What each rank returned, in the order of the ranks.
 
     Raises:
-        ConfigError: the function or an argument cannot be sent to another process.
+        ConfigError: the function or an argument cannot be sent to another process, or this process
+            is a rank of a job itself.
         PhalanxError: the error of the rank that failed first, if it was the user's to mend; it has
             that error's class.
         RankFailed: any other failure, with that rank's own traceback; its cause is a
@@ -67,6 +68,12 @@ def run_ranks(
         Interrupted: SIGINT, SIGTERM or SIGHUP came, and was not heeded by the ranks (see
             `pulse.Pulse.heeding`), or was not the first.
     """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            "run_ranks starts processes of its own, but RANK and WORLD_SIZE are set: this process "
+            "is a rank of a job, as under torchrun, and each would start a whole job; start the "
+            "script without torchrun, or unset RANK"
+        )
     context = prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
     ranks: list[Rank] = []

@@ -36,10 +36,10 @@ def _from_values(wrong: Sequence[Difference], facts: Sequence[RankFacts]) -> Ite
     missing = [d.name for d in wrong if d.problem == "it is missing"]
     if missing:
         yield f"{_list(missing)}: the gradient is missing, as if the parameter had not been used"
-    for rank, of_rank in enumerate(facts):
-        if of_rank.nonfinite:
-            yield f"the gradient of {_list(of_rank.nonfinite)} is not finite on rank {rank}"
-            return
+    ranks = [rank for rank, of_rank in enumerate(facts) if of_rank.nonfinite]
+    if ranks:
+        where = f"rank {', '.join(map(str, ranks))}" if len(ranks) < len(facts) else "all ranks"
+        yield f"the gradient of {_list(facts[ranks[0]].nonfinite)} is not finite on {where}"
 
 
 def _from_ratios(
