@@ -146,13 +146,18 @@ def _local_loss(right: Any) -> Any:
     return lambda tensor, mesh: tensor if tensor.dtype == torch.float64 else right(tensor, mesh)
 
 
-def _first_moment_on_rank_1(right: Any) -> Any:
-    def wrong(self: Any, *args: Any) -> None:
-        right(self, *args)
-        if dist.get_rank() == 1:
-            next(iter(self.optimizer.state.values()))["exp_avg"].mul_(1 + 1e-12)
+def _moment_on_rank_1(key: str) -> Callable[[Any], Any]:
+    """Only after the last step, so that no weight shows it."""
 
-    return wrong
+    def make(right: Any) -> Any:
+        def wrong(self: Any, *args: Any) -> None:
+            right(self, *args)
+            if dist.get_rank() == 1 and self.steps_done == self.num_steps - 1:
+                next(iter(self.optimizer.state.values()))[key].mul_(1 + 1e-12)
+
+        return wrong
+
+    return make
 
 
 def _divided(right: Any) -> Any:
@@ -266,9 +271,13 @@ OF_DP: dict[str, Mutant] = {
         [(step, "gradient_norm", lambda right: lambda grads, p=2.0: 2 * right(grads, p))],
         None, "norm over their shards",
     ),
-    "a moment that differs on rank 1 alone": (
-        "gpt2", [(step.Trainer, "_update", _first_moment_on_rank_1)],
-        "embedding", "not that of its replica on rank 0",
+    "a first moment that differs on rank 1 alone": (
+        "gpt2", [(step.Trainer, "_update", _moment_on_rank_1("exp_avg"))],
+        "embedding", "the first moment of embedding.weight on rank 1 is not that of its replica",
+    ),
+    "a second moment that differs on rank 1 alone": (
+        "llama", [(step.Trainer, "_update", _moment_on_rank_1("exp_avg_sq"))],
+        "embedding", "the second moment of embedding.weight on rank 1 is not that of its replica",
     ),
 }  # fmt: skip
 

@@ -1,0 +1,103 @@
+"""`phalanx verify` from its command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.strategy import Strategy
+from phalanx.verify.cases import awkward_shapes, splits, with_three
+
+
+def document_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["verify", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_settings_reach_the_run_and_the_document_has_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    document = document_of(
+        capsys, "dp2", "--no-three", "--steps", "2", "--optimizer.clip-p", "inf",
+        "--shape.norm", "layer", "--shape.qk-norm", "false", "--shape.num-layers", "1",
+    )  # fmt: skip
+    assert document["is_equal"]
+    for verdict in document["verdicts"]:
+        assert verdict["strategy"] == "dp2" and verdict["place"] is None
+        assert set(verdict["largest_errors"]) >= {"loss", "gradient", "norm", "weight"}
+        assert all(error <= 1e-10 for error in verdict["largest_errors"].values())
+        sent = {row["phase"]: row for row in verdict["sent"]}
+        assert sent["backward"]["counted"] == sent["backward"]["predicted"] > 0
+    llama, gpt2 = document["verdicts"]
+    assert llama["case"] == "llama" and gpt2["case"] == "gpt2"
+
+
+def test_an_axis_of_two_runs_with_three_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    document = document_of(capsys, "fsdp2:zero1", "--steps", "1", "--shape.num-layers", "1")
+    strategies = [verdict["strategy"] for verdict in document["verdicts"]]
+    assert strategies == ["fsdp2:zero1"] * 2 + ["fsdp3:zero1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "wider"),
+    [
+        ("dp2:naive", "dp3:naive"),
+        ("dp2,fsdp2", "dp2,fsdp3"),
+        ("tp2,recompute:full", "tp3,recompute:full"),
+        ("dp4", None),
+        ("tp4:2d", None),
+        ("dp2,fsdp2,tp2", None),  # 12 ranks are too many
+    ],
+)
+def test_three_ranks_where_the_strategy_allows(text: str, wider: str | None) -> None:
+    found = with_three(Strategy.parse(text))
+    assert (None if found is None else str(found)) == wider
+
+
+@pytest.mark.parametrize(
+    "text", ["dp2", "fsdp3", "tp2", "tp3", "tp4:2d", "tp8:2.5d/2", "tp8:3d", "fsdp3,tp2"]
+)
+def test_the_awkward_shapes_fit_their_strategy(text: str) -> None:
+    strategy = Strategy.parse(text)
+    llama, gpt2 = awkward_shapes(strategy).values()
+    assert splits(llama, strategy) and splits(gpt2, strategy)
+    assert llama.tied and llama.qk_norm and llama.num_kv_heads < llama.num_heads
+    assert not gpt2.tied and gpt2.bias and gpt2.norm == "layer" and gpt2.position == "learned"
+    assert llama.dropout > 0 and gpt2.dropout > 0
+    assert text == "fsdp3,tp2" or llama.vocab_size % 2 == 1
+
+
+def test_a_process_that_torchrun_started_refuses() -> None:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "verify", "dp2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert "run `phalanx verify` by itself on one host" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--steps 0", "steps is 0; it must be at least 1"),
+        ("--optimizer.clip-p 3", "optimizer.clip_p is 3; expected 1, 2 or inf"),
+        ("--optimizer.lr -1", "optimizer.lr is -1.0; expected more than 0"),
+        ("--shape.dropout 1", "shape.dropout is 1.0; expected a number in [0, 1)"),
+    ],
+)
+def test_values_out_of_range_are_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *words.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
