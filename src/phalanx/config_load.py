@@ -147,9 +147,9 @@ def resolve(loaded: Loaded[TrainConfig], num_ranks: int) -> Loaded[TrainConfig]:
     return dataclasses.replace(loaded, config=config, sources=sources)
 
 
-_OF_ONE_RUN: Final = ("out", "resume", "init", "nproc", "batch.microbatch", "batch.accumulation")
-"""Settings that a run which goes on does not take from its file: they say where it began and wrote,
-or follow from the others and the number of ranks."""
+_OF_ONE_RUN: Final = ("init", "batch.microbatch")
+"""Settings that a run which goes on does not take from its file: it has its own weights, and the
+microbatch of its checkpoint as far as that suits the number of ranks."""
 
 _OF_ITS_TOKENIZER: Final = ("tokenizer", "corpus.vocab_size")
 """Settings that are not taken either where the tokenizer they led to stands beside the file."""

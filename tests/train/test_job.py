@@ -18,6 +18,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.companions import TOKENIZER, keep_tokenizer
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.data import corpus
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.launch.torchrun import check_same
 from phalanx.planner.model_shape import num_parameters
@@ -457,3 +458,22 @@ def test_the_data_and_how_often_it_is_gone_through_is_said(config: TrainConfig) 
     assert line.endswith("--epochs 4 are 339 steps")
     assert resolve(dataclasses.replace(config, steps=None, epochs=4)).num_steps == 339
     assert remarks_on(resolve(dataclasses.replace(config, steps=None, epochs=12))) == []
+
+
+def test_one_rank_a_host_reads_the_text(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others believe what it has left in the cache."""
+    reads: list[Path] = []
+    read = corpus._read_bytes
+    monkeypatch.setattr(corpus, "_read_bytes", lambda file: reads.append(file) or read(file))
+    folders: set[Path] = set()
+    for rank in range(3):
+        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}
+        for name, value in here.items():
+            monkeypatch.setenv(name, str(value))
+        two = dataclasses.replace(config, strategy="dp3", batch=BatchConfig(global_size=3))
+        folders.add(resolve(two).tokens.folder)
+        if rank == 0:
+            assert len(reads) == 3  # what it is, a tokenizer, tokens
+    assert len(folders) == 1 and len(reads) == 3

@@ -18,7 +18,7 @@ import pytest
 
 from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
-from phalanx.config import BatchConfig
+from phalanx.config import BatchConfig, ShapeConfig
 from phalanx.config_check import check
 from phalanx.config_load import load_config
 from phalanx.errors import CheckpointError, ConfigError
@@ -127,12 +127,12 @@ def test_the_file_of_a_run_is_whole_and_says_all(home: Path) -> None:
     assert values["strategy"] == "fsdp2" and values["model"] == "demo"
     assert values["data"] == str(home / "文本/一.txt")
     assert values["corpus"]["cache"] == str(home / "cache")
-    assert values["batch"] == {"global_size": 8, "microbatch": 2, "accumulation": 2}
+    assert values["batch"] == {"global_size": 8, "microbatch": 2}
     assert values["optimizer"]["lr"] == 0.003
     assert not {"out", "resume", "nproc", "init"} & set(values)
     (config,) = records(folder, "config")
     assert (config["precision"], config["nproc"], config["out"]) == ("float32", 2, str(folder))
-    assert config["batch"] == values["batch"]
+    assert config["batch"] == {**values["batch"], "accumulation": 2}
 
 
 def test_the_file_of_a_run_begins_another(
@@ -142,6 +142,8 @@ def test_the_file_of_a_run_begins_another(
     job = resolved("--config", str(home / "runs/whole/config.toml"))
     assert job.start is None and job.out.parts[0] == "runs" and job.num_steps == STEPS
     (before,) = records(home / "runs/whole", "config")
+    wider = resolved("--config", str(home / "runs/whole/config.toml"), "--strategy", "dp4")
+    assert (wider.batch.global_size, wider.batch.accumulation) == (8, 1)
     now = json.loads(json.dumps(dataclasses.asdict(job.config)))
     assert now == {key: before[key] for key in now} | {"out": None}
 
@@ -169,6 +171,33 @@ def test_what_is_given_beside_replaces_and_is_named(run: Path, tmp_path: Path) -
     }.items():
         batch = resolved("--resume", str(run), *words.split()).batch
         assert (batch.global_size, batch.microbatch, batch.accumulation) == sizes
+
+
+def test_a_run_from_other_weights_and_a_tokenizer_of_its_own_goes_on_alone(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    shutil.copy("runs/whole/tokenizer.json", "mine.json")
+    shutil.copytree("runs/whole", "origin")
+    config = load_config(["--config", "runs/whole/config.toml"]).config
+    begun = dataclasses.replace(
+        config, init="origin", tokenizer="mine.json", model=None, steps=6, save_every=3,
+        shape=ShapeConfig(dropout=0.2), out=str(tmp_path / "tuned"),
+        corpus=dataclasses.replace(config.corpus, vocab_size=None),
+    )  # fmt: skip
+    train(begun)
+    expected = losses(tmp_path / "tuned")
+    shutil.rmtree(manifest.folder_of(tmp_path / "tuned", 6))
+    shutil.rmtree("origin")  # its weights are in the run by now, its tokenizer too
+    Path("mine.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    job = resolved("--resume", "tuned")
+    assert job.shape.dropout == 0.2 and job.init is None and remarks_on(job) == []
+    assert job.config.init == str(home / "origin")
+    assert main(["train", "--resume", "tuned"]) == 0
+    assert losses(tmp_path / "tuned")[-3:] == expected[-3:]
+    values = tomllib.loads((tmp_path / "tuned/config.toml").read_text())
+    assert (values["init"], values["tokenizer"]) == (str(home / "origin"), str(home / "mine.json"))
 
 
 def test_a_checkpoint_of_a_run_has_the_settings_of_the_run(run: Path) -> None:

@@ -26,14 +26,14 @@ from phalanx.train.request import DEFAULT_MODEL, name_of_sizes
 _PATHS: Final = ("data", "tokenizer", "init", "out", "corpus.cache")
 """Settings that name files of this host."""
 
-_OF_ITS_FOLDER: Final = ("out", "resume", "nproc")
-"""Settings that a run does not keep: they follow from where it lies and from its strategy."""
+_OF_ITS_FOLDER: Final = ("out", "resume", "nproc", "batch.accumulation")
+"""Settings that a run does not keep: they follow from where it lies, its strategy and its batch."""
 
 _OF_THE_STREAM: Final = ("corpus.validation", "seed", "corpus.seq_len", "corpus.shuffle")
 """Settings that fix the order of the samples of a text."""
 
 _FREE: Final = (
-    *("model", "epochs", "batch.microbatch", "batch.accumulation"),
+    *("model", "epochs", "batch.microbatch"),
     *("tokenizer", "corpus.vocab_size", "init", "threads", "corpus.cache"),
 )
 """Settings in a manifest that change no number of the run, or show in those that do."""
