@@ -83,7 +83,7 @@ def test_the_rule_can_fail() -> None:
 )
 def test_light_modules_load_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=280).returncode == 0
 
 
 def test_the_public_names() -> None:

@@ -52,7 +52,7 @@ def test_set_up_says_what_it_lacks(script: str | None, words: str, tmp_path: Pat
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
     command = ["make", "-C", str(tmp_path), f"PYTHON={python}", "train"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 2
     assert words in ended.stderr
     assert f"make PYTHON={'python3.12' if words.startswith('3.11') else '/path/to/python'}" in (

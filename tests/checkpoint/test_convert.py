@@ -454,7 +454,7 @@ def test_a_disk_that_fills_up(source: str, tmp_path: Path) -> None:
         [sys.executable, "-B", "-m", "phalanx", "convert", tmp_path / source, tmp_path / "out"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, hard)),
     )
     assert done.returncode == 2, done.stderr

@@ -24,7 +24,7 @@ from phalanx.launch.local import run_ranks
 NUM_MOMENTS = 20
 
 
-def wait_for(is_there: Callable[[], bool], limit_s: float = 60) -> None:
+def wait_for(is_there: Callable[[], bool], limit_s: float = 250) -> None:
     deadline_s = time.monotonic() + limit_s
     while not is_there():
         assert time.monotonic() < deadline_s

@@ -160,7 +160,7 @@ def test_only_the_check_needs_transformers(folder: Path) -> None:
         "import sys; sys.modules['transformers'] = None; from phalanx.cli.main import main;"
         "sys.exit(main(['convert', 'saved', 'ours']) or main(['convert', 'ours', 'back']))"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, timeout=280)
     assert (folder / "back" / "config.json").exists()
 
 
@@ -171,7 +171,7 @@ def test_a_bar_on_a_terminal() -> None:
         [sys.executable, "-m", "phalanx", "convert", "saved", "ours"],
         stdout=slave,
         env={**os.environ, "TERM": "xterm-256color"},
-        timeout=60,
+        timeout=280,
     )
     os.close(slave)
     shown = os.read(master, 1 << 16).decode()

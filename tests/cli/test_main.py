@@ -9,7 +9,6 @@ import pty
 import shlex
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -104,14 +103,13 @@ def test_help_of_train_is_quick_and_loads_no_torch() -> None:
         "import sys; from phalanx.cli.main import main; code = main(['train', '--help']);"
         "sys.exit(code or 'torch' in sys.modules)"
     )
-    quickest_s = float("inf")
-    for _ in range(3):  # the quickest of three: other work on the machine must not decide
-        begun_s = time.perf_counter()
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        quickest_s = min(quickest_s, time.perf_counter() - begun_s)
+    before = os.times()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    after = os.times()
     assert run.returncode == 0, run.stderr
     assert "--optimizer.lr" in run.stdout and "Highest learning rate" in run.stdout
-    assert quickest_s < 1.5  # 0.4 s on an idle machine
+    # Of the processor, 0.4 s: other work on the machine must not decide.
+    assert sum(after[2:4]) - sum(before[2:4]) < 1.5
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
@@ -204,7 +202,7 @@ def test_closed_standard_streams_are_nothing() -> None:
         "print('said', file=sys.stderr); os._exit(code or os.open(os.devnull, 0) < 3)"
     )
     command = f"exec {sys.executable} -c {shlex.quote(code)} <&- >&-"
-    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=280)
     assert (done.returncode, done.stderr) == (0, "said\n")
 
 

@@ -53,11 +53,11 @@ def test_order_looks_shuffled() -> None:
 
 
 def test_late_positions_cost_no_more_than_early_ones() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     order = Order(10**9, seed=1)
     samples = order.samples(np.arange(10**15, 10**15 + 256))
     assert len(set(samples.tolist())) == 256
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 def test_stream_is_the_epochs_one_after_the_other() -> None:

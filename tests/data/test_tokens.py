@@ -126,7 +126,7 @@ def test_processes_that_start_together_agree(corpus: Path, tmp_path: Path) -> No
     processes = [context.Process(target=_prepare_in_process, args=args) for _ in range(2)]
     for process in processes:
         process.start()
-    folders = {results.get(timeout=60) for _ in processes}
+    folders = {results.get(timeout=280) for _ in processes}
     for process in processes:
         process.join()
         assert process.exitcode == 0

@@ -19,7 +19,7 @@ BLOCKS = [
 def test_the_code_runs(code: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
 
 

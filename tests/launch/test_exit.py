@@ -25,6 +25,6 @@ def test_a_hundred_runs_exit_0(launcher: str, tmp_path: Path) -> None:
     codes = []
     for number in range(100):
         out = f"--out={tmp_path / str(number)}"
-        done = subprocess.run([*command, out], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*command, out], capture_output=True, text=True, timeout=280)
         codes.append(done.returncode)
         assert codes[-1] == 0, f"run {len(codes)}: exit {codes[-1]}\n{done.stdout}\n{done.stderr}"

@@ -47,7 +47,7 @@ def run_two(*words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *words],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=280,
         check=False,
     )
 
@@ -98,7 +98,7 @@ def test_a_process_of_slurm_needs_no_local_rank() -> None:
         env={**os.environ, **place},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert done.stdout == "6\n", done.stderr

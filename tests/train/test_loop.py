@@ -140,7 +140,7 @@ def test_a_run_goes_on_under_torchrun_and_says_what_differs(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["run"].startswith("decoder-6.77k")
