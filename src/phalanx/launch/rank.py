@@ -114,6 +114,7 @@ class Line:
     def _serve(self) -> None:
         """Send a beat now and then, and obey the parent; without a parent, end at once."""
         try:
+            self._beat()
             while True:
                 if self._connection.poll(BEAT_S):
                     word = self._connection.recv()

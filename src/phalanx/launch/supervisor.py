@@ -143,7 +143,8 @@ class Supervisor:
                 continue
             since_s = self._stopped_since_s.setdefault(rank, now_s)
             if now_s - since_s >= STOPPED_S and self._roll.is_news(rank):
-                tell(f"{self._why_silent(rank)}; the others wait for it")
+                pid = self._ranks[rank][0].pid
+                tell(f"{self._why_silent(rank)}; `kill -CONT {pid}` lets it go on")
         for rank in self._roll.silent(SILENT_S):
             if self._roll.is_news(rank):
                 tell(f"{self._why_silent(rank)}; the others will wait for it")
@@ -191,12 +192,8 @@ class Supervisor:
         """Say what is known of a rank that does not answer."""
         process, doing = self._ranks[rank][0], self._roll.doing(rank)
         for_s = f"for {self._roll.silence_s(rank):.0f} s"
-        if not _is_stopped(process):
-            return f"rank {rank} (process {process.pid}) has not answered {for_s}, in {doing}"
-        return (
-            f"rank {rank} (process {process.pid}) has been stopped by a signal {for_s}, in "
-            f"{doing}; `kill -CONT {process.pid}` lets it go on"
-        )
+        how = "has been stopped by a signal" if _is_stopped(process) else "has not answered"
+        return f"rank {rank} (process {process.pid}) {how} {for_s}, in {doing}"
 
 
 def tell(message: str) -> None:

@@ -1,0 +1,70 @@
+"""Who holds the others up, from beats alone."""
+
+import pytest
+
+from phalanx.launch.pulse import Beat
+from phalanx.launch.roll import PATIENCE, STILL_S, Roll, named
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_ranks_that_stand_still_are_told_once() -> None:
+    roll = Roll(Clock())
+    waits = Beat(
+        steps_done=4, doing="backward of step 5", place="data.py:3 in wait", heeds_stop=True
+    )
+
+    def stall(still_s: float, heeds_stop: bool = True) -> str | None:
+        for rank in (0, 2, 3):
+            roll.hear(rank, Beat(**{**vars(waits), "still_s": still_s, "heeds_stop": heeds_stop}))
+        roll.hear(1, Beat(steps_done=4, doing="data of step 5", heeds_stop=heeds_stop))
+        return roll.stall()
+
+    assert stall(STILL_S - 1) is None
+    assert (told := stall(STILL_S + 1)) is not None
+    assert told.splitlines() == [
+        "ranks 0, 2, 3 at one place for 21 s:",
+        "  ranks 0, 2, 3: backward of step 5",
+        "    for 21 s at data.py:3 in wait",
+        "  rank 1: data of step 5",
+    ]
+    assert stall(STILL_S + 5) is None
+    assert stall(0) is None
+    assert stall(STILL_S + 5) is None  # steps of this job are slow
+    assert stall(3 * STILL_S) is not None
+    assert stall(0) is None
+    # While it is set up, one rank may read for long and the others wait.
+    assert stall(PATIENCE * STILL_S + 1, heeds_stop=False) is None
+
+
+def test_silence_is_measured_by_the_watcher() -> None:
+    clock = Clock()
+    roll = Roll(clock)
+    for rank in range(3):
+        roll.hear(rank, Beat())
+    clock.now_s = 9.0
+    roll.hear(1, Beat())
+    assert roll.silent(8.0) == [0, 2]
+    assert roll.is_news(0) and not roll.is_news(0)
+    roll.wake(5.0)  # the watcher was stopped for five of the nine seconds
+    assert roll.silent(8.0) == []
+    roll.leave(2)
+    clock.now_s = 30.0
+    assert roll.silent(8.0) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([3], "rank 3"),
+        ([0, 2], "ranks 0, 2"),
+        (list(range(99)), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 91 more"),
+    ],
+)
+def test_many_ranks_are_not_all_named(ranks: list[int], words: str) -> None:
+    assert named(ranks) == words

@@ -1,0 +1,71 @@
+"""A rank that stands still is named with where it stands, and ends the job with the timeout."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import TrainingError
+from phalanx.launch.local import run_ranks
+from phalanx.launch.pulse import PULSE
+
+
+def stop_rank(stopped: int) -> None:
+    with PULSE.doing("forward of step 7"):
+        if dist.get_rank() == stopped:
+            time.sleep(1.5)  # a beat
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
+    stopped: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(TrainingError) as caught:
+        run_ranks(stop_rank, 2, stopped, timeout_s=4)
+    assert time.monotonic() - start_s < 4 + 30
+    words = rf"rank {stopped} \(process \d+\) has been stopped by a signal for \d+ s, in forward of"
+    caught.match(words)
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 1 and "lets it go on" in told[0]
+    assert f"rank {stopped} (process" in told[0]
+
+
+def wait_for_a_sleeper() -> None:
+    with PULSE.doing("data of step 3"):
+        if dist.get_rank() == 1:
+            time.sleep(60)
+        dist.all_reduce(torch.zeros(1))
+
+
+def test_the_timeout_says_where_each_rank_stands(capfd: pytest.CaptureFixture[str]) -> None:
+    """It pins the words by which gloo says that a rank did not come."""
+    with pytest.raises(TrainingError) as caught:
+        run_ranks(wait_for_a_sleeper, 2, timeout_s=4)
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("rank 0 has waited in vain for another rank")
+    assert "  rank 1: data of step 3" in lines
+    assert any("in wait_for_a_sleeper" in line for line in lines)
+    assert len(lines) <= 10 and "Traceback" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def hold_the_lock() -> None:
+    if dist.get_rank() == 1:
+        sys.setswitchinterval(100)  # no other thread of this rank runs
+        while True:
+            pass
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    with pytest.raises(TrainingError, match=r"rank 1 \(process \d+\) has not answered for"):
+        run_ranks(hold_the_lock, 2, timeout_s=4)
