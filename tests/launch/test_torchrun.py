@@ -1,12 +1,16 @@
 """Under torchrun: one message for one error, the same job on all ranks, no bound on preparation."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 import phalanx
 from phalanx.errors import ConfigError
@@ -110,6 +114,16 @@ def test_a_process_of_slurm_needs_no_local_rank() -> None:
         ({"LOCAL_WORLD_SIZE": "4"}, "from 0 to 3"),
         ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'"),
         ({"LOCAL_RANK": "1", "WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'"),
+        (
+            {"RANK": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            "RANK 0 of WORLD_SIZE 4 cannot",
+        ),
+        (
+            {"RANK": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "RANK 3 of WORLD_SIZE 4 cannot",
+        ),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1 and LOCAL_WORLD_SIZE is 1; LOCAL_RANK counts from"),
+        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; RANK counts from 0 to 3"),
     ],
 )
 def test_a_broken_environment(
@@ -151,6 +165,71 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="this host runs 3 ranks, but has 2 GPUs; start at most"):
         torchrun.run_here(lambda: 0, lambda _: {}, lambda value: value, device="cuda", threads=1)
+
+
+def test_a_gpu_that_only_one_task_sees_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under srun --gpus-per-task=1."""
+    chosen: list[int] = []
+    gpus = ["gpu a", "gpu b", "gpu a"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    store = dist.HashStore()
+
+    def take(rank: int, num_here: int) -> None:
+        properties = SimpleNamespace(uuid=gpus[rank])
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+        place = torchrun.Place(rank, 3, rank, num_here)
+        assert torchrun._use_device(place, "cuda") == "cuda"
+        torchrun._take_gpu(place, store)
+
+    take(0, 3)
+    take(1, 3)
+    assert chosen == [0, 0]
+    with pytest.raises(ConfigError, match="this host runs 3 ranks, but has 1 GPUs"):
+        take(2, 3)
+    with pytest.raises(ConfigError, match=r"ranks 0 and 2 would use one GPU.*set LOCAL_RANK"):
+        take(2, 1)
+
+
+STOPPING = """
+import sys, time
+from phalanx.launch.pulse import PULSE
+from phalanx.launch.torchrun import leave, run_here
+
+def work(_):
+    with PULSE.heeding():
+        print("begun", flush=True)
+        while not PULSE.stop_signal:
+            time.sleep(0.1)
+    print(PULSE.stop_signal, flush=True)
+    time.sleep(100)
+
+run_here(lambda: 0, lambda _: {}, work, device="cpu", threads=1, timeout_s=30.0)
+"""
+
+
+def test_a_signal_is_heeded_by_a_rank_and_a_later_one_ends_it() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job = subprocess.Popen(
+        [sys.executable, "-c", STOPPING],
+        env={**os.environ, **place},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout is not None and job.stdout.readline() == "begun\n"
+    job.send_signal(signal.SIGTERM)
+    job.send_signal(signal.SIGINT)  # from the terminal and from torchrun: one request
+    assert job.stdout.readline() == "15\n"
+    time.sleep(torchrun.TOGETHER_S)
+    job.send_signal(signal.SIGTERM)
+    words = job.communicate(timeout=60)[1]
+    assert job.returncode == 128 + signal.SIGTERM
+    assert words.count("a second signal after 3 s ends it at once") == 1
 
 
 def test_all_ranks_that_differ_are_named() -> None:

@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
+    # Its warnings come with forty lines of C++ frames each; what matters is raised as well.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         with signals.raised():
             return _run(words)

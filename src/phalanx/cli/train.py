@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     """Train as the command line says and print what was measured."""
+    from phalanx.launch import slurm
     from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
     from phalanx.train.request import judge
 
+    slurm.adopt()
     try:
         loaded = load_config(argv, TrainConfig)
         check(loaded.config)

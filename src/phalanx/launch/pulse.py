@@ -47,6 +47,7 @@ class Pulse:
         steps_done: optimizer steps that are done.
         heeds_stop: set by work that looks at `stop_signal` after each step.
         stop_signal: the signal by which the job was asked to stop, or 0.
+        advice: says what to do about a job that has ended, to close a message with.
         on_change: called when what it heeds has changed, so that the watcher knows at once.
     """
 
@@ -54,6 +55,7 @@ class Pulse:
         self.steps_done = 0
         self.heeds_stop = False
         self.stop_signal = 0
+        self.advice: Callable[[], str] = str
         self.on_change: Callable[[], None] = lambda: None
         self._doing = "starting"
         self._place: tuple[int, int] = (0, 0)

@@ -23,7 +23,7 @@ from phalanx.launch.pulse import BEAT_S, PULSE
 from phalanx.launch.signals import ENDING
 
 _LOST = re.compile(
-    "Timed out waiting|Connection (closed|reset|refused)|closed connection|Socket closed"
+    "gloo/transport|Application timeout|Connection (closed|reset|refused)|Socket closed"
     "|NCCL.*(timeout|timed out|remote process exited|aborted)|TCPStore.*(timed out|reset|closed)",
     re.DOTALL | re.IGNORECASE,
 )

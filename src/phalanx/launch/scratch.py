@@ -34,6 +34,9 @@ AFTER_ALL = -1000
 """Priority of the removal at exit: after multiprocessing has removed its own folder from this."""
 
 
+_made: list[Finalize] = []
+
+
 @contextmanager
 def scratch_folder() -> Generator[None]:
     """Have this process and those it starts inside put temporary files into a folder of its own.
@@ -56,7 +59,7 @@ def scratch_folder() -> Generator[None]:
     # What is compiled is of use to the next run: it stays where torch keeps it by itself. The
     # import of torch._dynamo makes that folder, also for those who compile nothing.
     compiled = shared / f"torchinductor_{getpass.getuser()}"
-    Finalize(None, _remove, (own, lock, compiled), exitpriority=AFTER_ALL)
+    _made.append(Finalize(None, _remove, (own, lock, compiled), exitpriority=AFTER_ALL))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = tempfile.tempdir = str(own)
@@ -68,6 +71,12 @@ def scratch_folder() -> Generator[None]:
             del os.environ["TMPDIR"]
         else:
             os.environ["TMPDIR"] = before
+
+
+def remove() -> None:
+    """Remove the folder now, for a process that ends without the work that Python does at exit."""
+    while _made:
+        _made.pop()()
 
 
 def _remove(own: Path, lock: int, compiled: Path) -> None:

@@ -7,6 +7,7 @@ terminal that is closed. A signal that is ignored already, as SIGHUP is under no
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -59,6 +60,31 @@ def collected() -> Generator[Requests]:
         yield requests
 
 
+@contextmanager
+def answered(answer: Callable[[int], None]) -> Generator[None]:
+    """Call `answer` for each signal that comes inside, even while the main thread waits in C++."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def serve() -> None:
+        while number := ours.recv(1):
+            answer(number[0])
+
+    thread = threading.Thread(target=serve, name="signals", daemon=True)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False) if is_main else -1
+    thread.start()
+    try:
+        with _handled(_do_nothing):  # Python writes to the descriptor only if there is a handler
+            yield
+    finally:
+        if is_main:
+            signal.set_wakeup_fd(before)
+        theirs.close()
+        thread.join(1.0)
+        ours.close()
+
+
 def ignore() -> None:
     """Ignore the signals from now on."""
     for signum in ENDING:
@@ -76,6 +102,10 @@ def ignored_by_children() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _do_nothing(signum: int, frame: FrameType | None) -> None:
+    del signum, frame
 
 
 @contextmanager

@@ -7,9 +7,11 @@ join and are bound by the timeout of collectives. A rank that another's failure 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -20,9 +22,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of
+from phalanx.launch import interface, scratch
+from phalanx.launch.hosts import PeerFailed, Watch
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
-from phalanx.launch.rank import is_reader_gone
+from phalanx.launch.pulse import PULSE
+from phalanx.launch.rank import is_lost_peer, is_reader_gone
+from phalanx.launch.roll import named
+from phalanx.launch.signals import ENDING, answered
+from phalanx.launch.supervisor import tell
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,11 +44,10 @@ PREPARATION_S = 24 * 3600.0
 QUIET_S = 5.0
 """How long a rank without words of its own stays: torchrun ends all ranks when the first leaves."""
 
+TOGETHER_S = 3.0
+"""Signals within this time are one: Ctrl-C comes from the terminal, and from torchrun too."""
+
 FAILED = "failed"
-
-
-class PeerFailed(TrainingError):
-    """Another rank tells the error; this one ends with it."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,10 @@ def is_under_torchrun() -> bool:
 
 
 def read_place() -> Place:
-    """Read the environment; without LOCAL_RANK this is the only rank of its host, as under Slurm.
+    """Read the environment; without LOCAL_RANK this is the only rank of its host.
 
     Raises:
-        ConfigError: LOCAL_RANK is missing though the host has several ranks, or no number.
+        ConfigError: a variable is no number, or contradicts another.
     """
     num_here = _number("LOCAL_WORLD_SIZE", 1)
     if "LOCAL_RANK" not in os.environ and num_here > 1:
@@ -77,7 +84,24 @@ def read_place() -> Place:
             f"LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is {num_here}; set LOCAL_RANK to the "
             f"number of this process on its host, from 0 to {num_here - 1}"
         )
-    return Place(_number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0), num_here)
+    place = Place(_number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0), num_here)
+    for name, value, other, limit in (
+        ("RANK", place.rank, "WORLD_SIZE", place.num_ranks),
+        ("LOCAL_RANK", place.local_rank, "LOCAL_WORLD_SIZE", num_here),
+    ):
+        if value >= limit:
+            raise ConfigError(
+                f"{name} is {value} and {other} is {os.environ.get(other, limit)}; {name} counts "
+                f"from 0 to {limit - 1}"
+            )
+    before, after = place.rank - place.local_rank, place.num_ranks - place.rank
+    if before < 0 or after < num_here - place.local_rank:
+        raise ConfigError(
+            f"RANK {place.rank} of WORLD_SIZE {place.num_ranks} cannot be LOCAL_RANK "
+            f"{place.local_rank} of LOCAL_WORLD_SIZE {num_here}: the ranks of a host follow one "
+            "another; set all four as torchrun does"
+        )
+    return place
 
 
 def run_here(
@@ -103,30 +127,101 @@ def run_here(
     Raises:
         ConfigError: the environment is incomplete, the host has too few GPUs, or ranks differ in
             `facts` (raised on rank 0).
-        PeerFailed: another rank could not prepare.
+        TrainingError: another rank or host is lost, or does not answer.
+        PeerFailed: another rank of this host, or any while they prepare, tells why it failed.
     """
+    import torch
     import torch.distributed as dist
 
     from phalanx import mesh
     from phalanx.comm.primitives import barrier
 
     place = read_place()
-    device = _use_device(place, device, threads)
-    mesh.allow_files()
-    store = _meet(place, timeout_s)
-    value = _prepare(place, store, prepare, facts)
-    store.set_timeout(timedelta(seconds=timeout_s))
-    if not dist.is_initialized():  # by an earlier run of this process
-        mesh.join(
-            place.rank,
-            place.num_ranks,
-            store=dist.PrefixStore("join", store),
-            device=device,
-            timeout_s=timeout_s,
-        )
-    result = function(value)
-    barrier()
+    with answered(_Stopping(place.local_rank == 0)):
+        device = _use_device(place, device)
+        torch.set_num_threads(threads or max(1, num_cores() // place.num_here))
+        mesh.allow_files()
+        store = _meet(place, timeout_s)
+        if device == "cuda":
+            _take_gpu(place, store)
+        value = _prepare(place, store, prepare, facts)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        first_here = place.rank - place.local_rank
+        own: Any = store  # `clone` has no type; tests/comm/test_fingerprint.py pins it
+        with Watch(own.clone(), place.rank, place.num_ranks, first_here, timeout_s) as watch:
+            try:
+                if not dist.is_initialized():  # by an earlier run of this process
+                    _join(place, store, device, timeout_s)
+                with PULSE.doing("running"):
+                    result = function(value)
+                    barrier()
+            except Exception as error:
+                judged = watch.judged(error, is_lost_peer(error))
+                if judged is error:
+                    raise
+                raise judged from None
     return result
+
+
+class _Stopping:
+    """What a rank does on the signals that ask it to end; called in a thread of its own."""
+
+    def __init__(self, is_first_here: bool) -> None:
+        self._is_first_here = is_first_here
+        self._asked_s: float | None = None
+
+    def __call__(self, signum: int) -> None:
+        if signum not in ENDING:
+            return
+        now_s, name = time.monotonic(), signal.Signals(signum).name
+        if self._asked_s is not None and now_s - self._asked_s < TOGETHER_S:
+            return
+        if self._asked_s is None and PULSE.heeds_stop:
+            self._asked_s, PULSE.stop_signal = now_s, signum
+            self._tell(
+                f"{name}: the run ends after the step under way and a checkpoint; a second signal "
+                f"after {TOGETHER_S:g} s ends it at once"
+            )
+            return
+        self._tell(f"interrupted by {name}")
+        leave(128 + signum)
+
+    def _tell(self, message: str) -> None:
+        if self._is_first_here:
+            tell(message)
+
+
+def _join(place: Place, store: Store, device: str, timeout_s: float) -> None:
+    """Join the job, by the interface that reaches the other hosts.
+
+    Raises:
+        TrainingError: the ranks cannot reach each other.
+    """
+    import torch.distributed as dist
+
+    from phalanx import mesh
+
+    own = interface.choose(dist.PrefixStore("interface", store), place.num_here, place.num_ranks)
+    try:
+        with PULSE.doing("joining the job"):
+            mesh.join(
+                place.rank,
+                place.num_ranks,
+                store=dist.PrefixStore("join", store),
+                device=device,
+                timeout_s=timeout_s,
+            )
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        name = os.environ.get(interface.VARIABLE)
+        by = f"interface {name}" if name else "the address that its name stands for"
+        raise TrainingError(
+            f"the ranks cannot reach each other: {socket.gethostname()} speaks to the others from "
+            f"{own or 'an unknown address'} by {by}; set {interface.VARIABLE} on each host to the "
+            "interface that reaches the others (`ip -brief address` lists them), or start all "
+            "ranks again if one did not come"
+        ) from error
 
 
 def _number(name: str, default: int) -> int:
@@ -136,25 +231,51 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-def _use_device(place: Place, name: str, threads: int | None) -> str:
-    """Give this process its threads and its GPU, and return the kind of its device."""
+def _use_device(place: Place, name: str) -> str:
+    """Return the kind of this process's device, and give the process its GPU, if it can tell which.
+
+    Raises:
+        ConfigError: the host has too few GPUs.
+    """
     import torch
 
     keep_freed_memory()
-    torch.set_num_threads(threads or max(1, num_cores() // place.num_here))
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         num_gpus = torch.cuda.device_count()
-        num_needed = max(place.num_here, place.local_rank + 1)
-        if num_needed > num_gpus:
-            fewer = f"start at most {num_gpus} on each (--nproc-per-node), or " if num_gpus else ""
-            raise ConfigError(
-                f"this host runs {num_needed} ranks, but has {num_gpus} GPUs; {fewer}use "
-                "--device cpu"
-            )
-        torch.cuda.set_device(place.local_rank)
+        if num_gpus == 0 or (num_gpus > 1 and place.num_here > num_gpus):
+            raise _too_few_gpus(place, num_gpus)
+        # Slurm may show each task one GPU, as if the host had no other.
+        torch.cuda.set_device(place.local_rank if num_gpus > 1 else 0)
     return name
+
+
+def _take_gpu(place: Place, store: Store) -> None:
+    """Note that the GPU of this process is taken.
+
+    Raises:
+        ConfigError: by another rank.
+    """
+    import torch
+
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    taken_by = store.compare_set(f"gpu/{gpu}", "", str(place.rank)).decode()
+    if taken_by == str(place.rank):
+        return
+    if place.num_here > 1:
+        raise _too_few_gpus(place, torch.cuda.device_count())
+    raise ConfigError(
+        f"ranks {taken_by} and {place.rank} would use one GPU, since nothing says that they are "
+        "on one host; set LOCAL_RANK and LOCAL_WORLD_SIZE for each, as torchrun does"
+    )
+
+
+def _too_few_gpus(place: Place, num_gpus: int) -> ConfigError:
+    fewer = f"start at most {num_gpus} on each (--nproc-per-node), or " if num_gpus else ""
+    return ConfigError(
+        f"this host runs {place.num_here} ranks, but has {num_gpus} GPUs; {fewer}use --device cpu"
+    )
 
 
 def _meet(place: Place, timeout_s: float) -> Store:
@@ -191,14 +312,23 @@ def _prepare(
         if place.local_rank > 0:
             _read(store, place.rank - place.local_rank)
         value = prepare()
-        store.set(f"{place.rank}", json.dumps(facts(value)))
+        text = json.dumps(facts(value), sort_keys=True)
+        store.set(f"{place.rank}", text)
+        # Counted, so that rank 0 need not read as many texts as there are ranks.
+        alike = f"alike/{hashlib.sha256(text.encode()).hexdigest()}"
+        store.add(alike, 1)
+        if store.add("prepared", 1) == place.num_ranks:
+            store.set("counted", "")
         if place.rank == 0:
-            check_same([json.loads(_read(store, rank)) for rank in range(place.num_ranks)])
+            _read(store, "counted")
+            if store.add(alike, 0) < place.num_ranks:
+                texts = store.multi_get([f"{rank}" for rank in range(place.num_ranks)])
+                check_same([json.loads(text) for text in texts])
             store.set("all", "ready")
     except BaseException:
         with suppress(RuntimeError):  # the store may have gone with rank 0
-            store.set(f"{place.rank}", FAILED)
-            store.set("all", FAILED)
+            for key in (f"{place.rank}", "counted", "all"):
+                store.set(key, FAILED)
         raise
     _read(store, "all")
     return value
@@ -231,15 +361,16 @@ def check_same(facts: list[dict[str, Any]]) -> None:
         for name in facts[0] | theirs
         if facts[0].get(name) != theirs.get(name)
     ]
-    ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
     raise ConfigError(
-        f"{ranks} would run another job than rank 0: they differ in {'; '.join(differing)}; give "
-        "all hosts the same settings, data and Python (whose standard library is the default data)"
+        f"{named(others)} would run another job than rank 0: they differ in "
+        f"{'; '.join(differing)}; give all hosts the same settings, data and Python (whose "
+        "standard library is the default data)"
     )
 
 
 def leave(exit_code: int) -> NoReturn:
     """End this rank without tearing its threads down, which sometimes aborts what succeeded."""
+    scratch.remove()
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -258,6 +389,8 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if isinstance(error, KeyboardInterrupt):
+        if os.environ["RANK"] == "0":
+            tell(str(error))
         leave(128 + getattr(error, "signum", signal.SIGINT))
     if is_reader_gone(error):
         leave(141)

@@ -20,10 +20,11 @@ from phalanx.comm.primitives import barrier
 from phalanx.config import TrainConfig
 from phalanx.config_check import check, settings, value_at
 from phalanx.data.survey import Progress
-from phalanx.errors import CollectiveMismatch, Interrupted, TrainingError
+from phalanx.errors import Interrupted, TrainingError
+from phalanx.launch import slurm
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
-from phalanx.launch.torchrun import PeerFailed, is_under_torchrun, run_here
+from phalanx.launch.torchrun import is_under_torchrun, run_here
 from phalanx.train.evaluate import evaluate
 from phalanx.train.job import Job, manifest_of, resolve
 from phalanx.train.observer import Observer
@@ -54,6 +55,7 @@ def train(
         PhalanxError: the configuration, the data or the run is at fault.
     """
     check(config)
+    slurm.adopt()
     if is_under_torchrun():
         return run_here(
             lambda: resolve(config, progress),
@@ -139,7 +141,8 @@ def train_rank(job: Job) -> Summary | Stopped:
     """Train on this rank, with the others of the job."""
     session = open_session(job)
     with session.loader, session.saver, Observer(session, Console()) as observer:
-        with PULSE.heeding(), _checked(session), session.trainer.watched(PULSE.phase):
+        doing = PULSE.doing("the work between two steps")
+        with doing, PULSE.heeding(), _checked(session), session.trainer.watched(PULSE.phase):
             stop_signal = _take_steps(session, observer)
         if stop_signal:
             return Stopped(stop_signal, session.trainer.steps_done)
@@ -239,9 +242,5 @@ def _train_here(announce: Announce | None, job: Job) -> Summary:
     job = dataclasses.replace(job, out=out)
     if announce is not None and dist.get_rank() == 0:
         announce(job)
-    try:
-        return _summary_of(job, train_rank(job))
-    except CollectiveMismatch as error:
-        if error.speaker == dist.get_rank():
-            raise
-        raise PeerFailed(str(error)) from error  # all have the same words; one says them
+    PULSE.advice = functools.partial(how_to_go_on, out)
+    return _summary_of(job, train_rank(job))

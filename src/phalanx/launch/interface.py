@@ -1,0 +1,68 @@
+"""Choose the network interface by which gloo's ranks reach each other on several hosts.
+
+gloo by itself takes the address that the host's own name stands for. On Debian and its kin that is
+127.0.1.1 (a line of /etc/hosts), which no other host can reach. The way to the job's store is one
+that works, so its interface is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+_SIOCGIFADDR = 0x8915
+
+
+def choose(store: Store, num_here: int, num_ranks: int) -> str:
+    """Set gloo's variable unless it is set; every rank of the job calls this together.
+
+    Returns:
+        The address that others reach this host at, as far as it is known.
+    """
+    if sys.platform != "linux":
+        return ""
+    own = address_towards(os.environ.get("MASTER_ADDR", ""))
+    if num_here == num_ranks:
+        own = "127.0.0.1"
+    elif not own.startswith("127."):
+        store.set("address", own)
+    if store.add("addresses", 1) == num_ranks:
+        store.set("addresses are known", "")
+    store.wait(["addresses are known"])
+    if own.startswith("127.") and store.check(["address"]):  # this is the host of the store
+        own = address_towards(store.get("address").decode())
+    name = interface_of(own)
+    if name is not None:
+        os.environ.setdefault(VARIABLE, name)
+    return own
+
+
+def address_towards(host: str) -> str:
+    """Return the IPv4 address by which this host sends to another; nothing if there is no way."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return probe.getsockname()[0]
+    return ""
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an IPv4 address."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

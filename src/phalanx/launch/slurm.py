@@ -1,0 +1,73 @@
+"""Read from Slurm what torchrun would say: `srun phalanx train` needs no launcher of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from typing import Final
+
+from phalanx.errors import ConfigError
+
+NEEDED: Final = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+"""Set for each task of `srun`, and not all of them for the script of `sbatch` itself."""
+
+FIRST_PORT: Final = 20000
+NUM_PORTS: Final = 20000
+"""The port follows from the job and its step: all tasks know it, and jobs seldom share it."""
+
+
+def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what torchrun would, if this is one of several tasks of `srun` and nothing is set yet.
+
+    Raises:
+        ConfigError: the tasks of a host are not numbered one after another.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        if environment.get("RANK") == environment.get("SLURM_PROCID") is not None:
+            for name, value in _of_this_task(environment).items():
+                environment.setdefault(name, value)
+        return
+    if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return
+    for name, value in _of_this_task(environment).items():
+        environment.setdefault(name, value)
+
+
+def _of_this_task(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for this task; none outside of `srun`."""
+    if any(name not in environment for name in NEEDED):
+        return {}
+    rank, local_rank = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
+    tasks = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = int(environment.get("SLURM_NODEID", 0))
+    if sum(tasks[:node]) + local_rank != rank:
+        raise ConfigError(
+            f"SLURM_PROCID is {rank} and SLURM_LOCALID {local_rank} on node {node}, but the ranks "
+            f"of a host must follow one another, as {sum(tasks[:node]) + local_rank} would; start "
+            "them with srun --distribution=block"
+        )
+    step = int(environment.get("SLURM_STEP_ID", 0))
+    port = FIRST_PORT + (int(environment.get("SLURM_JOB_ID", 0)) * 16 + step) % NUM_PORTS
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(tasks[node]),
+        "MASTER_ADDR": first_node(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": str(port),
+    }
+
+
+def tasks_of_nodes(text: str) -> list[int]:
+    """Return [2, 2, 2, 1] for "2(x3),1"."""
+    tasks: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [int(count)] * int(times or 1)
+    return tasks
+
+
+def first_node(text: str) -> str:
+    """Return "gpu07" for "gpu[07-09,12],cpu1", and "node-3" for "node-3,node-4"."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", text)
+    return "".join(part or "" for part in match.groups()) if match else text

@@ -1,0 +1,158 @@
+"""Several hosts, as network namespaces: they find each other, and name one that is cut off."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.errors import ConfigError, TrainingError
+from phalanx.launch.hosts import PeerFailed, Watch
+from phalanx.launch.interface import address_towards, interface_of
+
+SCRIPT = """
+import os, sys, threading
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from phalanx.launch.pulse import PULSE
+from phalanx.launch.torchrun import leave, leave_failed, run_here
+
+def work(_):
+    PULSE.advice = lambda: "the checkpoint stands"
+    dist.all_reduce(torch.zeros(1))
+    Path(sys.argv[1], f"rank-{os.environ['RANK']}").touch()
+    # As for the writer of a checkpoint: no timeout of a collective ends it.
+    threading.Event().wait()
+
+try:
+    run_here(lambda: 0, lambda _: {}, work, device="cpu", threads=1, timeout_s=5.0)
+    leave(0)
+except BaseException as error:
+    leave_failed(error)
+"""
+
+HOSTS = ("phxa", "phxb")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+def remove_hosts() -> None:
+    for name in (*HOSTS, "phxs"):
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+        shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+@pytest.fixture
+def switch() -> Generator[str]:
+    """Two hosts of the common kind, whose own name stands for 127.0.1.1; yields the switch's."""
+    try:
+        remove_hosts()
+        ip("netns", "add", "phxs")
+        ip("-n", "phxs", "link", "add", "br0", "type", "bridge")
+        ip("-n", "phxs", "link", "set", "br0", "up")
+        for number, name in enumerate(HOSTS, start=1):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip(*f"link add v0 netns {name} type veth peer name {name} netns phxs".split())
+            ip("-n", name, "addr", "add", f"10.77.1.{number}/24", "dev", "v0")
+            ip("-n", name, "link", "set", "v0", "up")
+            ip("-n", "phxs", "link", "set", name, "master", "br0", "up")
+            others = "".join(
+                f"10.77.1.{n} {other}\n" for n, other in enumerate(HOSTS, 1) if other != name
+            )
+            folder = Path("/etc/netns") / name
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
+        subprocess.run(["unshare", "--uts", "true"], check=True, timeout=20)
+    except (OSError, subprocess.CalledProcessError) as error:
+        remove_hosts()
+        pytest.skip(f"needs the right to make network namespaces: {error}")
+    yield "phxs"
+    remove_hosts()
+
+
+def test_hosts_meet_by_the_right_interface_and_each_names_the_one_that_is_cut_off(
+    switch: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    jobs: list[subprocess.Popen[str]] = []
+    for rank, name in enumerate(HOSTS):
+        place = f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR={HOSTS[0]} MASTER_PORT=29611"
+        command = f"{sys.executable} {script} {tmp_path}"
+        job = subprocess.Popen(
+            [*f"ip netns exec {name} unshare --uts sh -c".split(),
+             f"hostname {name}; {place} TORCH_CPP_LOG_LEVEL=ERROR exec {command}"],
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        jobs.append(job)
+    deadline_s = time.monotonic() + 60
+    while len(list(tmp_path.glob("rank-*"))) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    time.sleep(2.0)  # a beat
+    ip("-n", switch, "link", "set", HOSTS[1], "down")
+    for rank, job in enumerate(jobs):
+        words = job.communicate(timeout=5 + 10 + 30)[1]
+        assert job.returncode == 1, words
+        if rank == 0:
+            assert f"rank 1 on {HOSTS[1]} has not been heard of for" in words
+        else:
+            assert f"{HOSTS[1]} has not reached the job's store at {HOSTS[0]}:" in words
+        assert words.splitlines()[-1] == "the checkpoint stands"
+        assert len(words.splitlines()) <= 4
+
+
+def new_store() -> dist.TCPStore:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def watch_of() -> Callable[[int], Watch]:
+    """Return a function that watches as a rank of a job of three, of which 0 and 1 share a host."""
+    store = new_store()
+    return lambda rank: Watch(store.clone(), rank, 3, 0 if rank < 2 else 2, timeout_s=30)
+
+
+def test_a_rank_that_is_not_heard_of_is_named_once_a_host(watch_of: Callable[[int], Watch]) -> None:
+    first, second, _ = (watch_of(rank) for rank in range(3))  # the third sends no more
+    lost = RuntimeError("Connection closed by peer")
+    with first, second:
+        judged = first.judged(lost, True)
+        assert isinstance(judged, TrainingError)
+        assert str(judged).startswith(f"rank 2 on {socket.gethostname()} has not been heard of")
+        assert isinstance(second.judged(lost, True), PeerFailed)
+
+
+def test_an_error_that_all_meet_is_told_once_a_host(watch_of: Callable[[int], Watch]) -> None:
+    first, second, third = (watch_of(rank) for rank in range(3))
+    error = ConfigError("the loss is nan")
+    assert first.judged(error, False) is error
+    assert isinstance(second.judged(error, False), PeerFailed)
+    assert third.judged(error, False) is error
+    other = ConfigError("the disk is full")
+    assert watch_of(1).judged(other, False) is other
+    with third:  # a rank that only lost its peers says whose error it was
+        judged = watch_of(2)
+        with judged:
+            words = str(judged.judged(RuntimeError("reset"), True))
+    assert words.startswith(f"rank 0 on {socket.gethostname()} failed first: the loss is nan")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked for as Linux has them")
+def test_the_interface_of_an_address() -> None:
+    assert interface_of(address_towards("127.0.0.1")) == "lo"
+    assert interface_of("192.0.2.77") is None
+    assert address_towards("no.such.host.invalid") == ""
+    assert os.environ.get("GLOO_SOCKET_IFNAME") is None
