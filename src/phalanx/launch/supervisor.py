@@ -33,6 +33,9 @@ TICK_S: Final = 0.25
 SLEPT_S: Final = 5.0
 """If the supervisor did not look for so long, it was stopped itself, and its ranks with it."""
 
+MISSED_S: Final = 2.0
+"""How long a rank must be silent to be the one that another has waited for in vain, in seconds."""
+
 STOPPED_S: Final = 2.0
 """How long a process must be stopped before it is told: Ctrl-Z and `fg` stop all for a moment."""
 
@@ -183,7 +186,7 @@ class Supervisor:
             return min(own, key=lambda failure: failure.time_s).as_error()
         first = min(self._failures, key=lambda failure: failure.time_s)
         waited = f"{named([first.rank])} has waited in vain for another rank"
-        silent = self._roll.silent(STOPPED_S)
+        silent = [rank for rank in self._roll.silent(MISSED_S) if rank in self._going.values()]
         if silent:
             return TrainingError(f"{self._why_silent(silent[0])}; {waited}")
         return TrainingError("\n".join([f"{waited}; all stood", *self._roll.lines()]))
