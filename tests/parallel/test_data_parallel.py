@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.errors import TrainingError
 from phalanx.launch.local import run_ranks
+from phalanx.measure.memory import MemoryLedger
 from phalanx.parallel import data
 from phalanx.parallel.holding import Holding
 
@@ -110,6 +111,31 @@ def pending_before_finish() -> list[bool]:
 
 def test_a_full_bucket_is_reduced_while_backward_runs_and_once_a_batch() -> None:
     assert run_ranks(pending_before_finish, 2) == [[False, True]] * 2
+
+
+def held_between_steps() -> tuple[int, int, int]:
+    """Return the parameters' bytes, and the most alive beside them in forward and in backward."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    reducer = data.apply(model, mesh)
+    nothing = torch.optim.SGD([torch.ones(1)])
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with MemoryLedger(model, nothing, "cpu") as forward:
+            loss = model(torch.ones(1, 256)).sum()
+        with MemoryLedger(model, nothing, "cpu") as backward:
+            reducer.before_backward(is_last=True)
+            loss.backward()
+            reducer.finish()
+    total = sum(p.nbytes for p in model.parameters())
+    return total, *(ledger.account().peak_bytes - total for ledger in (forward, backward))
+
+
+def test_forward_holds_no_gradients() -> None:
+    """As in one process: the flat buffers go where the gradients in them go."""
+    for total, forward, backward in run_ranks(held_between_steps, 2):
+        assert forward < total / 4
+        assert total <= backward < 1.5 * total
 
 
 def reduce_sharded() -> tuple[float, bool]:

@@ -274,7 +274,7 @@ def test_bfloat16_computes_alike_and_gathers_half(text: str) -> None:
 
 
 class Mixed(nn.Module):
-    """One frozen weight, one that only the first rank uses, one that nobody uses."""
+    """One frozen weight, one that is used now and then, one that nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,12 +284,17 @@ class Mixed(nn.Module):
         self.never = nn.Linear(6, 6)
         self.register_buffer("scale", torch.rand(1))
 
-    def forward(self, x: torch.Tensor, is_first: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
         x = self.blocks[1](self.blocks[0](x).tanh()).tanh() * self.scale
-        return self.sometimes(x) if is_first else x
+        return self.sometimes(x) if uses else x
 
 
-def gradients_of_mixed(text: str) -> tuple[dict[str, float | None], bool]:
+def uses(when: str, rank: int, index: int) -> bool:
+    """Tell whether a rank uses `sometimes` in a microbatch."""
+    return rank == 0 if when == "on the first rank" else index == 0
+
+
+def gradients_of_mixed(text: str, when: str) -> tuple[dict[str, float | None], bool]:
     strategy = Strategy.parse(text)
     mesh = build_mesh(strategy)
     torch.manual_seed(dist.get_rank())  # apply() must make weights and buffers equal
@@ -300,7 +305,8 @@ def gradients_of_mixed(text: str) -> tuple[dict[str, float | None], bool]:
     with Ledger(mesh) as ledger:
         for index in range(2):
             with ledger.phase("forward"):
-                loss = model(samples[dist.get_rank(), index], dist.get_rank() == 0).sum()
+                is_used = uses(when, dist.get_rank(), index)
+                loss = model(samples[dist.get_rank(), index], is_used).sum()
             reducer.before_backward(is_last=index == 1)
             with ledger.phase("backward"):
                 loss.backward()
@@ -309,7 +315,9 @@ def gradients_of_mixed(text: str) -> tuple[dict[str, float | None], bool]:
     whole = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
     alone.load_state_dict({**whole, "scale": model.scale})
     sum(
-        alone(samples[r, i], r == 0).sum() for r in range(strategy.num_ranks) for i in range(2)
+        alone(samples[r, i], uses(when, r, i)).sum()
+        for r in range(strategy.num_ranks)
+        for i in range(2)
     ).backward()
     errors = {
         name: None if p.grad is None else float((p.grad.full_tensor() - q.grad).abs().max())
@@ -322,9 +330,16 @@ def gradients_of_mixed(text: str) -> tuple[dict[str, float | None], bool]:
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     reason="before torch 2.13 FSDP2 wants every rank to use the same parameters",
 )
-@pytest.mark.parametrize("text", ["fsdp2", "fsdp4:zero1", "fsdp2:zero2", "dp2,fsdp2"])
-def test_frozen_and_unused_parameters(text: str) -> None:
-    for errors, is_predicted in run_ranks(gradients_of_mixed, Strategy.parse(text).num_ranks, text):
+@pytest.mark.parametrize(
+    "text, when",
+    [
+        *((text, "on the first rank") for text in ("fsdp2", "fsdp4:zero1", "dp2,fsdp2")),
+        *((text, "in the first microbatch") for text in ("fsdp2", "fsdp2:zero1", "fsdp2:zero2")),
+    ],
+)
+def test_frozen_and_unused_parameters(text: str, when: str) -> None:
+    ranks = run_ranks(gradients_of_mixed, Strategy.parse(text).num_ranks, text, when)
+    for errors, is_predicted in ranks:
         assert is_predicted
         without = {name for name, error in errors.items() if error is None}
         assert without == {"blocks.0.weight", "never.weight", "never.bias"}

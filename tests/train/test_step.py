@@ -1,5 +1,6 @@
 """Clipping, the learning rate, and what a loss that is not finite does."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,14 +10,29 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.launch.local import run_ranks
-from phalanx.parallel import data
+from phalanx.mesh import build_mesh, data_coordinate
+from phalanx.models.decoder import Decoder
+from phalanx.models.loss import IGNORE
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import compose, data
+from phalanx.strategy import Strategy
+from phalanx.train import step as steps
 from phalanx.train.clip import gradient_norm, scale_to
+from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer, learning_rate
 from phalanx.train.step import StepResult, Trainer
+from phalanx.verify.batches import decoder_batches
+from phalanx.verify.record import split
+
+TINY = ModelShape(
+    vocab_size=61, num_layers=2, hidden=16, num_heads=2, num_kv_heads=2, head_dim=8, ffn=24,
+    max_seq_len=16,
+)  # fmt: skip
 
 
 def norms_of_mixed_gradients() -> dict[float, tuple[float, float]]:
@@ -230,3 +246,62 @@ def test_a_nan_on_one_rank_is_skipped_on_all_alike() -> None:
         assert (words, has_moved) == ("skipped", False)
         assert math.isfinite(losses[0])
         assert losses == outcomes[0][2]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the reads of a single number, each of which waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(text: str, needs_scaler: bool) -> tuple[int, list[int]]:
+    """Return how often a step reads a number by itself, and how many it reads together."""
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    model = Decoder(TINY)
+    model.initialize(0)
+    reducer = compose.parallelize(model, strategy, mesh)
+    config = OptimizerConfig(clip_norm=1e-3)
+    trainer = Trainer(
+        model, build_optimizer(model, config), NextToken(), config,
+        mesh=mesh, num_steps=2, reducer=reducer,
+        scaler=torch.amp.GradScaler("cpu", init_scale=2.0) if needs_scaler else None,
+    )  # fmt: skip
+    together: list[int] = []
+    own = steps._read
+
+    def read(*numbers: torch.Tensor) -> object:
+        together.append(len(numbers))
+        return own(*numbers)
+
+    steps._read = read
+    batches = [
+        dataclasses.replace(batch, documents_BT=None)
+        for batch in decoder_batches(TINY, 2, 8, 12, strategy.data_ranks, 1)
+    ]
+    for batch in batches:
+        together.clear()
+        microbatches = split(batch, *data_coordinate(mesh), 2)
+        with HostReads() as reads:
+            result = trainer.step(microbatches)
+    assert result.num_valid_tokens == int((batches[-1].labels_BT != IGNORE).sum())
+    return reads.count, together
+
+
+@pytest.mark.parametrize("needs_scaler", [False, True])
+@pytest.mark.parametrize("text", ["dp1", "dp2", "fsdp2"])
+def test_the_host_reads_once_a_step(text: str, needs_scaler: bool) -> None:
+    """What waits for a GPU is counted on a CPU: every read of a number by the host."""
+    num_ranks = Strategy.parse(text).num_ranks
+    for alone, together in run_ranks(reads_of_a_step, num_ranks, text, needs_scaler):
+        assert together == [4], "loss, norm, valid tokens and scale, together"
+        assert alone == 0

@@ -24,8 +24,9 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-_BLOCK_ELEMENTS = 1 << 15
-"""Elements drawn at a time: their int64 and float64 forms together fit a core's second cache."""
+_BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 24}
+"""Elements drawn at a time, by device type: on a CPU their int64 and float64 forms together fit a
+core's second cache; on a GPU they are few launches, and half a GiB."""
 
 
 def key(*parts: int | str) -> int:
@@ -95,7 +96,8 @@ def fill_normal(
     first_R = _first_index_of_rows(out, whole, start)
     out_RC = out.detach().view(-1, row_size)
     column_C = torch.arange(row_size, device=out.device)
-    rows_at_once = max(1, _BLOCK_ELEMENTS // row_size)
+    block_elements = _BLOCK_ELEMENTS.get(out.device.type, _BLOCK_ELEMENTS["cuda"])
+    rows_at_once = min(len(first_R), max(1, block_elements // row_size))
     state = torch.empty(rows_at_once, row_size, dtype=torch.int64, device=out.device)
     scratch = torch.empty_like(state)
     for row in range(0, len(first_R), rows_at_once):

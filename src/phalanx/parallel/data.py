@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from phalanx.comm.primitives import (
 )
 from phalanx.errors import TrainingError
 from phalanx.mesh import device_of
+from phalanx.models.attention import to_device
 from phalanx.parallel.holding import Holding
 
 Kind = Literal["naive", "bucketed"]
@@ -135,13 +136,17 @@ class GradientReducer:
         raise NotImplementedError
 
     def agree(self, used: list[bool]) -> list[bool]:
-        """Return for each parameter whether any rank used it, from whether this one did."""
+        """Return for each parameter whether any rank used it, from whether this one did.
+
+        A rank that used all of them, as nearly every rank does, knows the answer: it takes part for
+        the others, and does not wait for its GPU.
+        """
         if not used:
             return used
-        flags = torch.tensor(used, dtype=torch.uint8, device=device_of(self.mesh))
+        flags = to_device(torch.tensor(used, dtype=torch.uint8), device_of(self.mesh))
         for axis in self.axes:
             all_reduce(flags, self.mesh, axis, "max")
-        return flags.bool().tolist()
+        return used if all(used) else flags.bool().tolist()
 
     def _has_gradient(self) -> list[bool]:
         return [parameter.grad is not None for parameter in self.parameters]
@@ -163,13 +168,38 @@ class NaiveReducer(GradientReducer):
 
 @dataclass
 class _Bucket:
-    """A flat buffer, the parameters whose gradients are views of it, and its reduction."""
+    """Parameters whose gradients are views of one flat buffer, and its reduction.
 
-    flat: torch.Tensor
+    Attributes:
+        members: the parameters.
+        views: of the buffer, one a member; there from the first gradient of a step to its end.
+        flat: the buffer, likewise. Only gradients hold it afterwards, so it goes where they do.
+        missing: members without a gradient in the last backward of the step.
+        pending: the reduction under way.
+    """
+
     members: list[nn.Parameter]
-    views: list[torch.Tensor]
+    views: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    flat: torch.Tensor | None = None
     missing: set[torch.Tensor] = field(default_factory=set)
     pending: Pending | None = None
+
+    def open(self) -> torch.Tensor:
+        """Return the buffer, made where there is none."""
+        if self.flat is None:
+            locals_ = [local_part(member) for member in self.members]
+            sizes = [local.numel() for local in locals_]
+            self.flat = torch.empty(sum(sizes), dtype=locals_[0].dtype, device=locals_[0].device)
+            parts = self.flat.split(sizes)
+            self.views = {
+                member: part.view(local.shape)
+                for member, part, local in zip(self.members, parts, locals_, strict=True)
+            }
+        return self.flat
+
+    def close(self) -> None:
+        """Leave the buffer to the gradients."""
+        self.flat, self.views = None, {}
 
 
 class BucketedReducer(GradientReducer):
@@ -177,12 +207,13 @@ class BucketedReducer(GradientReducer):
 
     Gradients become views of their bucket, so that nothing is copied back. Buckets start in one
     fixed order on all ranks, whatever order the hooks fire in, or collectives would be mismatched.
+    A buffer lives as long as the gradients in it: forward holds none, as in one process.
     """
 
     def __init__(self, parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
         super().__init__(parameters, mesh)
         self._buckets: list[_Bucket] = []
-        self._place: dict[nn.Parameter, tuple[_Bucket, torch.Tensor]] = {}
+        self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._num_started = 0
         self._is_last = False
         sizes = [local_part(parameter).nbytes for parameter in parameters]
@@ -194,17 +225,9 @@ class BucketedReducer(GradientReducer):
     def _add_bucket(self, members: list[nn.Parameter]) -> None:
         dtypes = {member.dtype for member in members}
         for dtype in sorted(dtypes, key=str):  # one buffer a data type; nearly always one
-            same = [member for member in members if member.dtype == dtype]
-            locals_ = [local_part(member) for member in same]
-            flat = torch.empty(
-                sum(local.numel() for local in locals_), dtype=dtype, device=locals_[0].device
-            )
-            parts = flat.split([local.numel() for local in locals_])
-            views = [part.view(local.shape) for part, local in zip(parts, locals_, strict=True)]
-            bucket = _Bucket(flat, same, views)
+            bucket = _Bucket([member for member in members if member.dtype == dtype])
             self._buckets.append(bucket)
-            for member, view in zip(same, views, strict=True):
-                self._place[member] = (bucket, view)
+            self._bucket_of |= dict.fromkeys(bucket.members, bucket)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Arm the buckets before the last backward."""
@@ -215,7 +238,9 @@ class BucketedReducer(GradientReducer):
 
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        bucket, view = self._place[parameter]  # pyright: ignore[reportArgumentType]
+        bucket = self._bucket_of[parameter]
+        bucket.open()
+        view = bucket.views[cast(nn.Parameter, parameter)]
         grad = parameter.grad
         if grad is None:
             raise RuntimeError("autograd called the hook of a parameter without a gradient")
@@ -237,7 +262,7 @@ class BucketedReducer(GradientReducer):
         for bucket in self._buckets[self._num_started :]:
             if bucket.missing:
                 return
-            bucket.pending = all_reduce_start(bucket.flat, self.mesh, "dp")
+            bucket.pending = all_reduce_start(bucket.open(), self.mesh, "dp")
             self._num_started += 1
 
     @torch.no_grad()
@@ -245,7 +270,8 @@ class BucketedReducer(GradientReducer):
         """Start the buckets that unused parameters held back, and wait for all."""
         with phase("backward"):
             for bucket in self._buckets[self._num_started :]:
-                for member, view in zip(bucket.members, bucket.views, strict=True):
+                bucket.open()
+                for member, view in bucket.views.items():
                     if member.grad is None:
                         view.zero_()
                 bucket.missing.clear()
@@ -260,7 +286,9 @@ class BucketedReducer(GradientReducer):
         self._num_started = 0
         for member in itertools.compress(self.parameters, is_used):
             if member.grad is None:
-                member.grad = _like(member, self._place[member][1])
+                member.grad = _like(member, self._bucket_of[member].views[member])
+        for bucket in self._buckets:
+            bucket.close()
 
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

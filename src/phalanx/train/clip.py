@@ -63,8 +63,9 @@ def _power_sum(parts: list[torch.Tensor], p: float) -> torch.Tensor:
 def scale_to(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
     """Scale the gradients in place so that a norm above `limit` becomes `limit`."""
     factor = min(1.0, limit / (norm + 1e-6))
-    for gradient in gradients:
-        local_part(gradient).mul_(factor)
+    parts = [local_part(gradient) for gradient in gradients]
+    if parts:  # one kernel for many on a GPU
+        torch._foreach_mul_(parts, factor)  # pyright: ignore[reportPrivateUsage]
 
 
 def _sharded_axes(gradient: DTensor) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from phalanx.data.batch import Batch
 from phalanx.models.attention import documents_of
+from phalanx.models.loss import IGNORE
 from phalanx.models.random import row_keys
 
 
@@ -25,8 +26,11 @@ class Objective(Protocol):
         """Return the sum of the losses of the microbatch's valid tokens, a 0-d tensor."""
         ...
 
-    def num_valid(self, microbatch: Any) -> int:
-        """Return how many tokens (or samples: whatever the mean is over) are valid."""
+    def num_valid(self, microbatch: Any) -> int | torch.Tensor:
+        """Return how many tokens (or samples: whatever the mean is over) are valid.
+
+        A 0-d tensor on the device of the microbatch spares a GPU a wait.
+        """
         ...
 
 
@@ -54,6 +58,6 @@ class NextToken:
             dropout_keys_B=keys_B,
         )
 
-    def num_valid(self, microbatch: Batch) -> int:
+    def num_valid(self, microbatch: Batch) -> torch.Tensor:
         """Return how many labels are not IGNORE."""
-        return microbatch.count_valid()
+        return (microbatch.labels_BT != IGNORE).sum()

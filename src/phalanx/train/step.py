@@ -3,6 +3,9 @@
 Loss law: each microbatch's sum of losses is divided by the valid tokens of the *global* batch,
 which the ranks count together before the first backward. Gradients are then summed, never averaged,
 so that accumulation, data ranks, uneven and empty ranks all give what one process gives.
+
+The host waits for a GPU once a step: when it reads the loss, the count of valid tokens and the norm
+together, which decide whether the weights change. Until then they stay on the device.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -116,16 +119,19 @@ class Trainer:
         """
         return self.apply_gradients(*self.compute_gradients(microbatches))
 
-    def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[float, int]:
+    def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Leave in each `.grad` the gradient of the global batch's loss.
 
         Returns:
-            The loss, and the valid tokens of the global batch.
+            The loss, and the valid tokens of the global batch; numbers on this rank's device.
         """
         device = device_of(self.mesh)
-        counts = [self.objective.num_valid(microbatch) for microbatch in microbatches]
+        num_valid = torch.zeros((), dtype=torch.int64, device=device)
+        for microbatch in microbatches:
+            num_valid += self.objective.num_valid(microbatch)
         with self.phase("count"):
-            num_valid = int(sum_over_data(torch.tensor(sum(counts), device=device), self.mesh))
+            sum_over_data(num_valid, self.mesh)
+        divisor = num_valid.clamp(min=1)
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for index, microbatch in enumerate(microbatches):
@@ -135,17 +141,17 @@ class Trainer:
             with self.phase("backward"):
                 if self.reducer is not None:
                     self.reducer.before_backward(is_last=index == len(microbatches) - 1)
-                scaled = part / max(1, num_valid)
+                scaled = part / divisor
                 if self.scaler is not None:
                     scaled = self.scaler.scale(scaled)
                 scaled.backward()
         if self.reducer is not None:
             self.reducer.finish(self.phase)
         with self.phase("metrics"):
-            loss = float(sum_over_data(loss_sum, self.mesh)) / max(1, num_valid)
+            loss = sum_over_data(loss_sum, self.mesh) / divisor
         return loss, num_valid
 
-    def apply_gradients(self, loss: float, num_valid: int) -> StepResult:
+    def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
         """Clip, update the weights, and count the step.
 
         Args:
@@ -160,22 +166,28 @@ class Trainer:
         with self.phase("clip"):
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            norm = float(gradient_norm(self.gradients(), self.config.clip_p))
-        is_finite = math.isfinite(loss) and math.isfinite(norm)
+            norm = gradient_norm(self.gradients(), self.config.clip_p)
+            found = _read(loss, norm, num_valid, self._scale_of(loss))
+        is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)
         # A float16 gradient overflows now and then: the scaler skips the step and scales less.
         # Below a scale of 1 the scaler is not to blame.
-        is_overflow = self.scaler is not None and self.scaler.get_scale() >= 1
-        is_excused = is_overflow and math.isfinite(loss)
+        is_overflow = self.scaler is not None and found.scale >= 1
+        is_excused = is_overflow and math.isfinite(found.loss)
         if not is_finite and self.nonfinite == "stop" and not is_excused:
             raise TrainingError(
-                f"step {self.steps_done + 1}: the loss is {loss} and the norm of the gradient "
-                f"{norm}; the weights are those of the step before. Lower optimizer.lr, or go on "
-                "past such steps with --nonfinite skip"
+                f"step {self.steps_done + 1}: the loss is {found.loss} and the norm of the "
+                f"gradient {found.norm}; the weights are those of the step before. Lower "
+                "optimizer.lr, or go on past such steps with --nonfinite skip"
             )
         with self.phase("optimizer"):
-            self._update(rate, norm, is_finite)
+            self._update(rate, found.norm, is_finite)
         self.steps_done += 1
-        return StepResult(loss, norm, rate, num_valid, not is_finite)
+        return StepResult(found.loss, found.norm, rate, int(found.num_valid), not is_finite)
+
+    def _scale_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the present scale, on the device: `get_scale` would wait for it."""
+        one = torch.ones((), device=loss.device)
+        return one if self.scaler is None else self.scaler.scale(one)
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients that there are."""
@@ -191,3 +203,18 @@ class Trainer:
             self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update()
+
+
+class _Found(NamedTuple):
+    """What the host reads of a step before the weights change."""
+
+    loss: float
+    norm: float
+    num_valid: float
+    scale: float
+
+
+def _read(loss: torch.Tensor, *others: torch.Tensor) -> _Found:
+    """Bring numbers to the host in one transfer, which waits for all that was launched before."""
+    wide = [number.to(loss.device, torch.float64) for number in (loss, *others)]
+    return _Found(*torch.stack(wide).tolist())

@@ -79,7 +79,7 @@ class ReferenceRun:
 
     def _step(self, step: int, batch: Any, phase: Phase) -> StepRecord:
         moved = cast_batch(batch, self._dtype, self._device)
-        num_valid = self._objective.num_valid(moved)
+        num_valid = int(self._objective.num_valid(moved))
         self.model.zero_grad(set_to_none=True)
         with phase("forward"):
             loss_sum = self._objective.loss_sum(self.model, moved, step)
