@@ -311,3 +311,22 @@ OF_TP: dict[str, Mutant] = {
         "norm", "not that of its replica",
     ),
 }  # fmt: skip
+
+SLOW = frozenset(
+    {
+        "GELU in place of SiLU",
+        "the same dropout in all blocks",
+        "a token that counts twice",
+        "positions of rank 1 shifted by one",
+        "gradients that stay a rank's own",
+        "a rate of the step after",
+        "a norm that counts each gradient twice",
+        "a first moment that differs on rank 1 alone",
+        "shards gathered in the order of other ranks",
+        "dropout of the first positions on all ranks",
+        "weights read as float32",
+        "a schedule that begins anew",
+        "evaluation with dropout",
+    }
+)
+"""Mutants whose kind another shows too."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-from mutants import OF_DP, OF_FSDP, OF_TP, Mutant, planted
+from mutants import OF_DP, OF_FSDP, OF_TP, SLOW, Mutant, planted
 
+from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.mesh import build_mesh
 from phalanx.strategy import Strategy
@@ -17,8 +18,8 @@ from phalanx.verify.verdict import Verdict
 GROUPS = {"dp2": OF_DP, "fsdp2": OF_FSDP, "tp2": OF_TP}
 
 
-def verdicts_on_ranks(text: str) -> dict[str, Verdict]:
-    """Run each mutant of a group in one job, and at the end what has no fault."""
+def verdicts_on_ranks(text: str, is_slow: bool) -> dict[str, Verdict]:
+    """Run the mutants of a group in one job, and at the end what has no fault."""
     strategy = Strategy.parse(text)
     mesh = build_mesh(strategy)
     cases = {
@@ -27,6 +28,8 @@ def verdicts_on_ranks(text: str) -> dict[str, Verdict]:
     }
     found: dict[str, Verdict] = {}
     for name, (case, patches, _, _) in GROUPS[text].items():
+        if (name in SLOW) != is_slow:
+            continue
         with planted(*patches):
             found[name] = verify_case(cases[case], strategy, mesh)
     for name, case in cases.items():
@@ -35,16 +38,20 @@ def verdicts_on_ranks(text: str) -> dict[str, Verdict]:
 
 
 @functools.cache
-def verdicts(text: str) -> dict[str, Verdict]:
-    return run_ranks(verdicts_on_ranks, 2, text)[0]
+def verdicts(text: str, is_slow: bool = False) -> dict[str, Verdict]:
+    return run_ranks(verdicts_on_ranks, 2, text, is_slow)[0]
 
 
 @pytest.mark.parametrize(
     ("text", "name", "mutant"),
-    [(text, name, mutant) for text, group in GROUPS.items() for name, mutant in group.items()],
+    [
+        by_hand(text, name, mutant) if name in SLOW else (text, name, mutant)
+        for text, group in GROUPS.items()
+        for name, mutant in group.items()
+    ],
 )
 def test_a_planted_fault_is_found_and_named(text: str, name: str, mutant: Mutant) -> None:
-    verdict = verdicts(text)[name]
+    verdict = verdicts(text, name in SLOW)[name]
     assert not verdict.is_equal
     assert verdict.place is not None
     assert verdict.place.module == mutant[2], str(verdict)

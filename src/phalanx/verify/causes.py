@@ -33,7 +33,8 @@ def likely_causes(
 
 
 def _from_values(wrong: Sequence[Difference], facts: Sequence[RankFacts]) -> Iterator[str]:
-    missing = [d.name for d in wrong if d.problem == "it is missing"]
+    lacking = [d for d in wrong if d.problem == "it is missing"]
+    missing = [d.name for d in lacking if d.quantity == "gradient"]
     if missing:
         yield f"{_list(missing)}: the gradient is missing, as if the parameter had not been used"
     ranks = [rank for rank, of_rank in enumerate(facts) if of_rank.nonfinite]

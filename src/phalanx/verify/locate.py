@@ -184,6 +184,8 @@ def _first_that_differs(
             size = float(each.event.tensor.double().abs().max())
             error = worst / size if size else worst
             how = "it is not finite" if math.isinf(error) else f"relative error {error:.1e}"
+            if not each.event.tensor.is_floating_point():
+                how = "its integers differ"
             return Place(module, f"{what}: {how}", step, rank, microbatch)
     return None
 
