@@ -31,6 +31,7 @@ from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
+from phalanx.train.session import compile_blocks
 from phalanx.train.step import Trainer
 
 WARMUP_STEPS = 2
@@ -52,6 +53,7 @@ class ScalingCase:
         threads: CPU threads of each rank, whatever their number is.
         steps: timed in each job.
         rounds: jobs of each strategy.
+        compile: whether the blocks are compiled.
     """
 
     shape: ModelShape
@@ -62,6 +64,7 @@ class ScalingCase:
     threads: int
     steps: int
     rounds: int
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,8 @@ def time_rank(text: str, case: ScalingCase) -> float:
             part, case.shape, name, 0, whole=whole, offset=offset
         ),
     )
+    if case.compile:
+        compile_blocks(model)
     config = OptimizerConfig()
     trainer = Trainer(
         model,

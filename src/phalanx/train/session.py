@@ -144,7 +144,7 @@ def open_session(job: Job) -> Session:
             trainer.scaler.load_state_dict(about.scaler)
         trainer.steps_done, consumed = about.steps_done, about.consumed
     if config.compile:
-        _compile(model)
+        compile_blocks(model)
     _reserve(saver, trainer)
     return Session(
         job=job,
@@ -170,7 +170,7 @@ def _reserve(saver: Saver, trainer: Trainer) -> None:
         Console().print(Text(line), soft_wrap=True)
 
 
-def _compile(model: Decoder) -> None:
+def compile_blocks(model: Decoder) -> None:
     """Compile each block, once for each size of a microbatch.
 
     A graph for any size may add up in another order than one for a fixed size, and which of them a

@@ -1,0 +1,118 @@
+"""What a run shows at its end, and that a figure which breaks its bound is not shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from phalanx.comm.ledger import Entry, sent_bytes
+from phalanx.measure.memory import KINDS, Kind, MemoryAccount
+from phalanx.measure.memory_report import MemoryReport
+from phalanx.measure.summary import StepSummary, advice, summarize, summary_table
+from phalanx.measure.timer import TERMS, StepTimes
+from phalanx.measure.utilization import percent
+from phalanx.strategy import Strategy
+from phalanx.train.result import hsdp_text
+from phalanx.train.summary import Summary
+
+SECONDS = st.floats(1e-9, 1e4)
+
+
+def times(seconds: list[float], wall_s: float | None = None) -> StepTimes:
+    terms = {f"{term}_s": value for term, value in zip(TERMS, seconds, strict=True)}
+    return StepTimes(**terms, wall_s=sum(seconds) if wall_s is None else wall_s)
+
+
+def steps(wall_s: float = 0.6) -> StepSummary:
+    return summarize([times([0.1] * 6, wall_s)])
+
+
+def shown(summary: Summary, **options: bool) -> str:
+    text = io.StringIO()
+    Console(file=text, width=100).print(summary.render(**options), crop=False)
+    return text.getvalue()
+
+
+def summary_of(**changes: object) -> Summary:
+    summary = Summary(
+        text="demo", num_steps=5, seconds=3.0, steps=steps(), utilization=None,
+        tokens_per_s=1000.0, batches_per_s=2.5, loss=4.0, bits_per_byte=(4.0, 2.0), sent=[],
+        sent_text=None, memory=None, no_memory="no account", resident_bytes=2**30,
+        sample="To be\x1b[31m or\nnot", paths={"metrics": "runs/a b/metrics.jsonl"},
+        go_on="phalanx train --resume 'runs/a b' --steps 10",
+    )  # fmt: skip
+    return dataclasses.replace(summary, **changes)  # type: ignore[arg-type]
+
+
+def test_the_result_comes_first_and_tables_only_with_report() -> None:
+    text = shown(summary_of())
+    assert "4.000 -> 2.000 bits per byte, 0.50 of where" in text
+    assert "1,000 tokens/s, 2.5 global batches/s" in text
+    assert "phalanx train --resume 'runs/a b' --steps 10" in text
+    assert "Where 1 step went" not in text and len(text.splitlines()) <= 22
+    assert "\x1b" not in text, "the model's text does not steer the terminal"
+    assert "Where 1 step went" in shown(summary_of(), report=True)
+
+
+def test_terms_that_do_not_sum_to_the_step_are_a_sentence() -> None:
+    doubted = steps(wall_s=0.3)
+    assert "sum to 200 %" in (doubted.doubt() or "")
+    assert summary_table(doubted) == advice(doubted) or "200 %" in str(summary_table(doubted))
+    text = shown(summary_of(steps=doubted, tokens_per_s=None, batches_per_s=None), report=True)
+    assert "tokens/s" not in text and "sum to 200 %" in text
+
+
+@given(st.lists(st.lists(SECONDS, min_size=6, max_size=6), min_size=1, max_size=5))
+def test_shares_sum_to_the_whole(values: list[list[float]]) -> None:
+    summary = summarize(times(seconds) for seconds in values)
+    assert summary.doubt() is None
+    assert all(0 <= share <= 1 for share in summary.shares.values())
+
+
+@given(st.floats())
+def test_what_is_no_share_is_not_printed(share: float) -> None:
+    if not 0 <= share <= 1.001:
+        assert percent(share) in ("unknown", "-0.0 %", "-0.1 %", "0.0 %")
+
+
+@given(
+    st.sampled_from(["all_reduce", "all_gather", "send"]), st.integers(0, 2**40), st.integers(1, 99)
+)
+def test_a_rank_sends_at_most_twice_the_payload(op: str, payload: int, num_ranks: int) -> None:
+    assert 0 <= sent_bytes(op, payload, num_ranks) <= 2 * payload
+
+
+def test_an_account_below_what_is_held_all_along_is_a_sentence() -> None:
+    none: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    held: dict[Kind, int] = {**none, "parameters": 100}
+    good = MemoryReport(MemoryAccount(held, held, held, "forward"), {}, 100, 1000)
+    assert good.doubt() is None
+    bad = dataclasses.replace(good, account=MemoryAccount(none, held, held, "forward"))
+    assert "held all along" in (bad.doubt() or "") and str(bad.table()) == bad.doubt()
+    over = dataclasses.replace(good, largest_bytes=99)
+    assert over.doubt() is not None
+
+
+def test_advice_points_at_the_axis_that_sends_most() -> None:
+    seconds = [0.1, 0.1, 0.1, 0.5, 0.1, 0.1]
+    summary = summarize([times(seconds)])
+    gathers = [Entry(p, "fsdp", "all_gather", 1, 8, 4.0) for p in ("forward", "backward")]
+    assert "gathers of fsdp, at each microbatch anew" in advice(summary, gathers)
+    assert "over tp, in proportion" in advice(summary, [Entry("forward", "tp", "x", 1, 8, 4.0)])
+    assert "more accumulation" in advice(summary, [Entry("backward", "dp", "x", 1, 8, 4.0)])
+
+
+def test_hsdp_is_told_in_words() -> None:
+    sent = [
+        Entry("forward", "fsdp", "all_gather", 1, 100, 50.0),
+        Entry("backward", "fsdp", "reduce_scatter", 1, 100, 91.0),
+        Entry("backward", "dp", "all_reduce", 1, 50, 50.0),
+        Entry("agree", "dp", "all_reduce", 1, 9, 9.0),
+    ]
+    text = hsdp_text(sent, Strategy.parse("dp2,fsdp2"), 100)
+    assert text is not None and "2.82 P (N-1)/N" in text and "1.00 x 2 (M-1)/M P/N" in text
+    assert hsdp_text(sent, Strategy.parse("fsdp2"), 100) is None
