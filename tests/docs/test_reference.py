@@ -1,7 +1,9 @@
 """The reference pages hold what the code holds: every setting, every preset."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from phalanx.config import TrainConfig
 from phalanx.config_load import load_config, settings
@@ -36,3 +38,21 @@ def test_the_table_of_presets_is_that_of_the_registry() -> None:
         rows.append(f"| `{name}` | {' | '.join(cells)} | {num_parameters(of).total:,} |")
     table = "\n".join(rows)
     assert table in (DOCS / "presets.md").read_text(), f"docs/presets.md should hold\n{table}"
+
+
+def results_of(path: str) -> list[dict[str, Any]]:
+    return json.loads((DOCS.parent / "benchmarks" / path).read_text())["rows"]
+
+
+def test_the_tables_of_counted_bytes_are_those_of_the_results() -> None:
+    page = (DOCS / "recompute.md").read_text()
+    of: dict[int, list[str]] = {16: [], 64: []}
+    for row in results_of("recompute/results/four-ways-cpu.json"):
+        sizes = [f"{row[name] / 2**20:.2f}" for name in ("kept_bytes", "peak_bytes")]
+        of[row["blocks"]].append(" | ".join([f"{row['runs']:,}", *sizes]))
+    for cells in zip(*of.values(), strict=True):
+        assert f"| {' | '.join(cells)} |" in page
+    page = (DOCS / "data_parallel.md").read_text()
+    for row in results_of("data_parallel/results/main-device-cpu.json"):
+        sizes = [f"{row[name] / 2**20:.2f}" for name in ("sent", "received", "kept", "peak")]
+        assert f"| {row['device']} | {' | '.join(sizes)} |" in page
