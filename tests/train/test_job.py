@@ -348,6 +348,15 @@ def test_that_nothing_is_left_is_said(config: TrainConfig) -> None:
     )
 
 
+def test_that_a_run_goes_back_is_said(config: TrainConfig) -> None:
+    with_checkpoints(config, 2, 4)
+    (Path("run") / "checkpoints" / "step-00000004" / manifest.NAME).unlink()
+    (line,) = remarks_on(resolve(dataclasses.replace(config, resume="run", out=None)))
+    assert line == (
+        "goes on from step-00000002: step-00000004 has no manifest.json, so not all was saved"
+    )
+
+
 def test_a_run_is_called_what_it_is(config: TrainConfig) -> None:
     """A preset by its name, other sizes by theirs, and later runs as the one they come from."""
     with_checkpoints(config, 2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.manifest import Checkpoint, Manifest
+from phalanx.checkpoint.manifest import Checkpoint, Manifest, not_whole_after
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.data.loader import total_steps
 from phalanx.data.samples import Samples
@@ -328,6 +328,8 @@ def remarks_on(job: Job) -> list[str]:
     if job.start is not None:
         before = job.start.about
         lines = remarks(before, manifest_of(job, before.steps_done, before.consumed))
+        if (went_back := not_whole_after(job.start.folder)) is not None:
+            lines.insert(0, went_back)
     passes = num_epochs(job)
     if job.config.epochs is None and passes > MANY_EPOCHS:
         one_epoch = (
