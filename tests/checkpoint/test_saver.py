@@ -213,6 +213,7 @@ def save_and_hold(run: Path, is_held: bool) -> str:
                 saver_.finish()
                 if dist.get_rank() == 0:
                     partial.mkdir()  # as if it went on to save
+                del os.environ["RANK"], os.environ["WORLD_SIZE"]  # another job, of this process
                 words = run_ranks(save_and_hold, 1, run, False, threads=1)[0]
                 assert partial.exists()
                 return words
