@@ -68,7 +68,7 @@ def slow_disk(rank: int) -> None:
 
     def slowly(*args: Any) -> Any:
         for number, chunk in enumerate(chunks(*args)):
-            time.sleep(0.6 if number < 5 else 0)
+            time.sleep(1.0 if number < 5 else 0)
             yield chunk
 
     if dist.get_rank() == rank:
@@ -78,7 +78,7 @@ def slow_disk(rank: int) -> None:
 def save_slowly(run: Path, rank: int) -> None:
     model, optimizer = runs.build()
     slow_disk(rank)
-    with Saver(run, timeout_s=TIMEOUT_S) as saver_:
+    with Saver(run, timeout_s=4.0) as saver_:  # less than the file takes, far more than a part
         saver_.begin(model, optimizer, runs.about(1))
 
 
