@@ -94,6 +94,7 @@ def test_a_job_too_large_for_the_files_is_refused_with_the_most_that_fit(
         mesh.check_files({}, 4096, "cuda")
     fits = int(re.findall(r"at most (\d+) ranks", str(at.value))[0])
     assert mesh.num_files({}, fits, "cuda") <= 1024
+    assert mesh.num_files({}, fits + 1, "cuda") > 1024
     mesh.check_files({}, fits, "cuda")
 
 

@@ -33,6 +33,9 @@ from phalanx.strategy import Strategy, check_ranks
 DATA_AXES = ("dp", "fsdp")
 """The axes whose coordinates hold different samples."""
 
+STORE_CONNECTIONS = 3
+"""Connections of each rank to the store, which rank 0 holds."""
+
 GROUP_FILES = 4
 """Files that gloo has open for a group beside its connections: it listens and waits for events."""
 
@@ -107,7 +110,7 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
     if device == "cpu":
         peers += [_few(num_ranks)]
         peers += [_few(size) if axis == "dp" else size - 1 for axis, size in axes.items()]
-    return RESERVED_FILES + 3 * num_ranks + sum(peers) + GROUP_FILES * len(peers)
+    return RESERVED_FILES + STORE_CONNECTIONS * num_ranks + sum(peers) + GROUP_FILES * len(peers)
 
 
 def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
@@ -124,12 +127,13 @@ def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
     needed = num_files(axes, num_ranks, device)
     if limit == resource.RLIM_INFINITY or needed <= limit:
         return
+    to_store = STORE_CONNECTIONS * num_ranks
     raise ConfigError(
         f"{num_ranks} ranks need {needed} open files on rank 0, but it may open {limit}: "
-        f"{2 * num_ranks} connections to the store where the ranks meet, "
-        f"{needed - 2 * num_ranks - RESERVED_FILES} to ranks of its groups and {RESERVED_FILES} "
+        f"{to_store} connections to the store where the ranks meet, "
+        f"{needed - to_store - RESERVED_FILES} to ranks of its groups and {RESERVED_FILES} "
         f"for all else; raise the limit on its host (ulimit -Hn {needed}), or start at most "
-        f"{max(1, (limit - (needed - 2 * num_ranks)) // 2)} ranks"
+        f"{max(1, (limit - (needed - to_store)) // STORE_CONNECTIONS)} ranks"
     )
 
 
