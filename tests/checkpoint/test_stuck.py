@@ -92,8 +92,13 @@ def stop_while_writing(run: Path, rank: int) -> None:
     """Stop the process of a rank while it writes; only the others can say so."""
     progress.GRACE_S = 1.0
     model, optimizer = runs.build()
+
+    def stop(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()  # the thread may go on for a moment
+
     if dist.get_rank() == rank:
-        saver._write_file = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        saver._write_file = stop
     with Saver(run, timeout_s=TIMEOUT_S) as saver_:
         saver_.begin(model, optimizer, runs.about(1))
 

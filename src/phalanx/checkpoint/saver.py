@@ -234,12 +234,19 @@ class Saver:
         """Write this rank's file, and wait until rank 0 has published the checkpoint."""
         self._progress.wait_to_begin()
         try:
-            file = _write_file(save, self._progress)
-        except OSError as error:
-            self._progress.tell("failed", words_of(error))
-        else:
-            self._progress.tell("written", file)
-        self._progress.wait()
+            try:
+                file = _write_file(save, self._progress)
+            except OSError as error:
+                self._progress.tell("failed", words_of(error))
+            else:
+                self._progress.tell("written", file)
+            self._progress.wait()
+        except CheckpointError:  # rank 0 has given up, and may have removed the folder before
+            partial = save.final.with_name(save.final.name + PARTIAL)
+            with suppress(OSError):
+                (partial / file_of(self._progress.rank)).unlink(missing_ok=True)
+                partial.rmdir()
+            raise
 
     def _save_first(self, save: _Save) -> None:
         """Make the folder, write this rank's file, and publish when all have written theirs."""
