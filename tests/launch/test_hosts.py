@@ -13,8 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import ConfigError, TrainingError
+from phalanx.launch import hosts
 from phalanx.launch.hosts import PeerFailed, Watch
 from phalanx.launch.interface import address_towards, interface_of
+from phalanx.launch.roll import Roll
 
 SCRIPT = """
 import os, sys, threading
@@ -133,6 +135,26 @@ def test_a_rank_that_is_not_heard_of_is_named_once_a_host(watch_of: Callable[[in
         assert isinstance(judged, TrainingError)
         assert str(judged).startswith(f"rank 2 on {socket.gethostname()} has not been heard of")
         assert isinstance(second.judged(lost, True), PeerFailed)
+
+
+def test_who_did_not_listen_holds_nobody_for_silent(
+    watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    first, second, _ = (watch_of(rank) for rank in range(3))
+    first._roll = Roll(lambda: clock[0])
+    first._listen(True)  # it stood still for a moment
+    clock[0] = 5.0
+    first._listen(False)
+    clock[0] = 3600.0  # of steps, in which it had no reason to ask
+    assert first._silent_for(30) == []
+    first._listen(True)
+    assert first._silent_for(30) == []
+    clock[0] = 3640.0
+    second._send()
+    first._listen(True)
+    assert first._silent_for(30) == [0, 2]
 
 
 def test_an_error_that_all_meet_is_told_once_a_host(watch_of: Callable[[int], Watch]) -> None:

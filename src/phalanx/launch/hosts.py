@@ -87,8 +87,10 @@ class Watch:
         self._names: dict[int, str] = {}
         self._failed: Failed | None = None
         self._reached_s = time.monotonic()
+        self._read_s = self._reached_s
         self._is_store_gone = False
         self._is_curious = False
+        self._is_listening = False
         self._is_told_unreached = False
         self._last_word = threading.Lock()
         self._ended = threading.Event()
@@ -112,8 +114,7 @@ class Watch:
         try:
             while not self._ended.wait(1.0 if self._is_curious else self._interval_s):
                 self._send()
-                if self._is_curious or self._beat.still_s > CURIOUS_S:
-                    self._read()
+                self._listen(self._is_curious or self._beat.still_s > CURIOUS_S)
         except (dist.DistError, RuntimeError):
             self._is_store_gone = True
 
@@ -123,6 +124,16 @@ class Watch:
         self._store.set(f"beat/{self._rank}", json.dumps(words))
         self._store.check([f"beat/{self._rank}"])  # an answer, which setting has not
         self._reached_s = time.monotonic()
+
+    def _listen(self, is_wanted: bool) -> None:
+        """Hear of all ranks if that is wanted; the time in which it was not is nobody's silence."""
+        if is_wanted:
+            now_s = time.monotonic()
+            if not self._is_listening:
+                self._roll.wake(now_s - self._read_s)
+            self._read_s = now_s
+            self._read()
+        self._is_listening = is_wanted
 
     def _read(self) -> None:
         """Hear of all ranks, each of which has sent a beat before it joined the job."""
@@ -143,7 +154,7 @@ class Watch:
             unreached_s = time.monotonic() - self._reached_s
             if self._rank == self._host:
                 self._tell(unreached_s)
-            silent = self._roll.silent(self._timeout_s)
+            silent = self._silent_for(self._timeout_s)
             if unreached_s > self._timeout_s:
                 self._end(self._unreached())
             elif silent:
@@ -156,11 +167,16 @@ class Watch:
         if SILENT_S < unreached_s < self._timeout_s and not self._is_told_unreached:
             self._is_told_unreached = True
             tell(f"{self._unreached()}; the job ends after the timeout of {self._timeout_s:g} s")
-        silent = [rank for rank in self._roll.silent(SILENT_S) if self._roll.is_news(rank)]
-        if silent and SILENT_S < self._timeout_s:
-            tell(f"{self._silent(silent)}; the job ends after the timeout of {self._timeout_s:g} s")
-        elif not self._roll.silent(SILENT_S) and (stall := self._roll.stall()) is not None:
+        silent = self._silent_for(SILENT_S)
+        news = [rank for rank in silent if self._roll.is_news(rank)]
+        if news and SILENT_S < self._timeout_s:
+            tell(f"{self._silent(news)}; the job ends after the timeout of {self._timeout_s:g} s")
+        elif self._is_listening and not silent and (stall := self._roll.stall()) is not None:
             tell(stall)
+
+    def _silent_for(self, limit_s: float) -> list[int]:
+        """Return who was silent for longer than a limit, of the time that this rank listened."""
+        return self._roll.silent(limit_s) if self._is_listening else []
 
     def _end(self, message: str) -> None:
         """End this process, whatever its main thread waits for."""
@@ -243,7 +259,7 @@ class Watch:
         message = ""
         while not message and time.monotonic() < until_s:
             time.sleep(0.25)
-            silent = self._roll.silent(limit_s)
+            silent = self._silent_for(limit_s)
             if self._failed is not None and self._failed.rank != self._rank:
                 if self._failed.host == self._host:
                     return PeerFailed(self._failed.message)
