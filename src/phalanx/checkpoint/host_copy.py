@@ -25,13 +25,15 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
         self._is_pinned = False
+        self._most_bytes: int | None = None
 
     def reserve(self, num_bytes: int, free_bytes: int | None = None, *, pin: bool = False) -> bool:
         """Get the memory, all of it now: a page that is only promised may be missing later.
 
         Args:
             num_bytes: to hold.
-            free_bytes: that this rank may take; None to find out.
+            free_bytes: that this rank may take, from now on; None leaves it at what was said
+                before, or to the system.
             pin: tensors come from a GPU.
 
         Returns:
@@ -40,7 +42,9 @@ class HostCopy:
         if self._buffer is not None and self._buffer.nbytes >= num_bytes:
             return True
         self.release()
-        if free_bytes is not None and num_bytes > free_bytes:
+        if free_bytes is not None:
+            self._most_bytes = free_bytes
+        if self._most_bytes is not None and num_bytes > self._most_bytes:
             return False
         try:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").zero_()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.checkpoint import state
 from phalanx.checkpoint.agree import agree_on_first
 from phalanx.checkpoint.saver import Saver
-from phalanx.comm.primitives import local_part
+from phalanx.comm.primitives import barrier, local_part
 from phalanx.data.loader import Loader, stream_length
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
@@ -165,6 +165,7 @@ def _reserve(saver: Saver, trainer: Trainer) -> None:
     free_bytes = free_memory_bytes("cpu") // num_here
     if not next(trainer.model.parameters()).is_cuda:  # gradients and moments will lie there, too
         free_bytes -= 3 * sum(local_part(p).nbytes for p in trainer.model.parameters())
+    barrier()  # all of a host have looked before one takes what it may
     line = saver.reserve(trainer.model, trainer.optimizer, free_bytes)
     if line is not None and dist.get_rank() == 0:
         Console().print(Text(line), soft_wrap=True)
