@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ import phalanx
 from phalanx.cli.main import main
 from phalanx.comm import exchange
 from phalanx.comm.check import CollectiveCheck
-from phalanx.comm.fingerprint import Fingerprint, difference
+from phalanx.comm.fingerprint import Fingerprint, difference, find_places
 from phalanx.comm.ledger import Ledger
 from phalanx.config import TrainConfig
 from phalanx.errors import CollectiveMismatch, RankFailed
@@ -603,3 +604,14 @@ def test_verify_with_every_collective_compared() -> None:
         )
         == 0
     )
+
+
+def test_a_place_is_told_where_the_working_directory_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    scope: dict[str, Any] = {}
+    exec(compile("import sys\nframe = sys._getframe()", "/somewhere/script.py", "exec"), scope)
+    assert find_places(scope["frame"])[0][0] == "/somewhere/script.py:2 in <module>"

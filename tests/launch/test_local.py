@@ -131,6 +131,18 @@ def test_ranks_may_return_one_after_the_other() -> None:
     assert run_ranks(return_one_after_the_other, 2, uneven_s=10) == [0, 1]
 
 
+def die_after_the_return() -> int:
+    if dist.get_rank() == 1:
+        threading.Timer(0.2, os._exit, [1]).start()  # as gloo's threads do now and then
+    else:
+        time.sleep(1.0)
+    return dist.get_rank()
+
+
+def test_a_rank_that_dies_once_it_has_returned_loses_no_result() -> None:
+    assert run_ranks(die_after_the_return, 2) == [0, 1]
+
+
 def test_what_cannot_be_sent_to_a_process_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be importable by name"):
         run_ranks(lambda: None, 1)

@@ -220,8 +220,10 @@ def _is_hidden(file: str) -> bool:
 @cache
 def _short(file: str) -> str:
     """Return a path relative to the working directory if it is below it."""
-    path, here = Path(file), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else file
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        path, here = Path(file), Path.cwd()
+        return str(path.relative_to(here)) if path.is_relative_to(here) else file
+    return file
 
 
 def _odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:

@@ -86,7 +86,8 @@ class Supervisor:
                 self._receive(left_s)
             raise self._failure()
         for _, line in self._ranks:
-            line.send(LEAVE)
+            with suppress(OSError):  # it has ended already: what it returned is here
+                line.send(LEAVE)
         return [self._results[rank] for rank in range(len(self._ranks))]
 
     def _receive(self, limit_s: float) -> None:
