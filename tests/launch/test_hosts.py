@@ -16,7 +16,7 @@ from phalanx.errors import ConfigError, TrainingError
 from phalanx.launch import hosts
 from phalanx.launch.hosts import PeerFailed, Watch
 from phalanx.launch.interface import address_towards, interface_of
-from phalanx.launch.roll import Roll
+from phalanx.launch.roll import SILENT_S, Roll
 
 SCRIPT = """
 import os, sys, threading
@@ -155,6 +155,13 @@ def test_who_did_not_listen_holds_nobody_for_silent(
     second._send()
     first._listen(True)
     assert first._silent_for(30) == [0, 2]
+
+
+def test_among_thousands_an_old_beat_is_no_silence() -> None:
+    few, many = (Watch(new_store(), 0, number, 0, timeout_s=60) for number in (3, 4096))
+    assert few._silent_s == SILENT_S
+    # Beats come as seldom as they are read, so one may be twice as old.
+    assert many._silent_s > 2 * many._interval_s > SILENT_S
 
 
 def test_an_error_that_all_meet_is_told_once_a_host(watch_of: Callable[[int], Watch]) -> None:

@@ -81,6 +81,8 @@ class Watch:
         self._rank, self._num_ranks, self._host = rank, num_ranks, host
         self._timeout_s = timeout_s
         self._interval_s = max(BEAT_S, num_ranks / RANKS_PER_BEAT_S)
+        # Among thousands of ranks a beat is old before it is read.
+        self._silent_s = max(SILENT_S, 3 * self._interval_s)
         self._number = 0
         self._roll = Roll()
         self._heard: dict[int, int] = {}
@@ -164,12 +166,12 @@ class Watch:
 
     def _tell(self, unreached_s: float) -> None:
         """Tell, once, who holds this host up."""
-        if SILENT_S < unreached_s < self._timeout_s and not self._is_told_unreached:
+        if self._silent_s < unreached_s < self._timeout_s and not self._is_told_unreached:
             self._is_told_unreached = True
             tell(f"{self._unreached()}; the job ends after the timeout of {self._timeout_s:g} s")
-        silent = self._silent_for(SILENT_S)
+        silent = self._silent_for(self._silent_s)
         news = [rank for rank in silent if self._roll.is_news(rank)]
-        if news and SILENT_S < self._timeout_s:
+        if news and self._silent_s < self._timeout_s:
             tell(f"{self._silent(news)}; the job ends after the timeout of {self._timeout_s:g} s")
         elif self._is_listening and not silent and (stall := self._roll.stall()) is not None:
             tell(stall)
