@@ -9,7 +9,10 @@ from typing import Final
 
 from phalanx.errors import ConfigError
 
-NEEDED: Final = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+NEEDED: Final = (
+    *("SLURM_PROCID", "SLURM_LOCALID"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
+)
 """Set for each task of `srun`, and not all of them for the script of `sbatch` itself."""
 
 FIRST_PORT: Final = 20000
@@ -39,7 +42,7 @@ def _of_this_task(environment: Mapping[str, str]) -> dict[str, str]:
     if any(name not in environment for name in NEEDED):
         return {}
     rank, local_rank = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
-    tasks = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = int(environment.get("SLURM_NODEID", 0))
     if sum(tasks[:node]) + local_rank != rank:
         raise ConfigError(

@@ -69,21 +69,21 @@ class Found:
     place: int
 
 
-def locate(case: Case, strategy: Strategy, mesh: DeviceMesh, first: Difference | None) -> Place:
+def locate(case: Case, strategy: Strategy, mesh: DeviceMesh, first: Difference) -> Place:
     """Return where a difference arises; every rank calls this together.
 
     Args:
         case: what was run.
         strategy: how it was split.
         mesh: of the strategy.
-        first: the first difference; None if only replicas differ, at the first step.
+        first: the first difference.
     """
-    step = 0 if first is None else first.step
-    if first is not None and first.quantity == "first weight":
+    step = first.step
+    if first.quantity == "first weight":
         return Place(_owner(first.name), f"the first weights of {first.name} differ", step)
     is_first = torch.distributed.get_rank() == 0
     expected: list[Expected] = share(_expected(case, step, mesh) if is_first else None)
-    suspect = first.name if first is not None and first.quantity == "gradient" else None
+    suspect = first.name if first.quantity == "gradient" else None
     results: list[Found] = gather_objects(_run(case, strategy, mesh, step, expected, suspect))
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}
     place = _first_that_differs(expected, results, step, types)
@@ -230,7 +230,7 @@ def _owner(parameter: str) -> str:
 
 
 def _outside(
-    first: Difference | None,
+    first: Difference,
     step: int,
     results: list[Found],
     gradient: Tensor | None,
@@ -238,7 +238,7 @@ def _outside(
 ) -> Place:
     """Say what is at fault where all modules agree, forward and backward."""
     agree = "every module's outputs and gradients agree"
-    if first is None or first.quantity == "loss":
+    if first.quantity == "loss":
         return Place(None, f"{agree}, so it is the sum of the losses over ranks", step)
     if first.quantity == "norm":
         return Place(None, "the gradients agree, so it is the norm over their shards", step)
