@@ -1,7 +1,12 @@
 """Clipping, the learning rate, and what a loss that is not finite does."""
 
 import dataclasses
+import gc
 import math
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.launch.local import run_ranks
+from phalanx.launch.pulse import PULSE
 from phalanx.mesh import build_mesh, data_coordinate
 from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
@@ -305,3 +311,54 @@ def test_the_host_reads_once_a_step(text: str, needs_scaler: bool) -> None:
     for alone, together in run_ranks(reads_of_a_step, num_ranks, text, needs_scaler):
         assert together == [4], "loss, norm, valid tokens and scale, together"
         assert alone == 0
+
+
+@contextmanager
+def looked_at(phase: str) -> Generator[None]:
+    """Have the rank's beat look at the main thread while the step is in a phase."""
+    thread = threading.Thread(target=PULSE.beat)
+    thread.start()
+    thread.join()
+    yield
+
+
+def tensors_in_cycles(text: str, compute: torch.dtype | None) -> list[str]:
+    """Return the tensors, and frames that hold some, which only Python's collector would free."""
+    strategy = Strategy.parse(text)
+    mesh = build_mesh(strategy)
+    model = Decoder(TINY)
+    model.initialize(0)
+    model.compute_dtype = compute
+    reducer = compose.parallelize(model, strategy, mesh, compute=compute)
+    config = OptimizerConfig()
+    trainer = Trainer(
+        model, build_optimizer(model, config), NextToken(), config,
+        mesh=mesh, num_steps=2, reducer=reducer,
+    )  # fmt: skip
+    batches = decoder_batches(TINY, 2, 8, 12, strategy.data_ranks, 1)
+    first, second = (split(batch, *data_coordinate(mesh), 2) for batch in batches)
+    trainer.step(first)  # what is made once, cycles of PyTorch among it, is made now
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    with trainer.watched(looked_at):
+        trainer.step(second)
+    gc.collect()
+    return [str(each)[:80] for each in gc.garbage if isinstance(each, (torch.Tensor, FrameType))]
+
+
+@pytest.mark.parametrize(
+    "text, compute",
+    [
+        ("dp1,recompute:selective", torch.bfloat16),
+        ("dp2", torch.bfloat16),
+        ("fsdp2,recompute:full", None),
+        ("tp2:megatron", None),
+        ("tp4:2d", None),
+    ],
+)
+def test_a_step_leaves_no_tensor_in_a_cycle(text: str, compute: torch.dtype | None) -> None:
+    """A tensor in one lives until Python happens to collect garbage: memory without use."""
+    assert run_ranks(tensors_in_cycles, Strategy.parse(text).num_ranks, text, compute) == [
+        [] for _ in range(Strategy.parse(text).num_ranks)
+    ]

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 BEAT_S = 1.0
 """Seconds between two beats of a rank."""
@@ -58,7 +60,7 @@ class Pulse:
         self.advice: Callable[[], str] = str
         self.on_change: Callable[[], None] = lambda: None
         self._doing = "starting"
-        self._place: tuple[int, int] = (0, 0)
+        self._place: tuple[_Mark, int] | None = None
         self._since_s = time.monotonic()
 
     @contextmanager
@@ -91,17 +93,7 @@ class Pulse:
         """Look at the main thread."""
         from phalanx.comm.fingerprint import find_places  # it loads torch
 
-        # Private by its name, public by its documentation.
-        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        frame = frames.get(threading.main_thread().ident or 0)
-        now_s, place, where = time.monotonic(), (0, 0), ""
-        if frame is not None and frame.f_code.co_name not in _COMPUTING:
-            place = (id(frame), frame.f_lasti)
-        if place == (0, 0) or place != self._place:
-            self._place, self._since_s = place, now_s
-        still_s = now_s - self._since_s
-        if still_s > BEAT_S and frame is not None:
-            where = ", called from ".join(find_places(frame)[0])
+        still_s, where = self._look(find_places)
         return Beat(
             steps_done=self.steps_done,
             doing=self._doing,
@@ -109,6 +101,48 @@ class Pulse:
             place=where,
             heeds_stop=self.heeds_stop,
         )
+
+    def _look(
+        self, find_places: Callable[[FrameType], tuple[tuple[str, ...], str]]
+    ) -> tuple[float, str]:
+        """Return for how long the main thread has stood at one place, and where if that is long.
+
+        Who holds a frame holds its variables and those of its callers, tensors among them, also
+        after they have returned. So no frame is held for longer than a look takes, and what
+        `_current_frames` returns not at all: this function's own frame is in it, and a variable of
+        this function would make it a cycle, which holds them until Python collects garbage.
+        """
+        thread = threading.main_thread().ident or 0
+        # Private by its name, public by its documentation.
+        frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+        place = None if frame is None else _place_of(frame)
+        now_s = time.monotonic()
+        if place is None or place != self._place:
+            self._place, self._since_s = place, now_s
+        still_s = now_s - self._since_s
+        if frame is None or still_s <= BEAT_S:
+            return still_s, ""
+        return still_s, ", called from ".join(find_places(frame)[0])
+
+
+class _Mark:
+    """Left on a frame to know it again: its address may be that of another one by then.
+
+    It lies where a debugger keeps what it calls for each line of the frame.
+    """
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> _Mark:
+        return self
+
+
+def _place_of(frame: FrameType) -> tuple[_Mark, int] | None:
+    """Return what is the same as long as a frame stands at one place; None if it computes there."""
+    if frame.f_code.co_name in _COMPUTING:
+        return None
+    if frame.f_trace is None:
+        frame.f_trace = _Mark()
+    mark = frame.f_trace
+    return (mark, frame.f_lasti) if isinstance(mark, _Mark) else None  # None under a debugger
 
 
 PULSE = Pulse()

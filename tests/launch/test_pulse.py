@@ -1,0 +1,78 @@
+"""A look at the main thread: what it holds, and what it takes for standing still."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Generator
+
+import pytest
+
+from phalanx.launch import pulse
+from phalanx.launch.pulse import Pulse
+
+
+class Held:
+    """What a function holds while it runs."""
+
+
+def looked_at(one: Pulse) -> weakref.ref[Held]:
+    held = Held()
+    thread = threading.Thread(target=one.beat)
+    thread.start()
+    thread.join()
+    return weakref.ref(held)
+
+
+def test_a_look_keeps_nothing_that_the_main_thread_lets_go() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        assert looked_at(Pulse())() is None
+    finally:
+        gc.enable()
+
+
+def two_places() -> Generator[None]:
+    yield
+    yield
+
+
+def test_only_the_same_call_at_the_same_place_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, now_s, call = Pulse(), 0.0, two_places()
+    thread = threading.main_thread().ident
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(pulse.sys, "_current_frames", lambda: {thread: call.gi_frame})
+
+    def look() -> float:
+        nonlocal now_s
+        now_s += 2.0
+        return one.beat().still_s
+
+    next(call)
+    assert [look(), look(), look()] == [0.0, 2.0, 4.0]
+    assert "in two_places" in one.beat().place
+    next(call)
+    assert [look(), look()] == [0.0, 2.0]
+    for _ in range(9):  # other calls, whose frames lie where the last one lay
+        call = two_places()
+        next(call)
+        next(call)
+        assert look() == 0.0
+
+
+def test_a_place_of_long_arithmetic_is_no_standing_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, now_s = Pulse(), 0.0
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: now_s)
+
+    def _engine_run_backward() -> list[float]:
+        nonlocal now_s
+        frame = pulse.sys._getframe()
+        thread = threading.main_thread().ident
+        monkeypatch.setattr(pulse.sys, "_current_frames", lambda: {thread: frame})
+        stills = []
+        for _ in range(3):
+            now_s += 2.0
+            stills.append(one.beat().still_s)
+        return stills
+
+    assert _engine_run_backward() == [0.0, 0.0, 0.0]
