@@ -90,12 +90,7 @@ def check(config: TrainConfig) -> None:
         StrategyError: the strategy cannot be read, is not built, or does not fit nproc.
     """
     for key, hint, _ in settings(TrainConfig):
-        value = value_at(config, key)
-        check_type(key, hint, value)
-        if key in RANGES and value is not None:
-            check_range(key, value)
-        if isinstance(value, str):
-            _check_text(key, value)
+        check_value(key, hint, value_at(config, key))
     if config.optimizer.clip_p not in (1, 2, math.inf):
         near = min((1.0, 2.0, math.inf), key=lambda p: abs(p - config.optimizer.clip_p))
         raise ConfigError(
@@ -108,6 +103,15 @@ def check(config: TrainConfig) -> None:
         require_built(strategy)
         if config.nproc is not None:
             check_ranks(strategy, config.nproc)
+
+
+def check_value(key: str, hint: Any, value: Any) -> None:
+    """Raise ConfigError unless the value alone is one that its key may have."""
+    check_type(key, hint, value)
+    if key in RANGES and value is not None:
+        check_range(key, value)
+    if isinstance(value, str):
+        _check_text(key, value)
 
 
 def _check_text(key: str, value: str) -> None:

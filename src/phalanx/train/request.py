@@ -8,7 +8,9 @@ from typing import Final
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
+from phalanx.checkpoint.storage import brief
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
+from phalanx.config_check import check_value, settings
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.torchrun import is_under_torchrun, read_place
@@ -70,7 +72,7 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     """Return the checkpoint that a setting names.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it says what no run could have been told.
     """
     if path is None:
         return None
@@ -79,7 +81,15 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
             f"{setting} is {path}, a Hugging Face folder; make a checkpoint of it by `phalanx "
             f"convert {path} DST`, and begin a run with --init DST"
         )
-    return manifest.find_and_read(Path(path))
+    found = manifest.find_and_read(Path(path))
+    try:
+        for key, hint, _ in settings(TrainConfig):
+            if key in found.about.settings:
+                check_value(key, hint, found.about.settings[key])
+    except ConfigError as error:
+        file, words = found.folder / manifest.NAME, brief(error, 300)
+        raise CheckpointError(f"cannot read the settings in {file}: {words}") from error
+    return found
 
 
 def check_positions(config: TrainConfig, shape: ModelShape) -> None:

@@ -164,7 +164,7 @@ def as_before(config: TrainConfig, about: Manifest, num_data_ranks: int) -> Trai
         epochs = about.settings.get("epochs")  # its last batch may be a smaller one
         steps = about.num_steps if epochs is None else None
         config = dataclasses.replace(config, steps=steps, epochs=epochs)
-    if "batch.global_size" not in about.settings:
+    if None in map(about.settings.get, ("batch.global_size", "batch.microbatch")):
         return config
     batch = config.batch
     given = [name for name, value in vars(batch).items() if value is not None]
