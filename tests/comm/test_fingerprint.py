@@ -463,7 +463,7 @@ def train_sharded(is_checked: bool) -> tuple[list[float], list[str]]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
 
     if not is_checked:
         steps()
