@@ -8,15 +8,10 @@ import torch
 import torch.distributed as dist
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the `value` (anything that can be pickled) of each rank, in the order of the ranks.
-
-    Args:
-        value: this rank's.
-        group: its ranks take part; those of the whole job if None.
-    """
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+def gather_objects(value: Any) -> list[Any]:
+    """Return the `value` (anything that can be pickled) of each rank, in the order of the ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
 
 

@@ -103,7 +103,9 @@ def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return dataclasses.replace(batch, **mapped)
     if isinstance(batch, list | tuple):
         items = [map_batch(value, function) for value in cast("Sequence[Any]", batch)]
-        return type(batch)(*items) if hasattr(batch, "_fields") else items
+        if hasattr(batch, "_fields"):  # a named tuple takes its values one by one
+            return type(batch)(*items)
+        return tuple(items) if isinstance(batch, tuple) else items
     raise ConfigError(
         f"a batch holds a {type(batch).__name__}; expected tensors, and mappings, lists, tuples or "
         "dataclasses of them, or None"
