@@ -24,6 +24,7 @@ ROWS = [
     ["parallel", "server"],
     ["planner"],
     ["data", "measure", "checkpoint"],
+    ["bench"],
     ["train"],
     ["verify", "infer"],
     ["cli"],

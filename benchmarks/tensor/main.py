@@ -17,9 +17,9 @@ from pathlib import Path
 
 from overlap import overlap_rank
 
+from phalanx.bench.tensor import LayoutPoint, measure_tensor, parse_layout
+from phalanx.bench.tensor_theory import ItemBytes, crossing_tokens, sent_bytes, theory
 from phalanx.launch.local import run_ranks
-from phalanx.measure.tensor import LayoutPoint, measure_tensor, parse_layout
-from phalanx.measure.tensor_theory import ItemBytes, crossing_tokens, sent_bytes, theory
 from phalanx.models.registry import shape_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

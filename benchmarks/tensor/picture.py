@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from phalanx.measure.tensor import parse_layout
+from phalanx.bench.tensor import parse_layout
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layout import Extent, Layout, Matrix, Spread
 

@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 
+from phalanx.bench.ceiling import quick_ceiling
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.primitives import all_reduce
 from phalanx.comm.waits import told_to
-from phalanx.measure.ceiling import quick_ceiling
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import EvaluationRecord, RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.bench.ceiling import LARGEST_SIZE, Ceiling, measure_ceiling
+from phalanx.bench.picture import draw_ceiling, has_matplotlib
 from phalanx.cli.bench.common import BenchConfig, document_of, folder_of, resolved, write
 from phalanx.cli.screen import print_json
-from phalanx.measure.ceiling import LARGEST_SIZE, Ceiling, measure_ceiling
-from phalanx.measure.picture import draw_ceiling, has_matplotlib
 from phalanx.measure.utilization import percent
 
 

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from phalanx.bench.ceiling import checked_device
 from phalanx.errors import ConfigError
-from phalanx.measure.ceiling import checked_device
 from phalanx.measure.environment import environment, has_fast_bfloat16
 from phalanx.measure.logs import json_text
 from phalanx.measure.peaks import Arithmetic

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.bench.mlp import MlpRun, Recipe, measure_mlp
 from phalanx.cli.bench.common import BenchConfig, document_of, folder_of, resolved, write
 from phalanx.cli.screen import print_json
-from phalanx.measure.mlp import MlpRun, Recipe, measure_mlp
 from phalanx.measure.utilization import percent
 
 

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.bench.tensor import DEFAULT_LAYOUTS, DEFAULT_SIZES, LayoutPoint, measure_tensor
+from phalanx.bench.tensor_theory import Amounts
 from phalanx.cli.bench.common import ResultConfig, document_of, folder_of, use_threads, write
 from phalanx.cli.screen import print_json
 from phalanx.launch.local import num_cores
 from phalanx.measure.environment import has_fast_bfloat16
-from phalanx.measure.tensor import DEFAULT_LAYOUTS, DEFAULT_SIZES, LayoutPoint, measure_tensor
-from phalanx.measure.tensor_theory import Amounts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import phalanx.cli.bench as bench
-import phalanx.measure.mlp as mlp
 from phalanx.errors import ConfigError
 
 
@@ -68,19 +67,6 @@ def test_the_lectures_recipe_stands_beside_the_plain_one(
     assert json.loads((tmp_path / "mfu-cpu-bfloat16-lecture.json").read_text()) == document
     heading = next(line for line in shown.splitlines() if "recipe" in line)
     assert heading.index("lecture") < heading.index("plain")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_lectures_perceptron_is_the_lectures(dtype: torch.dtype) -> None:
-    make_loss, optimizer = mlp._lecture(torch.device("cpu"), dtype, 3, 16, False)
-    weights = optimizer.param_groups[0]["params"]
-    assert [tuple(p.shape) for p in weights] == [(16, 16), (16,)] * 3
-    assert {p.dtype for p in weights} == {torch.float32}
-    assert type(optimizer) is torch.optim.Adam and optimizer.defaults["lr"] == 1e-4
-    torch.manual_seed(0)
-    first, second = make_loss(), make_loss()
-    assert first != second, "each step has its own input"
-    assert first.dtype == dtype, "autocast does the products, and sums what they give"
 
 
 @pytest.mark.parametrize(

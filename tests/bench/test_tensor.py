@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 import phalanx.cli.bench as bench
-from phalanx.errors import ConfigError
-from phalanx.launch.local import run_ranks
-from phalanx.measure.tensor import (
+from phalanx.bench.tensor import (
     BlockSize,
     Precision,
     SplitBlock,
@@ -18,7 +16,9 @@ from phalanx.measure.tensor import (
     measure_tensor,
     parse_layout,
 )
-from phalanx.measure.tensor_theory import ItemBytes, crossing_tokens, sent_bytes
+from phalanx.bench.tensor_theory import ItemBytes, crossing_tokens, sent_bytes
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
 from phalanx.models.registry import shape_of
 from phalanx.strategy import Axis
 
@@ -141,7 +141,7 @@ def test_the_verb_prints_both_and_keeps_json(
 def test_bad_settings_are_one_message_before_any_rank(
     arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.measure.tensor.run_ranks", None)
+    monkeypatch.setattr("phalanx.bench.tensor.run_ranks", None)
     with pytest.raises(ConfigError, match=words):
         bench.run(["tensor", *arguments.split()])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from phalanx.measure.ceiling import Ceiling
+from phalanx.bench.ceiling import Ceiling
 
 
 def has_matplotlib() -> bool:

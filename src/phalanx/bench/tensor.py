@@ -20,20 +20,20 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
-from phalanx.comm.primitives import barrier, local_part
-from phalanx.errors import ConfigError
-from phalanx.launch.local import run_ranks
-from phalanx.measure.ceiling import quick_ceiling
-from phalanx.measure.environment import check_memory_for, free_memory_bytes
-from phalanx.measure.memory import MemoryLedger
-from phalanx.measure.tensor_theory import (
+from phalanx.bench.ceiling import quick_ceiling
+from phalanx.bench.tensor_theory import (
     Amounts,
     ItemBytes,
     crossing_tokens,
     product_flops,
     theory,
 )
+from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
+from phalanx.comm.primitives import barrier, local_part
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.measure.environment import check_memory_for, free_memory_bytes
+from phalanx.measure.memory import MemoryLedger
 from phalanx.mesh import build_mesh
 from phalanx.models.attention import rotation
 from phalanx.models.decoder import Block

@@ -24,14 +24,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError
-from phalanx.measure.ceiling import (
+from phalanx.bench.ceiling import (
     arithmetic_of,
     checked_device,
     machine_text,
     measure_matmul,
     quick_ceiling,
 )
+from phalanx.errors import ConfigError
 from phalanx.measure.environment import device_name, free_memory_bytes
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.utilization import Utilization

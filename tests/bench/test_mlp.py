@@ -1,0 +1,60 @@
+import json
+
+import pytest
+import torch
+
+from phalanx.bench import mlp
+from phalanx.bench.mlp import measure_mlp
+from phalanx.errors import ConfigError
+
+
+def test_mlp_share_of_the_ceiling_is_a_share() -> None:
+    found = measure_mlp("cpu", "float32", num_layers=2, width=256, budget_s=0.2)
+    assert found.width == 256 and "as asked" in found.choice
+    assert found.utilization.causal.model == 6 * 2 * 256**2 * 256
+    share = found.utilization.mfu("ceiling")
+    assert share is not None and 0.02 < share <= 1
+    assert found.utilization.mfu("data sheet") is None
+    assert found.num_steps >= 3
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_mlp_flops_are_those_that_torch_counts() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        found = measure_mlp("cpu", "float32", num_layers=3, width=64, budget_s=0.01)
+    counts = counter.get_flop_counts()["Global"]
+    backward_and_forward = found.utilization.causal.model * (1 + found.num_steps)
+    # The products that measure the ceiling are counted too, and are no part of the steps.
+    linear = sum(count for operation, count in counts.items() if "mm" in str(operation))
+    assert linear > backward_and_forward
+    assert (linear - backward_and_forward) % (2 * 64**3) == 0
+
+
+def test_mlp_chooses_a_width_for_the_time() -> None:
+    found = measure_mlp("cpu", "float32", num_layers=2, budget_s=0.01)
+    assert found.width == 256
+    assert "power of two below 8192" in found.choice
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"width": 0}, "at least 1"), ({"num_layers": 0}, "at least 1"), ({"width": 10**6}, "GiB")],
+)
+def test_mlp_refuses_what_cannot_be(settings: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        measure_mlp("cpu", "float32", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_lectures_perceptron_is_the_lectures(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    make_loss, optimizer = mlp._lecture(torch.device("cpu"), dtype, 3, 16, False)
+    weights = optimizer.param_groups[0]["params"]
+    assert [tuple(p.shape) for p in weights] == [(16, 16), (16,)] * 3
+    assert {p.dtype for p in weights} == {torch.float32}
+    assert type(optimizer) is torch.optim.Adam and optimizer.defaults["lr"] == 1e-4
+    losses = [make_loss() for _ in range(4)]  # two sums in bfloat16 may be equal
+    assert len({loss.item() for loss in losses}) > 1, "each step has its own input"
+    assert losses[0].dtype == dtype, "autocast does the products, and sums what they give"
