@@ -20,6 +20,7 @@ ROWS = [
     ["models"],
     ["mesh"],
     ["comm"],
+    ["debug"],
     ["launch"],
     ["parallel", "server"],
     ["planner"],

@@ -21,7 +21,10 @@ from __future__ import annotations
 
 import difflib
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+NUM_NAMED = 8
+"""Ranks that a message names; of more it says how many."""
 
 
 class PhalanxError(Exception):
@@ -121,3 +124,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"` for the known word closest to `word`, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 0, 1", and no more numbers than a line takes."""
+    shown = ", ".join(map(str, ranks[:NUM_NAMED]))
+    more = f" and {len(ranks) - NUM_NAMED} more" if len(ranks) > NUM_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

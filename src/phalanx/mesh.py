@@ -175,7 +175,7 @@ def job_store() -> dist.Store:
     Each client of a store serves one call at a time, so that a wait on the job's own would hold up
     whoever else needs it.
     """
-    # Private, and the only way to the store; `clone` has no type. tests/comm/test_fingerprint.py
+    # Private, and the only way to the store; `clone` has no type. tests/debug/test_check.py
     # pins both.
     store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     return store.clone()

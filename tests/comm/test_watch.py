@@ -15,9 +15,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from phalanx.comm.check import CollectiveCheck
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.watch import COMPOSITES, register_composite
+from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import CollectiveMismatch
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger

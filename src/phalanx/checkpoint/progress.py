@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 import torch.distributed as dist
 
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, named
 from phalanx.mesh import job_store
 
 POLL_S: Final = 0.05
@@ -144,11 +144,9 @@ class SaveProgress:
         return not is_written and time.monotonic() - self._seen[str(rank)][1] > self.timeout_s
 
     def _words_of_late(self, late: list[int], states: list[Any]) -> str:
-        who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late[:8]))}"
-        rest = f" and {len(late) - 8} more" if len(late) > 8 else ""
         num_bytes = [s[2] if s[0] == self._number else 0 for s in (states[rank] for rank in late)]
         return (
-            f"{who}{rest} had not written {'their parts' if len(late) > 1 else 'its part'} "
+            f"{named(late)} had not written {'their parts' if len(late) > 1 else 'its part'} "
             f"({', '.join(map(str, num_bytes[:8]))} bytes so far) and did not go on for "
             f"{self.timeout_s:g} s"
         )

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from phalanx.errors import PhalanxError, TrainingError, message_of
+from phalanx.errors import PhalanxError, TrainingError, message_of, named
 from phalanx.launch.pulse import PULSE, Beat
-from phalanx.launch.roll import SILENT_S, Roll, named
+from phalanx.launch.roll import SILENT_S, Roll
 from phalanx.launch.supervisor import tell
 
 if TYPE_CHECKING:

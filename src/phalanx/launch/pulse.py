@@ -91,7 +91,7 @@ class Pulse:
 
     def beat(self) -> Beat:
         """Look at the main thread."""
-        from phalanx.comm.fingerprint import find_places  # it loads torch
+        from phalanx.debug.fingerprint import find_places  # it loads torch
 
         still_s, where = self._look(find_places)
         return Beat(

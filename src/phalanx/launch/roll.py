@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
+from phalanx.errors import named
 from phalanx.launch.pulse import Beat
 
 STILL_S: Final = 20.0
@@ -20,9 +21,6 @@ PATIENCE: Final = 5
 
 NUM_TOLD: Final = 4
 """Groups of ranks that a message describes."""
-
-NUM_NAMED: Final = 8
-"""Ranks that a message names; of more it says how many."""
 
 
 class Roll:
@@ -105,10 +103,3 @@ class Roll:
         if len(groups) > NUM_TOLD:
             lines.append(f"  and {len(groups) - NUM_TOLD} more groups of ranks, each elsewhere")
         return lines
-
-
-def named(ranks: list[int]) -> str:
-    """Return "rank 1" or "ranks 0, 1", and no more numbers than a line takes."""
-    shown = ", ".join(map(str, ranks[:NUM_NAMED]))
-    more = f" and {len(ranks) - NUM_NAMED} more" if len(ranks) > NUM_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

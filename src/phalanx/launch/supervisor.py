@@ -16,9 +16,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
 
-from phalanx.errors import Interrupted, PhalanxError, TrainingError
+from phalanx.errors import Interrupted, PhalanxError, TrainingError, named
 from phalanx.launch.rank import LEAVE, Failure
-from phalanx.launch.roll import SILENT_S, Roll, named
+from phalanx.launch.roll import SILENT_S, Roll
 from phalanx.launch.signals import Requests
 
 Rank = tuple[ForkServerProcess, Any]

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of
+from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of, named
 from phalanx.launch import interface, scratch
 from phalanx.launch.hosts import PeerFailed, Watch
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank import is_lost_peer, is_reader_gone
-from phalanx.launch.roll import named
 from phalanx.launch.signals import ENDING, answered
 from phalanx.launch.supervisor import tell
 
@@ -147,7 +146,7 @@ def run_here(
         value = _prepare(place, store, prepare, facts)
         store.set_timeout(timedelta(seconds=timeout_s))
         first_here = place.rank - place.local_rank
-        own: Any = store  # `clone` has no type; tests/comm/test_fingerprint.py pins it
+        own: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
         with Watch(own.clone(), place.rank, place.num_ranks, first_here, timeout_s) as watch:
             try:
                 if not dist.is_initialized():  # by an earlier run of this process

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.agree import agree_on_first
-from phalanx.comm.check import LIMIT_S, CollectiveCheck
 from phalanx.comm.primitives import barrier
 from phalanx.config import TrainConfig
 from phalanx.config_check import check, settings, value_at
 from phalanx.data.survey import Progress
+from phalanx.debug.check import LIMIT_S, CollectiveCheck
 from phalanx.errors import Interrupted, TrainingError
 from phalanx.launch import slurm
 from phalanx.launch.local import run_ranks

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm.check import CollectiveCheck
 from phalanx.comm.ledger import Entry
 from phalanx.comm.objects import gather_objects
 from phalanx.comm.primitives import share
 from phalanx.config import OptimizerConfig
+from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.mesh import build_mesh, device_of

@@ -43,7 +43,12 @@ NUM_PLACES = 2
 
 _ROOMS = Path(__file__).parents[1]
 
-_HIDDEN = (str(Path(torch.__file__).parent), str(_ROOMS / "comm"), contextlib.__file__)
+_HIDDEN = (
+    str(Path(torch.__file__).parent),
+    str(_ROOMS / "comm"),
+    str(_ROOMS / "debug"),
+    contextlib.__file__,
+)
 """How the files begin whose frames are no place of a call."""
 
 _OUTERMOST = (str(_ROOMS / "launch"), "<frozen")
@@ -186,7 +191,7 @@ def pair_difference(one: Fingerprint, other: Fingerprint) -> str:
 
 
 def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
-    """Return where a call stands, outside torch and this room, and the FSDP2 module it is for.
+    """Return where a call stands, outside torch, comm and this room, and its FSDP2 module.
 
     Args:
         frame: the innermost frame.
@@ -201,7 +206,7 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
         if code.co_filename.startswith(_OUTERMOST):
             break
         if code.co_filename.endswith(_FSDP_FILE) and not module:
-            # Private; without it the module is not named. tests/comm/test_fingerprint.py pins it.
+            # Private; without it the module is not named. tests/debug/test_check.py pins it.
             name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
             module = "" if name is None else f"FSDP module {name or '(root)'}"
         if code.co_name == "__torch_dispatch__":

@@ -33,9 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.calls import Call, axes_by_ranks, read_call
-from phalanx.comm.fingerprint import Fingerprint, difference, find_places, pair_difference, take
 from phalanx.comm.watch import Watch
-from phalanx.errors import CollectiveMismatch
+from phalanx.debug.fingerprint import Fingerprint, difference, find_places, pair_difference, take
+from phalanx.errors import CollectiveMismatch, named
 from phalanx.mesh import job_store
 
 LIMIT_S = 30.0
@@ -79,21 +79,8 @@ class Meeting:
         return f"{self.group}/{self.number}/{what}"
 
     def __str__(self) -> str:
-        who = f"ranks {_joined(self.ranks)}; group {self.group}"
-        return f"call {self.number} on {self.axis} ({who})"
-
-
-@dataclass(frozen=True)
-class Stand:
-    """Where a rank stands: the last call that it came to.
-
-    Attributes:
-        call: its fingerprint.
-        meeting: which call it is; None for a send or receive.
-    """
-
-    call: Fingerprint
-    meeting: Meeting | None
+        where = f"{named(self.ranks)}; group {self.group}"
+        return f"call {self.number} on {self.axis} ({where})"
 
 
 class CollectiveCheck(Watch):
@@ -124,7 +111,6 @@ class CollectiveCheck(Watch):
         self._rank = dist.get_rank()
         self.phase_name = ""
         self._numbers: Counter[str] = Counter()
-        self._circle: set[Meeting] = set()
         store = job_store()
         # Each rank counts its own, and all make the same: what an earlier check left, is not read.
         self._store = dist.PrefixStore(f"check/{store.add(f'checks/{self._rank}', 1)}", store)
@@ -187,10 +173,7 @@ class CollectiveCheck(Watch):
         axis = self._axis_of.get(call.ranks, "world")
         meeting = Meeting(group, axis, call.ranks, self._numbers[group])
         text = fingerprint.text()
-        if meeting.number == 1:  # thousands, perhaps: told once, not with each call
-            self._store.set(f"ranks/{group}", json.dumps(call.ranks))
-        place = [group, axis, meeting.number]
-        self._store.set(f"last/{self._rank}", json.dumps([text, *place]))
+        self._store.set(f"last/{self._rank}", json.dumps([text, str(meeting)]))
         self._store.set(meeting.key(self._rank), text)
         is_unlike = self._come(meeting, text, is_even=fingerprint.is_even)
         if meeting.number > 1:
@@ -254,7 +237,6 @@ class CollectiveCheck(Watch):
         if self._store.check(["verdict"]):
             raise self._verdict("")
         missing = self._missing(meeting)
-        waiting = self._waiting(missing)
         for rank in missing:
             end = self._read(f"gone/{rank}")
             if end == LEFT:
@@ -268,23 +250,9 @@ class CollectiveCheck(Watch):
                     f"rank {rank} has ended by {end} and will not come to {meeting}\n"
                     f"{self._scene(meeting, missing)}"
                 )
-        # A circle: this rank waits, through others, for itself. They are not seen all at once, so
-        # it counts when it is seen unchanged a second time.
-        circle = {stand.meeting for stand in waiting.values() if stand.meeting is not None}
-        if self._rank in waiting and circle == self._circle:
-            told = "\n".join(
-                f"{_told(rank, stand.call)}\n{'':10}which is {stand.meeting}"
-                for rank, stand in sorted(waiting.items())
-            )
-            raise self._verdict(
-                f"ranks {_joined(sorted(waiting))} wait for each other, each in a call that "
-                f"another of them has not come to\n{told}\n"
-                "All ranks must make their calls in one order, those on different groups too."
-            )
-        self._circle = circle if self._rank in waiting else set()
         if missing and waited_s > self.limit_s:
             raise self._verdict(
-                f"{_ranks(missing)} did not come to {meeting} within {self.limit_s:g} s\n"
+                f"{named(missing)} did not come to {meeting} within {self.limit_s:g} s\n"
                 f"{self._scene(meeting, missing)}"
             )
 
@@ -302,48 +270,23 @@ class CollectiveCheck(Watch):
                 parts += [part[len(part) // 2 :], part[: len(part) // 2]]
         return missing
 
-    def _waiting(self, missing: list[int]) -> dict[int, Stand]:
-        """Return which of the ranks wait themselves, those whom they wait for, and so on."""
-        waiting: dict[int, Stand] = {}
-        to_see = list(missing)
-        while to_see:
-            rank = to_see.pop()
-            stand = self._stand(rank)
-            if rank in waiting or stand is None or stand.meeting is None:
-                continue
-            lacking = self._missing(stand.meeting)
-            if lacking:
-                waiting[rank] = stand
-                to_see += lacking
-        return waiting
-
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
         """Tell what a rank waits in, and the last call of each that it waits for."""
         here = next(rank for rank in meeting.ranks if rank not in missing)
         others = [rank for rank in meeting.ranks if rank not in (here, *missing)]
-        too = f", as {'does' if len(others) == 1 else 'do'} {_ranks(others)}" if others else ""
-        stand = self._stand(here)
-        lines = [] if stand is None else [f"{_told(here, stand.call)}\n{'':10}waits there{too}"]
-        for rank in missing:
-            last = self._stand(rank)
-            if last is None:
+        too = f", as {'does' if len(others) == 1 else 'do'} {named(others)}" if others else ""
+        lines: list[str] = []
+        for rank in (here, *missing):
+            text = self._read(f"last/{rank}")
+            if text is None:
                 lines.append(f"  rank {rank}: has made no call yet")
-            else:
-                which = "" if last.meeting is None else f", {last.meeting}"
-                lines.append(f"{_told(rank, last.call)}\n{'':10}was its last call{which}")
+                continue
+            call, which = json.loads(text)
+            how = (
+                f"waits there{too}" if rank == here else f"was its last call{which and ', '}{which}"
+            )
+            lines.append(f"{_told(rank, Fingerprint.read(call))}\n{'':10}{how}")
         return "\n".join(lines)
-
-    def _stand(self, rank: int) -> Stand | None:
-        """Return where a rank stands; None before its first call."""
-        text = self._read(f"last/{rank}")
-        if text is None:
-            return None
-        call, *place = json.loads(text)
-        if not place:
-            return Stand(Fingerprint.read(call), None)
-        group, axis, number = place
-        ranks = tuple(json.loads(self._store.get(f"ranks/{group}")))
-        return Stand(Fingerprint.read(call), Meeting(group, axis, ranks, number))
 
     def _verdict(self, message: str) -> CollectiveMismatch:
         """Return the error that all ranks raise: the first that any of them found."""
@@ -368,7 +311,7 @@ class CollectiveCheck(Watch):
         line = f"{call.group.group_name}/{sender}-{receiver}/{call.arguments['tag']}"
         self._numbers[line] += 1
         text = fingerprint.text()
-        self._store.set(f"last/{self._rank}", json.dumps([text]))
+        self._store.set(f"last/{self._rank}", json.dumps([text, ""]))
         key = f"{line}/{self._numbers[line]}"
         theirs = self._store.compare_set(key, "", text).decode()
         if theirs == text:
@@ -416,11 +359,3 @@ def _told(rank: int, call: Fingerprint) -> str:
     """Return a rank's call and its places in lines of a message."""
     places = ", called from ".join(call.places) or "a thread without a place in Python"
     return f"  rank {rank}: {call}\n{'':10}at {places}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_joined(ranks)}"
-
-
-def _joined(ranks: tuple[int, ...] | list[int]) -> str:
-    return ", ".join(map(str, ranks))
