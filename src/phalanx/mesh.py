@@ -193,11 +193,19 @@ def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
         ConfigError: a rank may not open as many files as the mesh needs.
     """
     check_ranks(strategy, dist.get_world_size())
-    axes: dict[str, int] = {}
-    for name, axis in strategy.axes():
-        if axis.degree > 1:
-            axes |= strategy.grid() if name == "tp" else {name: axis.degree}
-    axes = axes or {"dp": 1}
+    return open_mesh(strategy.mesh_axes(), device)
+
+
+def open_mesh(axes: Mapping[str, int], device: str = "cpu") -> DeviceMesh:
+    """Lay the ranks of the job out on `axes`, and connect those of each; every rank calls this.
+
+    Args:
+        axes: their sizes, outer to inner.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: a rank may not open as many files as the mesh needs.
+    """
     check_files(axes, dist.get_world_size(), device)
     with _lazily_connected():
         mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -194,6 +194,14 @@ class Strategy:
         square = {"tp_row": side, "tp_col": side}
         return square if self.tp.kind == "2d" else {"tp_depth": depth, **square}
 
+    def mesh_axes(self) -> dict[str, int]:
+        """Return the sizes of the axes of the mesh: those above 1, outer to inner; else `dp`."""
+        axes: dict[str, int] = {}
+        for name, axis in self.axes():
+            if axis.degree > 1:
+                axes |= self.grid() if name == "tp" else {name: axis.degree}
+        return axes or {"dp": 1}
+
     @property
     def num_ranks(self) -> int:
         """Processes that the strategy needs."""

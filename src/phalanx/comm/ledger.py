@@ -67,35 +67,46 @@ def sent_bytes(op: str, payload_bytes: float, num_ranks: int) -> float:
     return payload_bytes * (2 if op == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
 
 
+class Tally:
+    """Adds up collectives that are alike."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str, str], tuple[int, int, float]] = {}
+
+    def add(self, phase: str, axis: str, op: str, payload_bytes: int, num_ranks: int) -> None:
+        """Count one more collective."""
+        calls, payloads, sent = self._sums.get((phase, axis, op), (0, 0, 0.0))
+        self._sums[phase, axis, op] = (
+            calls + 1,
+            payloads + payload_bytes,
+            sent + sent_bytes(op, payload_bytes, num_ranks),
+        )
+
+    def entries(self) -> list[Entry]:
+        """Return the sums, in the order first seen."""
+        return [Entry(*key, *sums) for key, sums in self._sums.items()]
+
+
 class Ledger(Watch):
     """Counts the collectives that run inside `with Ledger(mesh) as ledger:`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self._axis_of = axes_by_ranks(mesh)
-        self._sums: dict[tuple[str, str, str], tuple[int, int, float]] = {}
+        self._tally = Tally()
 
     def entries(self) -> list[Entry]:
         """Return what was counted, alike collectives added up, in the order first seen."""
-        return [Entry(*key, *sums) for key, sums in self._sums.items()]
+        return self._tally.entries()
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count the operator if it is a collective, and run it."""
         call = read_call(func, args, kwargs)
         if call is not None and call.op not in _WITHOUT_PAYLOAD:
-            self._count(call)
+            axis, num_ranks = self._axis_of.get(call.ranks, "world"), len(call.ranks)
+            payload = _payload_bytes(call, num_ranks)
+            self._tally.add(self.phase_name, axis, call.op, payload, num_ranks)
         return func(*args, **kwargs)
-
-    def _count(self, call: Call) -> None:
-        num_ranks = len(call.ranks)
-        payload = _payload_bytes(call, num_ranks)
-        key = (self.phase_name, self._axis_of.get(call.ranks, "world"), call.op)
-        calls, payloads, sent = self._sums.get(key, (0, 0, 0.0))
-        self._sums[key] = (
-            calls + 1,
-            payloads + payload,
-            sent + sent_bytes(call.op, payload, num_ranks),
-        )
 
 
 def _payload_bytes(call: Call, num_ranks: int) -> int:

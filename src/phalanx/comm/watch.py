@@ -43,27 +43,14 @@ def register_composite(operator: OpOverload, implementation: Callable[..., Any])
     COMPOSITES[operator] = implementation
 
 
-class Watch(TorchDispatchMode):
-    """Sees the operators that run inside `with watch:`, in the phases that it is told.
+class Phases:
+    """Is told which phase of a step is under way.
 
     Attributes:
-        phase_name: the phase under way.
+        phase_name: that phase.
     """
 
-    supports_higher_order_operators = True  # without it, the mode fails where it meets one
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase_name = "other"
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code as it is, see [Note: Compiled code]."""
-        return True
-
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, `func(*args, **kwargs)`, and return its result."""
-        raise NotImplementedError
+    phase_name = "other"
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -73,6 +60,21 @@ class Watch(TorchDispatchMode):
             yield
         finally:
             self.phase_name = before
+
+
+class Watch(Phases, TorchDispatchMode):
+    """Sees the operators that run inside `with watch:`, in the phases that it is told."""
+
+    supports_higher_order_operators = True  # without it, the mode fails where it meets one
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code as it is, see [Note: Compiled code]."""
+        return True
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, `func(*args, **kwargs)`, and return its result."""
+        raise NotImplementedError
 
     @contextmanager
     def on_again(self) -> Generator[None]:

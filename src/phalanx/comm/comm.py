@@ -1,0 +1,334 @@
+"""The communicator: a job's named axes as one object, and the collectives over them.
+
+Notation (Austin et al., How to Scale Your Model, 2025): `A[I_x]` is split over axis x, `{sum x}` is
+a sum still owed over x. N is the size of the axis; a rank sends, for a byte of the full tensor,
+
+    all_reduce       A{sum x} -> A          2 (N - 1)/N, as in a ring
+    all_gather       A[I_x] -> A            (N - 1)/N
+    reduce_scatter   A{sum x} -> A[I_x]     (N - 1)/N
+    all_to_all       A[I_x, J] -> A[I, J_x] (N - 1)/N
+    broadcast        A on one -> A          (N - 1)/N
+    reduce           A{sum x} -> A on one   (N - 1)/N
+    swap             A to a partner, its A back   counted as an all_to_all, perhaps with itself
+
+`Ranks` runs them over the process groups of a job; `Counting` only counts them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm import exchange
+from phalanx.comm.axes import axes_of
+from phalanx.comm.ledger import Entry, Tally
+from phalanx.comm.waits import waiting
+from phalanx.comm.watch import Phases
+from phalanx.mesh import open_mesh
+from phalanx.strategy import Strategy, check_ranks
+
+Reduction = Literal["sum", "max", "min"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+_any_dist: Any = dist
+# PyTorch 2.13 renamed these two; 2.11 and 2.12 have the old names only.
+_gather_single = getattr(_any_dist, "all_gather_single", None) or _any_dist.all_gather_into_tensor
+_scatter_single = (
+    getattr(_any_dist, "reduce_scatter_single", None) or _any_dist.reduce_scatter_tensor
+)
+
+
+class Pending:
+    """A collective under way; `wait` returns its tensor when it is there."""
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None = None) -> None:
+        self._tensor = tensor
+        self._work = work
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor once the collective has ended (for CUDA: once it is on the stream)."""
+        if self._work is not None:
+            with waiting():
+                self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Comm(ABC):
+    """The named axes of a job, and this rank's coordinates on them.
+
+    A `name` is an axis or a set of axes, see comm.axes; an `axis` is one. Where the job has none,
+    or one rank on it, a collective sends nothing and returns what it was given. Those named
+    `_start` return at once; their tensors must be left alone until `wait`.
+
+    Attributes:
+        axes: sizes of the axes of the mesh, outer to inner.
+        device: what this rank computes on.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, int], coords: Mapping[str, int], device: torch.device
+    ) -> None:
+        self.axes = dict(axes)
+        self.device = device
+        self._coords = dict(coords)
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """Return the axes of the mesh that `name` means, outer to inner; perhaps none."""
+        return axes_of(name, self.axes)
+
+    def size(self, name: str) -> int:
+        """Return the number of ranks of an axis or a set; 1 where the job has none."""
+        return math.prod(self.axes[axis] for axis in self.axes_of(name))
+
+    def coord(self, name: str) -> int:
+        """Return this rank's number among those of an axis or a set, the outer axis first."""
+        number = 0
+        for axis in self.axes_of(name):
+            number = number * self.axes[axis] + self._coords[axis]
+        return number
+
+    def all_reduce(
+        self, tensor: torch.Tensor, name: str, reduction: Reduction = "sum"
+    ) -> torch.Tensor:
+        """Reduce `tensor` in place; every rank of `name` then holds the result."""
+        return self.all_reduce_start(tensor, name, reduction).wait()
+
+    def all_reduce_start(
+        self, tensor: torch.Tensor, name: str, reduction: Reduction = "sum"
+    ) -> Pending:
+        """Begin `all_reduce`; of several axes, only the last is still under way at return."""
+        pending = Pending(tensor)
+        for axis in self._speaking(name):
+            pending.wait()
+            pending = self._all_reduce(tensor, axis, reduction)
+        return pending
+
+    def all_gather(self, shard: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+        """Return the shards of all ranks, of equal shape, one after another along `dim`."""
+        if self.size(axis) == 1:
+            return shard
+        full = shard.new_empty(self.size(axis), *shard.shape)
+        self._all_gather(full, shard, axis)
+        return full.movedim(0, dim).flatten(dim, dim + 1)
+
+    def reduce_scatter(self, full: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+        """Return this rank's shard, along `dim`, of the sum; the axis's size divides it."""
+        if self.size(axis) == 1:
+            return full
+        shards = self._cut(full, axis, dim)
+        shard = torch.empty_like(shards[0])
+        self._reduce_scatter(shard, shards, axis)
+        return shard
+
+    def all_to_all(
+        self, tensor: torch.Tensor, axis: str, split_dim: int, join_dim: int
+    ) -> torch.Tensor:
+        """Cut `tensor` along `split_dim`, a piece for each rank; join what comes on `join_dim`."""
+        if self.size(axis) == 1:
+            return tensor
+        pieces = self._cut(tensor, axis, split_dim)
+        received = torch.empty_like(pieces)
+        self._all_to_all(received, pieces, axis)
+        return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
+
+    def broadcast(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Overwrite `tensor` on every rank with that of the first rank."""
+        for axis in self._speaking(name) if tensor.numel() else ():
+            self._broadcast(tensor, axis)
+        return tensor
+
+    def broadcast_start(self, tensor: torch.Tensor, axis: str, source: int) -> Pending:
+        """Begin to overwrite `tensor`, contiguous, with that of the rank at coordinate `source`."""
+        return Pending(tensor) if self.size(axis) == 1 else self._to_all(tensor, axis, source)
+
+    def reduce_start(self, tensor: torch.Tensor, axis: str, target: int) -> Pending:
+        """Begin to sum `tensor`, contiguous, into that of the rank at coordinate `target`.
+
+        That of the other ranks holds nothing of use afterwards.
+        """
+        return Pending(tensor) if self.size(axis) == 1 else self._to_one(tensor, axis, target)
+
+    def swap(self, tensor: torch.Tensor, name: str, partner: int) -> torch.Tensor:
+        """Return the tensor of the rank at coordinate `partner`, which gets this one, of its shape.
+
+        Every rank makes this call, also one that is its own partner.
+        """
+        return tensor if self.size(name) == 1 else self._swap(tensor, name, partner)
+
+    def _speaking(self, name: str) -> list[str]:
+        """Return the axes of `name` that have more than one rank."""
+        return [axis for axis in self.axes_of(name) if self.axes[axis] > 1]
+
+    def _cut(self, full: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+        """Return the pieces of `full` along `dim`, stacked, one for each rank of `axis`."""
+        return full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0).contiguous()
+
+    # One axis of more than one rank; what goes out and what comes in is laid out.
+
+    @abstractmethod
+    def _all_reduce(self, tensor: torch.Tensor, axis: str, reduction: Reduction) -> Pending: ...
+
+    @abstractmethod
+    def _all_gather(self, full: torch.Tensor, shard: torch.Tensor, axis: str) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, shard: torch.Tensor, shards: torch.Tensor, axis: str) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, axis: str) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, axis: str) -> None: ...
+
+    @abstractmethod
+    def _to_all(self, tensor: torch.Tensor, axis: str, source: int) -> Pending: ...
+
+    @abstractmethod
+    def _to_one(self, tensor: torch.Tensor, axis: str, target: int) -> Pending: ...
+
+    @abstractmethod
+    def _swap(self, tensor: torch.Tensor, name: str, partner: int) -> torch.Tensor: ...
+
+
+class Ranks(Comm):
+    """The ranks of a job, which have joined, over process groups.
+
+    Attributes:
+        mesh: for FSDP2, DTensor, the ledger and the debugger; all else names axes.
+    """
+
+    def __init__(self, split: Strategy | Mapping[str, int], device: str = "cpu") -> None:
+        """Lay out the ranks of the job; every rank calls this.
+
+        Args:
+            split: a strategy, or sizes of axes, for as many ranks as the job has.
+            device: "cpu" or "cuda", then that of `torch.cuda.set_device`.
+
+        Raises:
+            StrategyError: the degrees do not multiply to the number of ranks.
+            ConfigError: a rank may not open as many files as the mesh needs.
+        """
+        if isinstance(split, Strategy):
+            check_ranks(split, dist.get_world_size())
+            split = split.mesh_axes()
+        self.mesh = open_mesh(split, device)
+        coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
+        here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
+        super().__init__(split, coords, torch.device(here))
+        self._groups = {axis: self.mesh.get_group(axis) for axis in split}
+        if "tp_row" in split:
+            # Rows and columns change places over all of tp. Made here, where every rank is.
+            # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
+            of_tp = self.mesh[self.axes_of("tp")]._flatten()  # pyright: ignore[reportPrivateUsage]
+            self._groups["tp"] = of_tp.get_group()
+
+    def _all_reduce(self, tensor: torch.Tensor, axis: str, reduction: Reduction) -> Pending:
+        group = self._groups[axis]
+        return Pending(tensor, dist.all_reduce(tensor, _OPS[reduction], group=group, async_op=True))
+
+    def _all_gather(self, full: torch.Tensor, shard: torch.Tensor, axis: str) -> None:
+        if shard.is_cuda:
+            _gather_single(full, shard.contiguous(), group=self._groups[axis])
+        else:
+            exchange.all_gather(full.view(-1), shard.reshape(-1), self._groups[axis])
+
+    def _reduce_scatter(self, shard: torch.Tensor, shards: torch.Tensor, axis: str) -> None:
+        if shard.is_cuda:
+            _scatter_single(shard, shards, group=self._groups[axis])
+        else:
+            exchange.reduce_scatter(shard.view(-1), shards.view(-1), self._groups[axis])
+
+    def _all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, axis: str) -> None:
+        with waiting():
+            dist.all_to_all_single(received, pieces, group=self._groups[axis])
+
+    def _broadcast(self, tensor: torch.Tensor, axis: str) -> None:
+        # As bytes: gloo does not know every data type. A copy where it is not contiguous.
+        flat = tensor.detach().reshape(-1)
+        dist.broadcast(flat.view(torch.uint8), group_src=0, group=self._groups[axis])
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view_as(tensor))
+
+    def _to_all(self, tensor: torch.Tensor, axis: str, source: int) -> Pending:
+        group = self._groups[axis]
+        return Pending(tensor, dist.broadcast(tensor, group=group, group_src=source, async_op=True))
+
+    def _to_one(self, tensor: torch.Tensor, axis: str, target: int) -> Pending:
+        group = self._groups[axis]
+        return Pending(tensor, dist.reduce(tensor, group_dst=target, group=group, async_op=True))
+
+    def _swap(self, tensor: torch.Tensor, name: str, partner: int) -> torch.Tensor:
+        # An all-to-all of which all pieces but one are empty.
+        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        sizes = [0] * self.size(name)
+        sizes[partner] = tensor.numel()
+        flat, group = tensor.reshape(-1), self._groups[name]
+        with waiting():
+            dist.all_to_all_single(out.view(-1), flat, sizes, sizes, group=group)
+        return out
+
+
+class Counting(Comm, Phases):
+    """One rank of a job that need not exist: notes each collective and sends nothing.
+
+    Give it tensors on the meta device; those of others hold anything afterwards. `entries` are what
+    a `Ledger` counts where the same calls run over `Ranks`.
+    """
+
+    def __init__(self, axes: Mapping[str, int], coords: Mapping[str, int] | None = None) -> None:
+        """Stand at `coords`, or at the first rank.
+
+        Args:
+            axes: sizes of the axes, outer to inner, such as `Strategy.mesh_axes` gives.
+            coords: by axis; 0 on those left out.
+        """
+        super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
+        self._tally = Tally()
+
+    def entries(self) -> list[Entry]:
+        """Return what was noted, alike collectives added up, in the order first seen."""
+        return self._tally.entries()
+
+    def _note(self, op: str, axis: str, full: torch.Tensor) -> None:
+        self._tally.add(self.phase_name, axis, op, full.nbytes, self.size(axis))
+
+    def _all_reduce(self, tensor: torch.Tensor, axis: str, reduction: Reduction) -> Pending:
+        self._note("all_reduce", axis, tensor)
+        return Pending(tensor)
+
+    def _all_gather(self, full: torch.Tensor, shard: torch.Tensor, axis: str) -> None:
+        self._note("all_gather", axis, full)
+
+    def _reduce_scatter(self, shard: torch.Tensor, shards: torch.Tensor, axis: str) -> None:
+        self._note("reduce_scatter", axis, shards)
+
+    def _all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, axis: str) -> None:
+        self._note("all_to_all", axis, pieces)
+
+    def _broadcast(self, tensor: torch.Tensor, axis: str) -> None:
+        self._note("broadcast", axis, tensor)
+
+    def _to_all(self, tensor: torch.Tensor, axis: str, source: int) -> Pending:
+        self._note("broadcast", axis, tensor)
+        return Pending(tensor)
+
+    def _to_one(self, tensor: torch.Tensor, axis: str, target: int) -> Pending:
+        self._note("reduce", axis, tensor)
+        return Pending(tensor)
+
+    def _swap(self, tensor: torch.Tensor, name: str, partner: int) -> torch.Tensor:
+        self._note("all_to_all", name, tensor)
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
