@@ -1,0 +1,125 @@
+"""The tables of methods in README.md and docs/methods.md: what runs today, and what proves it.
+
+`python tests/docs/test_methods.py` prints both as the code has them.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import StrategyError
+from phalanx.strategy import AXES, KINDS, Strategy, require_built
+
+ROOT = Path(__file__).parents[2]
+
+METHODS = {
+    "dp2": ("data parallel, gradients all-reduced in buckets (DDP)", "data"),
+    "dp2:naive": ("data parallel, one all-reduce a parameter", "data"),
+    "fsdp2:zero1": ("ZeRO 1: optimizer state sharded", "sharded"),
+    "fsdp2:zero2": ("ZeRO 2: and gradients", "sharded"),
+    "fsdp2": ("ZeRO 3, FSDP: and parameters", "sharded"),
+    "dp2,fsdp2": ("HSDP: shards within a group, replicas across", "sharded"),
+    "tp2": ("tensor parallel with sequence parallelism (Megatron-LM)", "tensor/one_d"),
+    "tp2:megatron": ("tensor parallel, all-reduce form (Megatron-LM)", "tensor/megatron"),
+    "tp4:2d": ("tensor parallel on a square, SUMMA (Optimus)", "tensor/two_d"),
+    "tp8:2.5d/2": ("tensor parallel, squares in layers (Tesseract)", "tensor/two_and_a_half_d"),
+    "tp8:3d": ("tensor parallel on a cube", "tensor/three_d"),
+    "recompute:full": ("activations of each block recomputed", "recompute"),
+    "recompute:every/2": ("of each segment of 2 blocks", "recompute"),
+    "recompute:sqrt": ("of segments of sqrt(L) blocks (Chen et al.)", "recompute"),
+    "recompute:selective": ("all but matrix products and attention", "recompute"),
+    "pp2:naive": ("model parallel: stages that wait for each other", None),
+    "pp2:gpipe": ("pipeline, all forwards first (GPipe)", None),
+    "pp2": ("pipeline, one forward one backward (1F1B)", None),
+    "pp2:interleaved/2": ("pipeline, several stages a rank", None),
+    "pp2:zb/1": ("pipeline, zero bubble", None),
+    "pp2:zbv": ("pipeline, zero bubble in V form", None),
+    "pp2:dualpipev": ("pipeline, DualPipe in V form", None),
+    "cp2": ("context parallel, ring attention", None),
+    "cp2:ulysses": ("context parallel, all-to-all over heads (Ulysses)", None),
+    "dp2:ps": ("parameter server, synchronous", None),
+    "dp2:ssp/2": ("parameter server, bounded staleness", None),
+    "dp2:async": ("parameter server, asynchronous", None),
+    "dp2:local/4": ("local steps between reductions", None),
+}
+"""Strategy -> what a practitioner calls it, and its file below src/phalanx/parallel if built."""
+
+SPLITS = {
+    "dp": "the samples",
+    "fsdp": "the samples, and what is stored for each layer",
+    "tp": "every layer",
+    "recompute": "nothing: activations are computed again instead of kept",
+    "pp": "the model, by layers",
+    "cp": "each sample, by positions",
+}
+"""Axis -> what it splits, in the order of the table."""
+
+
+def is_built(text: str) -> bool:
+    try:
+        require_built(Strategy.parse(text))
+    except StrategyError as error:
+        assert "not built yet" in str(error)
+        return False
+    return True
+
+
+def table() -> str:
+    rows = ["| strategy | method | file |", "|---|---|---|"]
+    for text, (method, file) in METHODS.items():
+        home = f"[parallel/{file}.py](../src/phalanx/parallel/{file}.py)" if file else "not built"
+        rows.append(f"| `{text}` | {method} | {home} |")
+    return "\n".join(rows)
+
+
+def overview() -> str:
+    rows = ["| what is split | runs today | not built yet |", "|---|---|---|"]
+    for axis, what in SPLITS.items():
+        texts = [text for text in METHODS if {name for name, _ in kinds_of(text)} == {axis}]
+        cells = [
+            ", ".join(f"`{text}`" for text in texts if is_built(text) == has) or "-"
+            for has in (True, False)
+        ]
+        rows.append(f"| {what} | {cells[0]} | {cells[1]} |")
+    return "\n".join(rows)
+
+
+def kinds_of(text: str) -> set[tuple[str, str]]:
+    strategy = Strategy.parse(text)
+    found = {(name, axis.kind) for name, axis in strategy.axes() if axis.degree > 1}
+    return found | {("recompute", strategy.recompute.kind)} - {("recompute", "none")}
+
+
+@pytest.mark.parametrize(("page", "shown"), [("README.md", overview), ("docs/methods.md", table)])
+def test_a_page_shows_the_methods_as_they_are_built(page: str, shown: Callable[[], str]) -> None:
+    assert shown() in (ROOT / page).read_text(), f"{page} should hold\n{shown()}"
+
+
+@pytest.mark.parametrize("text", METHODS)
+def test_a_method_has_a_file_exactly_if_it_is_built(text: str) -> None:
+    _, file = METHODS[text]
+    assert (file is not None) == is_built(text)
+    assert file is None or (ROOT / f"src/phalanx/parallel/{file}.py").is_file()
+
+
+def test_every_kind_of_the_grammar_is_in_the_table() -> None:
+    every = {(name, kind) for name, kinds in KINDS.items() for kind in kinds}
+    shown = set[tuple[str, str]]().union(*map(kinds_of, METHODS))
+    assert every - {("recompute", "none")} == shown
+
+
+def test_every_built_kind_is_proved_against_one_process() -> None:
+    source = (ROOT / "tests/verify/test_parity.py").read_text()
+    proved: set[tuple[str, str]] = set()
+    names = "|".join((*AXES, "recompute"))
+    for text in re.findall(f'"((?:{names})' + r'[0-9:][^" {]*[^", {}])"', source):
+        proved |= kinds_of(text)
+    built = {kind for text in METHODS if is_built(text) for kind in kinds_of(text)}
+    assert built <= proved, f"tests/verify/test_parity.py has no case of {built - proved}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{overview()}\n\n{table()}\n")
