@@ -25,7 +25,7 @@ ROWS = [
     ["parallel", "server"],
     ["planner"],
     ["data", "measure", "checkpoint"],
-    ["bench"],
+    ["bench", "hugging_face"],
     ["train"],
     ["verify", "infer"],
     ["cli"],

@@ -26,13 +26,12 @@ import torch
 from torch.optim import AdamW
 
 from phalanx.checkpoint import index, manifest, state
-from phalanx.checkpoint.convert import open_checkpoint
 from phalanx.checkpoint.storage import checksum
 from phalanx.checkpoint.tensor_file import SUFFIX
+from phalanx.checkpoint.weights import open_checkpoint, sizes_of
 from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
-from phalanx.models.hf import sizes_of
 from phalanx.models.shape import ModelShape
 
 SHAPE = ModelShape(

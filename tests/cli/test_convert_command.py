@@ -20,11 +20,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.convert import Weights, convert, open_checkpoint
-from phalanx.checkpoint.logits import compare_logits
+from phalanx.checkpoint.weights import Weights, open_checkpoint
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, CorpusConfig, ShapeConfig, TrainConfig
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.hugging_face.compare import compare_logits
+from phalanx.hugging_face.convert import convert
 from phalanx.launch.local import run_ranks
 from phalanx.train.job import Job, resolve
 from phalanx.train.session import open_session
@@ -107,7 +108,7 @@ def test_the_check_fails_where_the_models_differ(
         return done
 
     convert(folder / "saved", folder / "ours")
-    monkeypatch.setattr("phalanx.checkpoint.convert.convert", convert_and_spoil)
+    monkeypatch.setattr("phalanx.hugging_face.convert.convert", convert_and_spoil)
     assert verb.run(["ours", "back", "--check", "--json"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "do NOT agree" in lines[0]
@@ -149,7 +150,7 @@ def test_what_transformers_cannot_run_is_one_message(
 def test_the_check_without_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("phalanx.checkpoint.logits.find_spec", lambda _: None)
+    monkeypatch.setattr("phalanx.hugging_face.compare.find_spec", lambda _: None)
     assert main(["convert", "saved", "ours", "--check"]) == 2
     assert "pip install 'phalanx-train[hf]'" in capsys.readouterr().err
     assert not (folder / "ours").exists()

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.companions import TOKENIZER, keep_tokenizer
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.data import corpus
 from phalanx.errors import BatchError, CheckpointError, ConfigError
+from phalanx.hugging_face.companions import TOKENIZER, keep_tokenizer
 from phalanx.launch.torchrun import check_same
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job import (

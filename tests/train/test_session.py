@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.companions import TOKENIZER
 from phalanx.errors import CheckpointError
+from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.launch.local import run_ranks
 from phalanx.train import session as sessions
 from phalanx.train.job import Job, manifest_of, resolve

@@ -18,8 +18,8 @@ from phalanx.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.checkpoint.convert import Converted
-    from phalanx.checkpoint.logits import Agreement
+    from phalanx.hugging_face.compare import Agreement
+    from phalanx.hugging_face.convert import Converted
 
 
 SRC = tyro.conf.arg(
@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
     """Convert as the command line says; 1 if the check finds that the sides do not agree."""
     config = read_command_line(argv, ConvertConfig(), prog="phalanx convert")
     _check(config)
-    from phalanx.checkpoint.logits import require_transformers
+    from phalanx.hugging_face.compare import require_transformers
 
     if config.check:
         require_transformers()
@@ -102,7 +102,7 @@ def _convert(config: ConvertConfig, preparation: Preparation) -> Converted:
     Raises:
         ConfigError: the size of a shard is given for a checkpoint, which has none.
     """
-    from phalanx.checkpoint.convert import MAX_SHARD_BYTES, convert, kind_of
+    from phalanx.hugging_face.convert import MAX_SHARD_BYTES, convert, kind_of
 
     source, max_shard_bytes = Path(config.source), MAX_SHARD_BYTES
     if config.max_shard_gb is not None:
@@ -122,8 +122,8 @@ def _convert(config: ConvertConfig, preparation: Preparation) -> Converted:
 
 
 def _agreement(converted: Converted) -> Agreement:
-    from phalanx.checkpoint.convert import open_checkpoint
-    from phalanx.checkpoint.logits import compare_logits
+    from phalanx.checkpoint.weights import open_checkpoint
+    from phalanx.hugging_face.compare import compare_logits
 
     ours, theirs = converted.source, converted.destination
     if converted.kind == "phalanx":

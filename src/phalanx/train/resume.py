@@ -10,14 +10,15 @@ import json
 import os
 from typing import Any, Final
 
-from phalanx.checkpoint import companions, manifest
-from phalanx.checkpoint.convert import shape_in
+from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
+from phalanx.checkpoint.weights import shape_in
 from phalanx.config import BatchConfig, BatchPlan, TrainConfig
 from phalanx.config_check import settings, value_at
 from phalanx.config_load import with_value
 from phalanx.data.tokens import TokenFiles
 from phalanx.errors import BatchError, CheckpointError, ConfigError
+from phalanx.hugging_face import companions
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.companions import keep_tokenizer
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.storage import existing, free_bytes, replace_file
 from phalanx.config import TrainConfig
 from phalanx.config_file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError
+from phalanx.hugging_face.companions import keep_tokenizer
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Strategy

@@ -12,10 +12,10 @@ import torch
 from rich.console import RenderableType
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.companions import TOKENIZER
 from phalanx.comm.ledger import Entry
 from phalanx.comm.primitives import all_reduce
 from phalanx.data.tokenizer import load_tokenizer
+from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.memory_report import MemoryReport, predicted_bytes, resident_peak_bytes
 from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization

@@ -30,13 +30,15 @@ from transformers.utils import logging
 
 from marks import by_hand
 from phalanx.checkpoint import manifest, state
-from phalanx.checkpoint.convert import convert, open_checkpoint
-from phalanx.checkpoint.hugging_face import INDEX, WEIGHTS, write_folder
+from phalanx.checkpoint.weights import open_checkpoint, sizes_of
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.hugging_face.config import config_to_hf
+from phalanx.hugging_face.convert import convert
+from phalanx.hugging_face.folder import INDEX, WEIGHTS, write_folder
+from phalanx.hugging_face.names import from_hf, table
 from phalanx.launch.local import run_ranks
 from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
-from phalanx.models.hf import config_to_hf, from_hf, sizes_of, table
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.compose import parallelize
 from phalanx.strategy import Strategy
@@ -466,7 +468,7 @@ def test_a_disk_that_fills_up(source: str, tmp_path: Path) -> None:
 MEASURE = """
 import re, sys, torch
 from pathlib import Path
-from phalanx.checkpoint.convert import convert
+from phalanx.hugging_face.convert import convert
 
 def memory_bytes(kind):
     return 1024 * int(re.search(kind + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

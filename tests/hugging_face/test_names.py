@@ -21,9 +21,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from phalanx.checkpoint.weights import sizes_of
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.hugging_face.config import config_to_hf, shape_from_hf
+from phalanx.hugging_face.names import from_hf, table, to_hf
 from phalanx.models.decoder import Decoder
-from phalanx.models.hf import config_to_hf, from_hf, shape_from_hf, sizes_of, table, to_hf
 from phalanx.models.loss import IGNORE
 from phalanx.models.registry import PRESETS, shape_of
 

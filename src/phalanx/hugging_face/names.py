@@ -16,22 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.weights import sizes_of
 from phalanx.errors import CheckpointError, nearest
-from phalanx.models.decoder import Decoder
-from phalanx.models.hf_config import config_to_hf, family_of, shape_from_hf
+from phalanx.hugging_face.config import family_of
 from phalanx.models.shape import ModelShape
-
-__all__ = [
-    "Link",
-    "config_to_hf",
-    "from_hf",
-    "locate",
-    "shape_from_hf",
-    "sizes_of",
-    "table",
-    "tied_copies",
-    "to_hf",
-]
 
 _LLAMA_FIRST = {"embedding.weight": "model.embed_tokens.weight"}
 _LLAMA_LAST = {"norm.weight": "model.norm.weight"}
@@ -216,12 +204,6 @@ def to_hf(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
                 raise CheckpointError(f"weights: '{name}' is missing{nearest(name, state)}")
         out[link.theirs] = link.join([state[name] for name in link.ours]).contiguous()
     return out
-
-
-def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
-    """Return the size of each parameter of `Decoder(shape)`, by name."""
-    with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in Decoder(shape).named_parameters()}
 
 
 def _is_known_extra(name: str, shape: ModelShape) -> bool:

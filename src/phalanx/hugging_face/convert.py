@@ -1,6 +1,6 @@
 """Convert weights: a Hugging Face folder to a checkpoint, and a checkpoint to such a folder.
 
-Both sides are read and written one tensor at a time, in the order of the table in models.hf, so
+Both sides are read and written one tensor at a time, in the order of the table in names.py, so
 that what is in memory is the tensor under way and those it is made of (GPT-2's c_attn holds three).
 The result is written beside its place and renamed when it is whole.
 """
@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_type_hints
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint import files, hugging_face, index, manifest, tensor_file
-from phalanx.checkpoint.companions import copy_companions
-from phalanx.checkpoint.hugging_face import TensorFiles
+from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.plan import Sharding, WritePlan, file_of
-from phalanx.checkpoint.storage import Checksum, brief, check_free, checksum, published
+from phalanx.checkpoint.storage import Checksum, check_free, checksum, published
 from phalanx.checkpoint.tensor_file import TensorInfo
-from phalanx.config_check import check_type
+from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
 from phalanx.errors import CheckpointError, ConfigError, nearest
-from phalanx.models.hf import config_to_hf, locate, shape_from_hf, sizes_of, table, tied_copies
-from phalanx.models.hf_config import family_of
+from phalanx.hugging_face import folder as folders
+from phalanx.hugging_face.companions import copy_companions
+from phalanx.hugging_face.config import config_to_hf, family_of, shape_from_hf
+from phalanx.hugging_face.folder import TensorFiles
+from phalanx.hugging_face.names import locate, table, tied_copies
 from phalanx.models.shape import ModelShape
 
 Kind = Literal["hugging face", "phalanx"]
@@ -35,23 +36,6 @@ Progress = Callable[[str, int, int], None]
 """Told what is being done, bytes done and bytes in all."""
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
-
-_HINTS: Final = get_type_hints(ModelShape)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a decoder on disk.
-
-    Attributes:
-        folder: where they lie.
-        shape: of the decoder.
-        read: gives a weight, whole, by the name of its parameter.
-    """
-
-    folder: Path
-    shape: ModelShape
-    read: Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -151,12 +135,12 @@ def kind_of(source: Path) -> Kind:
         raise CheckpointError(f"{source} does not exist{near}")
     if not source.is_dir():
         raise CheckpointError(f"{source} is a file; expected the folder it is in: {source.parent}")
-    if hugging_face.is_hugging_face(source):  # whatever a manifest.json beside it may be
+    if folders.is_hugging_face(source):  # whatever a manifest.json beside it may be
         return "hugging face"
     if (source / manifest.NAME).exists() or (source / "checkpoints").is_dir():
         return "phalanx"
     raise CheckpointError(
-        f"{source} is neither a Hugging Face folder ({hugging_face.CONFIG} and *.safetensors) nor "
+        f"{source} is neither a Hugging Face folder ({folders.CONFIG} and *.safetensors) nor "
         f"a checkpoint ({manifest.NAME}) nor a run (checkpoints/step-*)"
     )
 
@@ -169,9 +153,9 @@ def open_hugging_face(folder: Path) -> Weights:
         ConfigError: its config.json describes a model that Decoder does not compute.
     """
     try:
-        shape = shape_from_hf(hugging_face.read_config(folder))
+        shape = shape_from_hf(folders.read_config(folder))
     except ConfigError as error:
-        raise ConfigError(f"{folder / hugging_face.CONFIG}: {error}") from error
+        raise ConfigError(f"{folder / folders.CONFIG}: {error}") from error
     tensors = TensorFiles(folder)
     try:
         found = locate(tensors.sizes, shape)
@@ -191,94 +175,6 @@ def open_hugging_face(folder: Path) -> Weights:
         return link.split(tensors.read(found[link.theirs]))[link.ours.index(name)]
 
     return Weights(folder, shape, read)
-
-
-def open_checkpoint(path: Path) -> Weights:
-    """Open a checkpoint, or the latest whole one of a run, and verify its files.
-
-    Raises:
-        CheckpointError: there is none, a file is missing or damaged, or a weight is missing or of
-            another size.
-    """
-    folder, about = manifest.find_and_read(path)
-    try:
-        files.verify(folder, about)
-    except CheckpointError as error:
-        raise CheckpointError(f"cannot read {folder}: {error}") from error
-    try:
-        tensors = index.read(folder, about.files)
-    except CheckpointError as error:
-        raise CheckpointError(f"cannot read {folder}: {error}") from error
-    shape = shape_in(about, folder)
-    sizes = {name: tensors[f"model.{name}"].layout.shape for name in _weights_in(tensors)}
-    if shape.num_layers > len(sizes):  # before a model is made of so many
-        raise CheckpointError(
-            f"{folder}: it has {len(sizes)} weights; the shape in {manifest.NAME} asks for "
-            f"{brief(shape.num_layers)} layers"
-        )
-    try:
-        expected = sizes_of(shape)
-    except (RuntimeError, OverflowError, TypeError) as error:  # no such tensor can be
-        raise CheckpointError(
-            f"{folder}: the shape in {manifest.NAME} is none: {brief(error)}"
-        ) from error
-    for name, size in expected.items():
-        if sizes.get(name) != tuple(size):
-            raise CheckpointError(
-                f"{folder}: the weight '{name}' is {sizes.get(name, 'missing')}; the shape "
-                f"in {manifest.NAME} asks for {tuple(size)}"
-            )
-
-    def read(name: str) -> Tensor:
-        try:
-            return index.load_whole(folder, tensors, f"model.{name}")
-        except CheckpointError as error:
-            raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
-
-    return Weights(folder, shape, read)
-
-
-def _weights_in(tensors: index.Index) -> list[str]:
-    return [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
-
-
-def shape_in(about: Manifest, folder: Path) -> ModelShape:
-    """Return the shape of the model that a checkpoint holds.
-
-    Raises:
-        CheckpointError: the manifest does not describe one.
-    """
-    values = dict(about.shape)
-    try:
-        _check_shape(values)
-        if values.get("rope_scaling") is not None:  # JSON knows no tuples
-            values["rope_scaling"] = tuple(values["rope_scaling"])
-        return ModelShape(**values)
-    except ConfigError as error:
-        words = brief(error, 300)
-        raise CheckpointError(f"cannot read {folder / manifest.NAME}: {words}") from error
-
-
-def _check_shape(values: dict[str, Any]) -> None:
-    """Refuse what is not the values of a ModelShape.
-
-    Raises:
-        ConfigError: names the first entry that is wrong.
-    """
-    for entry in fields(ModelShape):
-        if entry.default is MISSING and entry.name not in values:
-            raise ConfigError(f"its shape has no {entry.name}")
-    for name, value in values.items():
-        if name not in _HINTS:
-            raise ConfigError(f"its shape has the unknown entry {brief(name)}")
-        if name != "rope_scaling":
-            check_type(f"shape.{name}", _HINTS[name], value)
-            continue
-        match value:
-            case None | [int() | float(), int() | float(), int() | float(), int()]:
-                pass
-            case _:
-                raise ConfigError(f"shape.{name} is {brief(value)}; expected four numbers")
 
 
 def _write_checkpoint(
@@ -306,7 +202,7 @@ def _write_hugging_face(
     """Write a Hugging Face folder from weights by our names; return its tensors."""
     links = {link.theirs: link for link in table(shape)}
     sizes = sizes_of(shape)
-    hugging_face.write_folder(
+    folders.write_folder(
         folder,
         config_to_hf(shape, str(dtype).removeprefix("torch.")),
         {name: link.join_sizes(sizes) for name, link in links.items()},

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.convert import Weights
+from phalanx.checkpoint.weights import Weights
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.decoder import Decoder
 

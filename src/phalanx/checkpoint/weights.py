@@ -1,0 +1,130 @@
+"""The weights of a checkpoint: the shape its manifest describes, and each weight, whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint import files, index, manifest
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.storage import brief
+from phalanx.config_check import check_type
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+
+_HINTS: Final = get_type_hints(ModelShape)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a decoder on disk.
+
+    Attributes:
+        folder: where they lie.
+        shape: of the decoder.
+        read: gives a weight, whole, by the name of its parameter.
+    """
+
+    folder: Path
+    shape: ModelShape
+    read: Callable[[str], Tensor]
+
+
+def open_checkpoint(path: Path) -> Weights:
+    """Open a checkpoint, or the latest whole one of a run, and verify its files.
+
+    Raises:
+        CheckpointError: there is none, a file is missing or damaged, or a weight is missing or of
+            another size.
+    """
+    folder, about = manifest.find_and_read(path)
+    try:
+        files.verify(folder, about)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot read {folder}: {error}") from error
+    try:
+        tensors = index.read(folder, about.files)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot read {folder}: {error}") from error
+    shape = shape_in(about, folder)
+    sizes = {name: tensors[f"model.{name}"].layout.shape for name in _weights_in(tensors)}
+    if shape.num_layers > len(sizes):  # before a model is made of so many
+        raise CheckpointError(
+            f"{folder}: it has {len(sizes)} weights; the shape in {manifest.NAME} asks for "
+            f"{brief(shape.num_layers)} layers"
+        )
+    try:
+        expected = sizes_of(shape)
+    except (RuntimeError, OverflowError, TypeError) as error:  # no such tensor can be
+        raise CheckpointError(
+            f"{folder}: the shape in {manifest.NAME} is none: {brief(error)}"
+        ) from error
+    for name, size in expected.items():
+        if sizes.get(name) != tuple(size):
+            raise CheckpointError(
+                f"{folder}: the weight '{name}' is {sizes.get(name, 'missing')}; the shape "
+                f"in {manifest.NAME} asks for {tuple(size)}"
+            )
+
+    def read(name: str) -> Tensor:
+        try:
+            return index.load_whole(folder, tensors, f"model.{name}")
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
+
+    return Weights(folder, shape, read)
+
+
+def _weights_in(tensors: index.Index) -> list[str]:
+    return [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
+
+
+def shape_in(about: Manifest, folder: Path) -> ModelShape:
+    """Return the shape of the model that a checkpoint holds.
+
+    Raises:
+        CheckpointError: the manifest does not describe one.
+    """
+    values = dict(about.shape)
+    try:
+        _check_shape(values)
+        if values.get("rope_scaling") is not None:  # JSON knows no tuples
+            values["rope_scaling"] = tuple(values["rope_scaling"])
+        return ModelShape(**values)
+    except ConfigError as error:
+        words = brief(error, 300)
+        raise CheckpointError(f"cannot read {folder / manifest.NAME}: {words}") from error
+
+
+def _check_shape(values: dict[str, Any]) -> None:
+    """Refuse what is not the values of a ModelShape.
+
+    Raises:
+        ConfigError: names the first entry that is wrong.
+    """
+    for entry in fields(ModelShape):
+        if entry.default is MISSING and entry.name not in values:
+            raise ConfigError(f"its shape has no {entry.name}")
+    for name, value in values.items():
+        if name not in _HINTS:
+            raise ConfigError(f"its shape has the unknown entry {brief(name)}")
+        if name != "rope_scaling":
+            check_type(f"shape.{name}", _HINTS[name], value)
+            continue
+        match value:
+            case None | [int() | float(), int() | float(), int() | float(), int()]:
+                pass
+            case _:
+                raise ConfigError(f"shape.{name} is {brief(value)}; expected four numbers")
+
+
+def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
+    """Return the size of each parameter of `Decoder(shape)`, by name."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in Decoder(shape).named_parameters()}

@@ -1,0 +1,1 @@
+"""Weights of published models in the Hugging Face layout: read, written, converted, compared."""
