@@ -18,7 +18,6 @@ ROWS = [
     ["strategy"],
     ["config"],
     ["models"],
-    ["mesh"],
     ["comm"],
     ["debug"],
     ["launch"],
@@ -50,7 +49,7 @@ def imported(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             base = node.module or ""
-            # `from phalanx import mesh` names a room, `from phalanx.mesh import join` a function.
+            # `from phalanx import comm` names a room, `from phalanx.comm import join` a file.
             names |= {f"{base}.{a.name}" for a in node.names} if base == "phalanx" else {base}
     return {name for name in names if name.startswith("phalanx.")}
 

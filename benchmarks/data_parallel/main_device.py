@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from phalanx.comm.join import build_mesh
 from phalanx.comm.ledger import Ledger
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose

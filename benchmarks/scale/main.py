@@ -23,12 +23,12 @@ from torch.testing._internal.distributed import fake_pg
 
 from phalanx.checkpoint.plan import Sharding, WritePlan, plan_reads
 from phalanx.checkpoint.state import held_once_trained
+from phalanx.comm.join import build_mesh, data_coordinate, num_files
 from phalanx.comm.ledger import Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.data.order import Order
 from phalanx.debug.check import CollectiveCheck
 from phalanx.launch.torchrun import check_same
-from phalanx.mesh import build_mesh, data_coordinate, num_files
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of
 from phalanx.parallel.compose import layout, parallelize, traffic

@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from phalanx.checkpoint import plan
 from phalanx.checkpoint.plan import Box, ShardedAxis, Sharding, WritePlan
+from phalanx.comm.join import build_mesh
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose

@@ -9,9 +9,9 @@ import runs
 import torch
 
 from phalanx.checkpoint import manifest, state
+from phalanx.comm.join import build_mesh, data_coordinate
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh, data_coordinate
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from phalanx.comm import primitives
+from phalanx.comm.join import build_mesh
 from phalanx.comm.waits import told_to, waiting
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
 from phalanx.parallel.compose import parallelize
 from phalanx.strategy import Strategy
 

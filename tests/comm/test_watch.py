@@ -15,13 +15,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from phalanx.comm.join import build_mesh
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.watch import COMPOSITES, register_composite
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import CollectiveMismatch
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
-from phalanx.mesh import build_mesh
 from phalanx.strategy import Strategy
 
 SIZE = 100

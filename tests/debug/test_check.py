@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 import phalanx
 from phalanx.cli.main import main
 from phalanx.comm import exchange
+from phalanx.comm.join import job_store
 from phalanx.comm.ledger import Ledger
 from phalanx.config import TrainConfig
 from phalanx.debug.check import CollectiveCheck
 from phalanx.debug.fingerprint import Fingerprint
 from phalanx.errors import CollectiveMismatch, RankFailed
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import job_store
 from phalanx.train.loop import train
 from small_run import losses, small_run
 

@@ -31,13 +31,13 @@ from transformers.utils import logging
 from marks import by_hand
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.weights import open_checkpoint, sizes_of
+from phalanx.comm.join import build_mesh
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.hugging_face.config import config_to_hf
 from phalanx.hugging_face.convert import convert
 from phalanx.hugging_face.folder import INDEX, WEIGHTS, write_folder
 from phalanx.hugging_face.names import from_hf, table
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.compose import parallelize

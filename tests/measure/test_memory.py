@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from phalanx.comm import exchange
+from phalanx.comm.join import build_mesh
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import KINDS, MemoryAccount, MemoryLedger
 from phalanx.measure.memory_report import MemoryReport, predicted_bytes, resident_peak_bytes
-from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from phalanx.comm.calls import read_call
+from phalanx.comm.join import build_mesh
 from phalanx.comm.watch import Watch
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
 from phalanx.parallel import compose
 from phalanx.strategy import Strategy
 

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.comm.join import build_mesh
 from phalanx.comm.ledger import Ledger
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import row_keys
 from phalanx.models.shape import ModelShape

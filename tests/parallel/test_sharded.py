@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from marks import by_hand
+from phalanx.comm.join import build_mesh, data_coordinate
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
-from phalanx.mesh import build_mesh, data_coordinate
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape

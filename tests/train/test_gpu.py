@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.comm.join import build_mesh, data_coordinate, device_of
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh, data_coordinate, device_of
 from phalanx.models import attention
 from phalanx.models.attention import documents_of
 from phalanx.models.decoder import Decoder

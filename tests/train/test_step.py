@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.comm.join import build_mesh, data_coordinate
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
-from phalanx.mesh import build_mesh, data_coordinate
 from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape

@@ -8,8 +8,8 @@ import pytest
 from mutants import OF_DP, OF_FSDP, OF_TP, SLOW, Mutant, planted
 
 from marks import by_hand
+from phalanx.comm.join import build_mesh
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
 from phalanx.strategy import Strategy
 from phalanx.verify.cases import Settings, awkward_shapes, decoder_case
 from phalanx.verify.harness import verify_case

@@ -15,8 +15,8 @@ from mutants import SLOW, Patch, planted
 
 from marks import by_hand
 from phalanx.checkpoint import state
-from phalanx.comm.objects import gather_objects
-from phalanx.comm.primitives import local_part, share
+from phalanx.comm.primitives import local_part
+from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.strategy import Strategy
@@ -135,7 +135,7 @@ OF_NARROW: dict[str, tuple[list[Patch], str | None, str]] = {
 
 
 def job_of(config: Any) -> Job:
-    return share(resolve(config) if dist.get_rank() == 0 else None)
+    return broadcast_object(resolve(config) if dist.get_rank() == 0 else None)
 
 
 def road_on_ranks(folder: str, is_slow: bool) -> dict[str, Verdict]:

@@ -28,13 +28,14 @@ from phalanx.bench.tensor_theory import (
     product_flops,
     theory,
 )
+from phalanx.comm.join import build_mesh
 from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
-from phalanx.comm.primitives import barrier, local_part
+from phalanx.comm.primitives import local_part
+from phalanx.comm.together import barrier
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.environment import check_memory_for, free_memory_bytes
 from phalanx.measure.memory import MemoryLedger
-from phalanx.mesh import build_mesh
 from phalanx.models.attention import rotation
 from phalanx.models.decoder import Block
 from phalanx.models.initial import fill_initial

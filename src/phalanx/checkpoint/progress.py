@@ -19,8 +19,8 @@ from typing import Any, Final, Literal
 
 import torch.distributed as dist
 
+from phalanx.comm.join import job_store
 from phalanx.errors import CheckpointError, named
-from phalanx.mesh import job_store
 
 POLL_S: Final = 0.05
 """How often a rank looks at the others, at most; thousands of ranks look less often."""

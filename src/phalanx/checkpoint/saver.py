@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.checkpoint import index, manifest, tensor_file
-from phalanx.checkpoint.agree import agree, agree_on_first, words_of
 from phalanx.checkpoint.files import make_partial, publish, remove_older
 from phalanx.checkpoint.host_copy import HostCopy, in_pieces
 from phalanx.checkpoint.lock import RunLock
@@ -36,6 +35,7 @@ from phalanx.checkpoint.progress import SaveProgress
 from phalanx.checkpoint.state import Held, held_by, held_once_trained
 from phalanx.checkpoint.storage import PARTIAL
 from phalanx.checkpoint.tensor_file import TensorInfo
+from phalanx.comm.together import all_or_none, on_first_rank, reason_of
 from phalanx.errors import CheckpointError
 
 NICENESS = 10
@@ -83,9 +83,9 @@ class Saver:
         self._keep = keep
         self._lock = RunLock(run)
         doing = f"cannot save in {run}"
-        mark = agree_on_first(self._lock.take, doing)
+        mark = on_first_rank(self._lock.take, doing)
         self._progress = SaveProgress(mark, timeout_s)
-        agree(lambda: self._lock.check_shared(mark), doing)  # also: all have met
+        all_or_none(lambda: self._lock.check_shared(mark), doing)  # also: all have met
         self._copy = HostCopy()
         self._plan = WritePlan({}, dist.get_world_size())
         self._thread: threading.Thread | None = None
@@ -228,7 +228,7 @@ class Saver:
         except TimeoutError as error:
             self._failure = self._failed(str(error))
         except Exception as error:  # mostly the store is gone, and with it rank 0
-            self._failure = self._failed(f"the writer failed: {words_of(error)}")
+            self._failure = self._failed(f"the writer failed: {reason_of(error)}")
 
     def _save_other(self, save: _Save) -> None:
         """Write this rank's file, and wait until rank 0 has published the checkpoint."""
@@ -237,7 +237,7 @@ class Saver:
             try:
                 file = _write_file(save, self._progress)
             except OSError as error:
-                self._progress.tell("failed", words_of(error))
+                self._progress.tell("failed", reason_of(error))
             else:
                 self._progress.tell("written", file)
             self._progress.wait()
@@ -270,7 +270,7 @@ class Saver:
 
     def _given_up(self, error: OSError | CheckpointError) -> CheckpointError:
         """Tell all ranks that the save is given up, and why."""
-        failure = self._failed(words_of(error))
+        failure = self._failed(reason_of(error))
         self._progress.conclude("failed", str(failure))
         return failure
 

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.checkpoint import index, manifest
-from phalanx.checkpoint.agree import agree, agree_on_first
 from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.plan import Sharding, one_row_each, sharding_of
 from phalanx.checkpoint.storage import brief
 from phalanx.comm.primitives import local_part
+from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
 from phalanx.parallel.tensor.replicas import is_fused
 
@@ -102,7 +102,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     doing = f"cannot load {folder}"
     about, tensors = _open(folder, doing)
     weights = weights_of(model)
-    agree(lambda: _check_fit(about, tensors, weights, _trained(weights, optimizer)), doing)
+    all_or_none(lambda: _check_fit(about, tensors, weights, _trained(weights, optimizer)), doing)
     state = {f"model.{name}": tensor.detach() for name, tensor in weights.items()}
     moments = _empty_moments(tensors, _trained(weights, optimizer), optimizer)
     for name, values in moments.items():
@@ -115,7 +115,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     else:
         generators = {}
     _read(folder, tensors, held, doing)
-    agree(lambda: _set_generators(generators), doing)
+    all_or_none(lambda: _set_generators(generators), doing)
     for name, parameter in _trained(weights, optimizer).items():
         optimizer.state[parameter] = moments.get(name, {})
 
@@ -130,7 +130,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     doing = f"cannot load the weights in {folder}"
     _, tensors = _open(folder, doing)
     weights = weights_of(model)
-    agree(lambda: _check_weights(tensors, weights), doing)
+    all_or_none(lambda: _check_weights(tensors, weights), doing)
     held = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
     _read(folder, tensors, held, doing)
 
@@ -204,17 +204,17 @@ def _set_generators(states: dict[str, torch.Tensor]) -> None:
 
 def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
     """Verify the files, dealt out over the ranks; return what the checkpoint says that it holds."""
-    about = agree_on_first(lambda: manifest.read(folder), doing)
+    about = on_first_rank(lambda: manifest.read(folder), doing)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    agree(lambda: verify(folder, about, rank, num_ranks), doing)
-    return about, agree_on_first(lambda: index.read(folder, about.files), doing)
+    all_or_none(lambda: verify(folder, about, rank, num_ranks), doing)
+    return about, on_first_rank(lambda: index.read(folder, about.files), doing)
 
 
 def _read(folder: Path, tensors: Index, held: dict[str, Held], doing: str) -> None:
     """Fill what this rank holds from the checkpoint."""
     rank = dist.get_rank()
     wanted = {name: (each.local, each.sharding.box(rank)) for name, each in held.items()}
-    agree(lambda: index.load(folder, tensors, wanted), doing)
+    all_or_none(lambda: index.load(folder, tensors, wanted), doing)
 
 
 def _check_weights(tensors: Index, weights: dict[str, torch.Tensor]) -> None:

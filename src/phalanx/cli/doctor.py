@@ -88,8 +88,9 @@ def meet() -> tuple[float, float]:
     """On each of two ranks: add up what both hold; return (sum of all numbers, seconds)."""
     import torch
 
-    from phalanx.comm.primitives import all_reduce, barrier
-    from phalanx.mesh import build_mesh
+    from phalanx.comm.join import build_mesh
+    from phalanx.comm.primitives import all_reduce
+    from phalanx.comm.together import barrier
     from phalanx.strategy import Strategy
 
     mesh = build_mesh(Strategy.parse("dp2"))

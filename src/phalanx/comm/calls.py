@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.mesh import tp_axes
+from phalanx.comm.axes import axes_of
 
 _NAMESPACES = ("c10d", "_c10d_functional", "phalanx_comm")
 
@@ -126,7 +126,7 @@ def axes_by_ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """
     names = mesh.mesh_dim_names or ()
     groups = {tuple(dist.get_process_group_ranks(mesh.get_group(name))): name for name in names}
-    if sub_axes := tp_axes(mesh):
+    if sub_axes := axes_of("tp", names):
         groups.setdefault(tuple(mesh[sub_axes].mesh.flatten().tolist()), "tp")
     if len(names) > 1:
         groups.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), "_".join(names))

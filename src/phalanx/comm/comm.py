@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.comm import exchange
 from phalanx.comm.axes import axes_of
+from phalanx.comm.join import open_mesh
 from phalanx.comm.ledger import Entry, Tally
 from phalanx.comm.waits import waiting
 from phalanx.comm.watch import Phases
-from phalanx.mesh import open_mesh
 from phalanx.strategy import Strategy, check_ranks
 
 Reduction = Literal["sum", "max", "min"]

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm import exchange
+from phalanx.comm.join import DATA_AXES, axis_size
 from phalanx.comm.waits import waiting
-from phalanx.mesh import DATA_AXES, axis_size
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -172,23 +172,3 @@ def broadcast(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.Tensor
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view_as(tensor))
     return tensor
-
-
-def share(value: Any) -> Any:
-    """Return rank 0's `value` (anything that can be pickled) on every rank of the job."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def max_over_ranks(values: list[int]) -> list[int]:
-    """Return the largest of each value over the ranks of the job."""
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    largest = torch.tensor(values, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.tolist()
-
-
-def barrier() -> None:
-    """Wait until every rank of the job has come here."""
-    dist.barrier()

@@ -33,10 +33,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.calls import Call, axes_by_ranks, read_call
+from phalanx.comm.join import job_store
 from phalanx.comm.watch import Watch
 from phalanx.debug.fingerprint import Fingerprint, difference, find_places, pair_difference, take
 from phalanx.errors import CollectiveMismatch, named
-from phalanx.mesh import job_store
 
 LIMIT_S = 30.0
 """How long a rank waits for the others to come to a call."""

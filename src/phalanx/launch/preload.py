@@ -3,6 +3,6 @@
 import torch._dynamo as dynamo  # the first optimizer and the first dispatch mode ask for it
 from torch.distributed import tensor
 
-from phalanx import mesh
+from phalanx.comm import join
 
-__all__ = ["dynamo", "mesh", "tensor"]
+__all__ = ["dynamo", "join", "tensor"]

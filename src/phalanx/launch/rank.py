@@ -193,7 +193,7 @@ def _join(place: Place, listener: socket.socket | None) -> None:
     import torch
     import torch.distributed as dist
 
-    from phalanx import mesh
+    from phalanx.comm import join
 
     os.environ.update(
         RANK=str(place.rank),
@@ -207,7 +207,7 @@ def _join(place: Place, listener: socket.socket | None) -> None:
     # what the environment says of the interface between hosts is of no use here.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     keep_freed_memory()
-    mesh.allow_files()
+    join.allow_files()
     torch.set_num_threads(place.threads)
     if place.device == "cuda":
         torch.cuda.set_device(place.rank)
@@ -219,6 +219,6 @@ def _join(place: Place, listener: socket.socket | None) -> None:
         master_listen_fd=listener.detach() if listener is not None else None,
         use_libuv=True,
     )
-    mesh.join(
+    join.join(
         place.rank, place.num_ranks, store=store, device=place.device, timeout_s=place.timeout_s
     )

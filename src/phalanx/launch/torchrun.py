@@ -132,14 +132,14 @@ def run_here(
     import torch
     import torch.distributed as dist
 
-    from phalanx import mesh
-    from phalanx.comm.primitives import barrier
+    from phalanx.comm import join
+    from phalanx.comm.together import barrier
 
     place = read_place()
     with answered(_Stopping(place.local_rank == 0)):
         device = _use_device(place, device)
         torch.set_num_threads(threads or max(1, num_cores() // place.num_here))
-        mesh.allow_files()
+        join.allow_files()
         store = _meet(place, timeout_s)
         if device == "cuda":
             _take_gpu(place, store)
@@ -198,12 +198,12 @@ def _join(place: Place, store: Store, device: str, timeout_s: float) -> None:
     """
     import torch.distributed as dist
 
-    from phalanx import mesh
+    from phalanx.comm import join
 
     own = interface.choose(dist.PrefixStore("interface", store), place.num_here, place.num_ranks)
     try:
         with PULSE.doing("joining the job"):
-            mesh.join(
+            join.join(
                 place.rank,
                 place.num_ranks,
                 store=dist.PrefixStore("join", store),

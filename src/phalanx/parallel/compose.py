@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 # Private module of a function that PyTorch documents; tests/parallel/test_sharded.py pins it.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from phalanx.comm.join import device_of
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
-from phalanx.mesh import device_of
 from phalanx.parallel import data, recompute, sharded
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.holding import Holding

@@ -28,16 +28,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from phalanx.comm.join import device_of
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
-from phalanx.comm.primitives import (
-    Pending,
-    all_reduce,
-    all_reduce_start,
-    broadcast,
-    local_part,
-)
+from phalanx.comm.primitives import Pending, all_reduce, all_reduce_start, broadcast, local_part
 from phalanx.errors import TrainingError
-from phalanx.mesh import device_of
 from phalanx.models.attention import to_device
 from phalanx.parallel.holding import Holding
 

@@ -39,10 +39,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter
+from phalanx.comm.join import DATA_AXES
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.comm.primitives import broadcast, local_part
 from phalanx.errors import StrategyError
-from phalanx.mesh import DATA_AXES
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.data import GradientReducer
 from phalanx.parallel.holding import Holding

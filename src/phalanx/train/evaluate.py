@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.comm.join import data_coordinate
 from phalanx.comm.primitives import sum_over_data
 from phalanx.data.loader import evaluation_batches, evaluation_rows
-from phalanx.mesh import data_coordinate
 from phalanx.train.notice import said_if_long
 from phalanx.train.session import Session
 

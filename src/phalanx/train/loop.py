@@ -14,8 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.agree import agree_on_first
-from phalanx.comm.primitives import barrier
+from phalanx.comm.together import barrier, on_first_rank
 from phalanx.config import TrainConfig
 from phalanx.config_check import check, settings, value_at
 from phalanx.data.survey import Progress
@@ -238,7 +237,7 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 def _train_here(announce: Announce | None, job: Job) -> Summary:
     # A folder named after the time must have one name.
-    out = agree_on_first(lambda: claim(job).out, f"cannot write to {job.out}")
+    out = on_first_rank(lambda: claim(job).out, f"cannot write to {job.out}")
     job = dataclasses.replace(job, out=out)
     if announce is not None and dist.get_rank() == 0:
         announce(job)

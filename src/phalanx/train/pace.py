@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.comm.primitives import max_over_ranks
+from phalanx.comm.together import max_over_ranks
 from phalanx.launch.pulse import PULSE
 
 COMPARE_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tokenizers import Tokenizer
 
-from phalanx.comm.primitives import share
+from phalanx.comm.together import broadcast_object
 from phalanx.data.tokens import TokenFiles
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import key, uniform
@@ -61,7 +61,7 @@ def write_text(
         logits_V = model(window)[0, -1].double()[: tokenizer.get_vocab_size()]
         weights_V = torch.softmax(logits_V / temperature, dim=-1).cumsum(0)
         draw = uniform(key(seed, "sample"), torch.tensor([place], device=device))
-        chosen = share(int(torch.searchsorted(weights_V, draw * weights_V[-1])))
+        chosen = broadcast_object(int(torch.searchsorted(weights_V, draw * weights_V[-1])))
         if chosen in (first_id, len(weights_V)):  # the latter where all weights are nan
             break
         ids.append(chosen)

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.primitives import barrier
+from phalanx.comm.join import build_mesh, data_coordinate, device_of
+from phalanx.comm.together import barrier
 from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
 from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.environment import check_memory_for
-from phalanx.mesh import build_mesh, data_coordinate, device_of
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape

@@ -16,14 +16,14 @@ from rich.text import Text
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.checkpoint import state
-from phalanx.checkpoint.agree import agree_on_first
 from phalanx.checkpoint.saver import Saver
-from phalanx.comm.primitives import barrier, local_part
+from phalanx.comm.join import build_mesh, data_coordinate, device_of
+from phalanx.comm.primitives import local_part
+from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, stream_length
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
 from phalanx.measure.environment import free_memory_bytes
-from phalanx.mesh import build_mesh, data_coordinate, device_of
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.parallel.compose import parallelize
@@ -101,12 +101,12 @@ def open_session(job: Job) -> Session:
     device = device_of(mesh)
     saver = Saver(job.out, keep=config.keep_checkpoints, timeout_s=config.timeout_s)
     # Another run may have saved to it, and ended, since the job was resolved.
-    agree_on_first(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
+    on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
     precision = resolve(config.precision, job.device)
     settled: dict[str, Any] = {"precision": precision.name, "out": str(job.out.absolute())}
     config = dataclasses.replace(config, **settled)
     job = dataclasses.replace(job, config=config)
-    agree_on_first(lambda: keep_origin(job), f"cannot write to {job.out}")
+    on_first_rank(lambda: keep_origin(job), f"cannot write to {job.out}")
     with torch.device("meta"):
         model = Decoder(job.shape).to(dtype=precision.master)
     model.compute_dtype = precision.compute

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.comm.join import device_of
 from phalanx.comm.ledger import Phase
 from phalanx.comm.primitives import sum_over_data
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.measure.timer import Phase as Term
-from phalanx.mesh import device_of
 from phalanx.parallel.data import GradientReducer
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective

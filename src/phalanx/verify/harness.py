@@ -17,14 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.comm.join import build_mesh, device_of
 from phalanx.comm.ledger import Entry
-from phalanx.comm.objects import gather_objects
-from phalanx.comm.primitives import share
+from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.config import OptimizerConfig
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh, device_of
 from phalanx.models.decoder import Decoder
 from phalanx.parallel import compose
 from phalanx.strategy import Strategy, require_built
@@ -207,9 +206,9 @@ def _compare_steps(
         if expected is not None:
             other = None if moved is None else next(moved)
             differences += compare_step(step, record, next(expected), other)
-        if share(bool(unequal) or not all(d.passes for d in differences)):
+        if broadcast_object(bool(unequal) or not all(d.passes for d in differences)):
             break
-    return share((differences, unequal, facts, run.sent()))
+    return broadcast_object((differences, unequal, facts, run.sent()))
 
 
 def _sent(case: Case, strategy: Strategy, entries: Sequence[Entry]) -> list[Sent]:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm.objects import gather_objects
-from phalanx.comm.primitives import share
-from phalanx.mesh import device_of
+from phalanx.comm.join import device_of
+from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.roles import sites_of
@@ -82,7 +81,7 @@ def locate(case: Case, strategy: Strategy, mesh: DeviceMesh, first: Difference) 
     if first.quantity == "first weight":
         return Place(_owner(first.name), f"the first weights of {first.name} differ", step)
     is_first = torch.distributed.get_rank() == 0
-    expected: list[Expected] = share(_expected(case, step, mesh) if is_first else None)
+    expected: list[Expected] = broadcast_object(_expected(case, step, mesh) if is_first else None)
     suspect = first.name if first.quantity == "gradient" else None
     results: list[Found] = gather_objects(_run(case, strategy, mesh, step, expected, suspect))
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}

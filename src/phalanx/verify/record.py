@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from phalanx.comm.join import data_coordinate, device_of
 from phalanx.comm.ledger import Entry, Ledger, Phase
 from phalanx.comm.primitives import local_part
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
-from phalanx.mesh import data_coordinate, device_of
 from phalanx.parallel.compose import parallelize, part_of
 from phalanx.strategy import Strategy
 from phalanx.train.clip import gradient_norm

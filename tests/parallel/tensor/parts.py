@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.mesh import build_mesh
+from phalanx.comm.join import build_mesh
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layout import Extent, Layout
 from phalanx.strategy import Strategy

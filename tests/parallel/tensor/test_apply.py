@@ -11,8 +11,8 @@ from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from phalanx.comm.join import build_mesh, tp_group
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh, tp_group
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape

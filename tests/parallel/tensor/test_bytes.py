@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from phalanx.comm.join import build_mesh
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
-from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from marks import by_hand
+from phalanx.comm.join import build_mesh, data_coordinate
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh, data_coordinate
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.checkpoint.state import weights_of
+from phalanx.comm.join import build_mesh
 from phalanx.errors import CheckpointError, StrategyError
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose

@@ -25,9 +25,9 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
+from phalanx.comm.join import axis_size
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.comm.primitives import all_reduce, local_part
-from phalanx.mesh import axis_size
 from phalanx.parallel.data import BUCKET_BYTES, GradientReducer, buckets
 
 

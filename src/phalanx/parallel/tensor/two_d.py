@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from phalanx.comm.join import tp_group
 from phalanx.comm.primitives import (
     Pending,
     all_gather,
@@ -40,7 +41,6 @@ from phalanx.comm.primitives import (
     reduce_start,
     swap,
 )
-from phalanx.mesh import tp_group
 from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, total, weight_gradient
 
 

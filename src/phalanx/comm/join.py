@@ -53,7 +53,7 @@ def join(
 ) -> None:
     """Enter the default process group: gloo for the CPU, NCCL for CUDA devices.
 
-    NCCL carries Python values too (comm.objects), so a CUDA job joins without gloo.
+    NCCL carries Python values too (comm.together), so a CUDA job joins without gloo.
 
     Args:
         rank: global rank of this process.
@@ -145,7 +145,7 @@ def _few(num_ranks: int) -> int:
 @contextmanager
 def _lazily_connected() -> Generator[None]:
     """Let the gloo groups that are made here connect two ranks when they first speak."""
-    # gloo is told by the environment alone; tests/test_mesh.py counts the connections.
+    # gloo is told by the environment alone; tests/comm/test_join.py counts the connections.
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx import mesh
-from phalanx.comm.objects import gather_objects
+from phalanx.comm import join
+from phalanx.comm.together import gather_objects
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy
@@ -43,7 +43,7 @@ def num_open(*, sockets: bool) -> int:
 def counts(text: str) -> dict[str, int]:
     """Return what this rank has open before and after a mesh and all kinds of calls."""
     sockets = num_open(sockets=True)
-    built = mesh.build_mesh(Strategy.parse(text))
+    built = join.build_mesh(Strategy.parse(text))
     for axis in built.mesh_dim_names or ():
         dist.all_reduce(torch.ones(1000), group=built.get_group(axis))
     connected = num_open(sockets=True)
@@ -66,7 +66,7 @@ def test_a_rank_connects_to_few_ranks_and_never_later(text: str) -> None:
     ranks = run_ranks(counts, strategy.num_ranks, text, threads=1)
     for found in ranks:
         assert found["used"] == found["connected"]
-        assert found["files"] <= mesh.num_files(axes, strategy.num_ranks, "cpu")
+        assert found["files"] <= join.num_files(axes, strategy.num_ranks, "cpu")
     # To the ranks 1, 2 and 4 away, to listen, to the store and to the parent, less than to all.
     assert all(found["joined"] <= 5 + 1 + 2 for found in ranks[1:])
 
@@ -74,14 +74,14 @@ def test_a_rank_connects_to_few_ranks_and_never_later(text: str) -> None:
 def test_connections_grow_with_the_logarithm_of_the_ranks() -> None:
     axes = {"dp": 64, "fsdp": 8, "tp": 8}
     store = 3 * 4096
-    on_cpu = mesh.num_files(axes, 4096, "cpu") - store - mesh.RESERVED_FILES
-    assert on_cpu == 2 * 12 + (2 * 6 + 7 + 7) + 4 * mesh.GROUP_FILES
-    assert mesh.num_files(axes, 4096, "cuda") - store == mesh.RESERVED_FILES
+    on_cpu = join.num_files(axes, 4096, "cpu") - store - join.RESERVED_FILES
+    assert on_cpu == 2 * 12 + (2 * 6 + 7 + 7) + 4 * join.GROUP_FILES
+    assert join.num_files(axes, 4096, "cuda") - store == join.RESERVED_FILES
 
 
 def test_the_files_that_the_system_allows_are_used(limits: tuple[int, int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 256), limits[1]))
-    mesh.allow_files()
+    join.allow_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == hard or (sys.platform == "darwin" and soft > 256)
 
@@ -91,16 +91,16 @@ def test_a_job_too_large_for_the_files_is_refused_with_the_most_that_fit(
 ) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
     with pytest.raises(ConfigError, match=r"4096 ranks need \d+ open files .* may open 1024") as at:
-        mesh.check_files({}, 4096, "cuda")
+        join.check_files({}, 4096, "cuda")
     fits = int(re.findall(r"at most (\d+) ranks", str(at.value))[0])
-    assert mesh.num_files({}, fits, "cuda") <= 1024
-    assert mesh.num_files({}, fits + 1, "cuda") > 1024
-    mesh.check_files({}, fits, "cuda")
+    assert join.num_files({}, fits, "cuda") <= 1024
+    assert join.num_files({}, fits + 1, "cuda") > 1024
+    join.check_files({}, fits, "cuda")
 
 
 def test_groups_of_others_are_connected_as_ever() -> None:
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
-    with mesh._lazily_connected():
+    with join._lazily_connected():
         assert os.environ[name] == "1"
     assert os.environ.get(name) == before

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from phalanx.comm.join import build_mesh
 from phalanx.comm.ledger import Ledger
-from phalanx.comm.objects import first_object, gather_objects
+from phalanx.comm.together import first_object, gather_objects
 from phalanx.launch.local import run_ranks
-from phalanx.mesh import build_mesh
 from phalanx.strategy import Strategy
 
 

@@ -1,0 +1,102 @@
+"""What all ranks of the job do together: pass Python values, wait, and fail when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import CheckpointError, PhalanxError
+
+T = TypeVar("T")
+
+
+def barrier() -> None:
+    """Wait until every rank of the job has come here."""
+    dist.barrier()
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's `value` (anything that can be pickled) on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return the `value` (anything that can be pickled) of each rank, in the order of the ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def max_over_ranks(values: list[int]) -> list[int]:
+    """Return the largest of each value over the ranks of the job."""
+    return _reduce(values, dist.ReduceOp.MAX)
+
+
+def first_object(value: Any) -> Any:
+    """Return the `value` of the first rank that has one, on every rank; else None.
+
+    Where no rank has one, only a number is reduced, so that asking costs little on many ranks.
+
+    Args:
+        value: this rank's: None, or anything that can be pickled.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    (first,) = _reduce([num_ranks if value is None else rank], dist.ReduceOp.MIN)
+    if first == num_ranks:
+        return None
+    values = [value]
+    dist.broadcast_object_list(values, src=first)
+    return values[0]
+
+
+def _reduce(values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    numbers = torch.tensor(values, device=device)
+    dist.all_reduce(numbers, op)
+    return numbers.tolist()
+
+
+def all_or_none(work: Callable[[], T], doing: str) -> T:
+    """Do each rank's own work; return this rank's result if all succeed.
+
+    Args:
+        work: of this rank.
+        doing: begins the message of a failure.
+
+    Raises:
+        CheckpointError: on every rank, with the message of the first rank that failed.
+    """
+    results: list[T] = []
+    failure: str | None = None
+    cause: BaseException | None = None
+    try:
+        results.append(work())
+    except Exception as error:  # the others wait to hear of it
+        failure, cause = reason_of(error), error
+    message = first_object(failure)
+    if message is not None:
+        raise CheckpointError(f"{doing}: {message}") from cause
+    return results[0]
+
+
+def on_first_rank(work: Callable[[], T], doing: str) -> T:
+    """Do work on the first rank alone; every rank returns its result, or raises its failure.
+
+    Raises:
+        CheckpointError: the work failed.
+    """
+    return broadcast_object(all_or_none(work if dist.get_rank() == 0 else lambda: None, doing))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the line that says what went wrong."""
+    if isinstance(error, PhalanxError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}".splitlines()[0]
