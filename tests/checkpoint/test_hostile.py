@@ -133,6 +133,29 @@ def first_layout(content: Any) -> Any:
     return content["layouts"][content["tensors"]["model.embedding.weight"][1]]
 
 
+ESCAPE = "a\x1b]0;gone\x07"
+"""Renames a terminal's window, and is a name as good as any."""
+
+
+def escape_in_header(folder: Path, mark: Path) -> None:
+    content = (folder / FIRST).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[ESCAPE] = header.pop(next(name for name in header if name != "__metadata__"))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / FIRST).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with_checksums(folder)
+
+
+def escape_in_manifest(folder: Path, mark: Path) -> None:
+    values = json.loads((folder / manifest.NAME).read_text())
+    del values["sha256"]
+    values["settings"]["data"] = ESCAPE
+    values["sha256"] = manifest._sha256(values)
+    (folder / manifest.NAME).write_text(json.dumps(values))
+
+
 def no_files(folder: Path, mark: Path) -> None:
     manifest.write(folder, dataclasses.replace(manifest.read(folder), files={}))
 
@@ -154,6 +177,11 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "no such layout": (
         wrong(lambda c: c["tensors"].update(a=["F32", 10**9])), "'a' is .'F32', 1000000000."
     ),
+    "escapes in a name": (
+        wrong(lambda c: c["tensors"].update({ESCAPE: ["F32", 0]})), "control characters in 'a.x1b"
+    ),
+    "escapes in a header": (escape_in_header, "control characters in 'a.x1b"),
+    "escapes in a setting": (escape_in_manifest, "control characters in 'a.x1b"),
     "no such type": (wrong(lambda c: c["tensors"].update(a=["F33", 0])), "'a' is .'F33', 0."),
     "a huge tensor": (
         wrong(lambda c: first_layout(c).update(
@@ -193,12 +221,22 @@ def test_what_is_made_to_do_harm_is_refused(copy: Path, tmp_path: Path, name: st
     for outcome in run_ranks(runs.words_of_load, 2, copy, threads=1, timeout_s=30):
         for message in outcome:
             assert message.startswith(("cannot load", "cannot load the weights in"))
+            assert message.isprintable()
             with pytest.raises(AssertionError, match=words):
                 raise AssertionError(message)
     if "of another model" not in words and "not as" not in words:
         with pytest.raises(CheckpointError, match=words):
             read_all(copy)
     assert not (tmp_path / "has run").exists()
+
+
+def test_a_setting_with_control_characters_is_spelled_out_and_read(copy: Path) -> None:
+    """As a path may have: what was saved must be read."""
+    about = manifest.read(copy)
+    odd = {"data": f"{ESCAPE}\x7f\x9b", "prompt": "第一\n\t第二"}
+    manifest.write(copy, dataclasses.replace(about, settings=odd))
+    settings = manifest.read(copy).settings
+    assert settings == {"data": r"a\x1b]0;gone\x07\x7f\x9b", "prompt": "第一\n\t第二"}
 
 
 def test_a_refused_checkpoint_leaves_the_generators_alone(copy: Path) -> None:

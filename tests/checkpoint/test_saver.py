@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import runs
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint import files, index, lock, manifest, saver, state
+from phalanx.checkpoint import files, index, lock, manifest, progress, saver, state, storage
 from phalanx.checkpoint.saver import Saver
 from phalanx.errors import CheckpointError, TrainingError
 from phalanx.launch.local import run_ranks
@@ -74,7 +75,7 @@ def test_the_run_goes_on_while_its_state_is_written(tmp_path: Path) -> None:
         assert was_writing and same and total == 2000
 
 
-def many_saves(run: Path) -> list[str]:
+def many_saves(run: Path) -> None:
     """Save three times with the same buffers, with collectives of the job meanwhile."""
     model, optimizer = runs.build()
     with Saver(run, keep=2) as saver_:
@@ -85,12 +86,11 @@ def many_saves(run: Path) -> list[str]:
             for _ in range(50):
                 dist.all_reduce(torch.ones(10))
         assert saver_._copy._buffer.data_ptr() == place
-    return runs.folders(run)
 
 
 def test_the_last_k_are_kept(tmp_path: Path) -> None:
-    for names in run_ranks(many_saves, 2, tmp_path, threads=1):
-        assert names == ["step-00000002", "step-00000003"]
+    run_ranks(many_saves, 2, tmp_path, threads=1)
+    assert runs.folders(tmp_path) == ["step-00000002", "step-00000003"]
 
 
 def saves_by_the_clock(run: Path) -> list[str]:
@@ -141,6 +141,90 @@ def test_what_goes_wrong_is_said_once_on_every_rank(tmp_path: Path, way: str, ra
             f"{partial / f'rank-0000{rank}.safetensors'}: File too large"
         ]
     assert runs.folders(tmp_path) == ["step-00000002"]
+
+
+def words_of_broken_writer(run: Path, rank: int) -> str:
+    """Save where the writer of a rank meets what no save should meet."""
+    model, optimizer = runs.build()
+
+    def break_down(*_: Any) -> None:
+        raise RuntimeError("can't start new thread\nat all")
+
+    if dist.get_rank() == rank:
+        saver._write_file = break_down
+    try:
+        with Saver(run) as saver_:
+            saver_.begin(model, optimizer, runs.about(1))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whatever_the_writer_meets_is_said_at_once(tmp_path: Path, rank: int) -> None:
+    """Not after the ten minutes in which a save may stand still."""
+    final = manifest.folder_of(tmp_path, 1)
+    for words in run_ranks(words_of_broken_writer, 2, tmp_path, rank, threads=1, timeout_s=30):
+        assert words == (
+            f"cannot save {final} (no checkpoint stands): RuntimeError: can't start new thread"
+        )
+    assert runs.folders(tmp_path) == []
+
+
+def words_of_complex(run: Path) -> list[str]:
+    """Reserve memory for, and save, what no file of ours can hold."""
+    model, _ = runs.build()
+    model.middle.weight = torch.nn.Parameter(torch.zeros(5, 5, dtype=torch.complex64))
+    optimizer = torch.optim.AdamW(model.middle.parameters())
+    words: list[str] = []
+    with Saver(run) as saver_:
+        for work in (
+            lambda: saver_.reserve(model, optimizer),
+            lambda: saver_.begin(model, optimizer, runs.about(1)),
+        ):
+            with pytest.raises(CheckpointError) as raised:
+                work()
+            words.append(str(raised.value))
+    return words
+
+
+def test_a_data_type_that_files_do_not_know_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    for words in run_ranks(words_of_complex, 2, tmp_path, threads=1, timeout_s=30):
+        expected = "cannot save model.middle.weight: it is of torch.complex64; expected one of "
+        assert all(line.startswith(expected) and "torch.bfloat16" in line for line in words)
+    assert runs.folders(tmp_path) == []
+
+
+def words_of_large_index(run: Path) -> str:
+    storage.MAX_JSON_BYTES = 1000
+    return runs.words_of_save(run, 1)
+
+
+def test_an_index_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    for words in run_ranks(words_of_large_index, 2, tmp_path, threads=1, timeout_s=30):
+        assert re.search(
+            r"index.json would have 1,\d+ bytes, and none of more than 1,000 is", words
+        )
+    assert runs.folders(tmp_path) == []
+
+
+def saves_that_look_seldom(run: Path) -> float:
+    """Save small states where the ranks look at one another every five seconds."""
+    progress.POLL_S = 5.0
+    model, optimizer = runs.build()
+    begin_s = time.monotonic()
+    with Saver(run) as saver_:
+        for steps_done in range(1, 4):
+            saver_.begin(model, optimizer, runs.about(steps_done))
+            saver_.finish()
+    return time.monotonic() - begin_s
+
+
+def test_a_short_save_is_not_looked_at_seldom(tmp_path: Path) -> None:
+    """At the long pause it would be 15 s; the ranks wait some milliseconds for each other."""
+    assert max(run_ranks(saves_that_look_seldom, 2, tmp_path, threads=1)) < 5
 
 
 def raise_while_writing(run: Path, rank: int | None, is_disk_full: bool) -> None:

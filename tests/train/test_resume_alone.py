@@ -57,6 +57,7 @@ FLAGS = [
     *("--strategy", "fsdp2", "--seed", "7", "--batch.global-size", "8", "--batch.microbatch", "2"),
     *("--shape.vocab-size", "512", "--corpus.vocab-size", "400", "--optimizer.warmup-steps", "5"),
 ]
+TRAIN = ["train", "--config", "run.toml", *FLAGS]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "run.toml").write_text(TOML)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        assert main(["train", "--config", "run.toml", *FLAGS, "--out", "runs/whole"]) == 0
+        assert main([*TRAIN, "--out", "runs/whole"]) == 0
     assert len(losses(home / "runs/whole")) == STEPS
     return home
 
@@ -98,9 +99,8 @@ def test_a_killed_run_goes_on_alone_to_the_bit(
 ) -> None:
     """Made from a file and flags, on Chinese text with a tokenizer of its own; kill -9."""
     killed = tmp_path / "killed"
-    words = ["train", "--config", "run.toml", *FLAGS, "--out", str(killed)]
     job = subprocess.Popen(
-        [sys.executable, "-m", "phalanx", *words],
+        [sys.executable, "-m", "phalanx", *TRAIN, "--out", str(killed)],
         cwd=home,
         start_new_session=True,
         stdout=subprocess.DEVNULL,
@@ -119,6 +119,51 @@ def test_a_killed_run_goes_on_alone_to_the_bit(
     for name in ("time", "out", "resume"):
         del expected[name], ours[name]
     assert ours == expected
+
+
+FULL_DISK = """\
+import errno, os
+
+sync = os.fsync
+
+
+def full(descriptor):
+    if "step-00000024.partial/rank-00001" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    sync(descriptor)
+
+
+os.fsync = full
+"""
+"""What Python runs before any program: a disk without room for one file of the third save."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a descriptor's name is read from /proc")
+def test_a_run_whose_disk_was_full_goes_on_alone_to_the_bit(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "sitecustomize.py").write_text(FULL_DISK)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", *TRAIN, "--out", str(run)],
+        cwd=home,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    stands, failed = (manifest.folder_of(run, steps_done) for steps_done in (2 * EVERY, 3 * EVERY))
+    file = f"{failed}.partial/rank-00001.safetensors"
+    words = f"cannot save {failed} ({stands} stands): {file}: No space left on device"
+    assert done.returncode == 2 and done.stderr.count(words) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(manifest.whole(run)) == [EVERY, 2 * EVERY]
+    assert not list((run / "checkpoints").glob("*.partial"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume", "run"]) == 0
+    last = {record["step"]: record["loss"] for record in records(run, "step")}
+    assert list(last.values()) == losses(home / "runs/whole")
 
 
 def test_the_file_of_a_run_is_whole_and_says_all(home: Path) -> None:

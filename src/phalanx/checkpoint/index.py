@@ -9,7 +9,6 @@ Tensors of one shape mostly lie alike, so a layout is written once for all of th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from phalanx.checkpoint.plan import Box, Layout, SavedShard, check_cover, plan_reads
-from phalanx.checkpoint.storage import Checksum, brief, checksum, read_json, sync
+from phalanx.checkpoint.storage import Checksum, brief, checksum, read_json, sync, write_json
 from phalanx.checkpoint.tensor_file import DTYPES, NAMES, SUFFIX, open_file
 from phalanx.errors import CheckpointError
 
@@ -48,6 +47,7 @@ def write(
         layouts: of the tensors, by name.
 
     Raises:
+        CheckpointError: it would be too large to be read.
         OSError: the disk is full, say.
     """
     distinct = {id(layout): layout for layout in layouts.values()}
@@ -59,7 +59,7 @@ def write(
         },
     }
     path = folder / NAME
-    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    write_json(path, content)
     sync(path)
     return checksum(path)
 

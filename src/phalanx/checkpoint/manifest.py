@@ -21,7 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from phalanx.checkpoint.storage import Checksum, brief, is_plain_name, read_json
+from phalanx.checkpoint.storage import (
+    Checksum,
+    brief,
+    harmless,
+    is_plain_name,
+    read_json,
+    write_json,
+)
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 
@@ -152,12 +159,15 @@ class Checkpoint(NamedTuple):
 def write(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which makes the checkpoint in `folder` whole.
 
+    Control characters, as a path among the settings may have, are spelled out.
+
     Raises:
+        CheckpointError: it would be too large to be read.
         OSError: the disk is full, say.
     """
-    values = dataclasses.asdict(manifest)
+    values = harmless(dataclasses.asdict(manifest))
     values["sha256"] = _sha256(values)
-    (folder / NAME).write_text(json.dumps(values, indent=2) + "\n")
+    write_json(folder / NAME, values, indent=2)
 
 
 def _sha256(values: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from phalanx.comm.join import job_store
 from phalanx.errors import CheckpointError, named
 
 POLL_S: Final = 0.05
-"""How often a rank looks at the others, at most; thousands of ranks look less often."""
+"""How often a rank looks at the others, in the long run; thousands of ranks look less often."""
 
 GRACE_S: Final = 5.0
 """How much longer than rank 0 another rank waits: rank 0 knows who is late."""
@@ -93,12 +93,13 @@ class SaveProgress:
             CheckpointError: the save is given up, or rank 0 gives no sign.
         """
         goal = [self._number, "written" if self.rank == 0 else "published"]
+        begin_s = time.monotonic()
         while True:
             states = self.look()
             # Rank 0 may be at the next save already.
             if all(state[:2] == goal or state[0] > self._number for state in states):
                 return [state[2] for state in states]
-            time.sleep(self._poll_s)
+            self._pause(begin_s)
 
     def wait_to_begin(self) -> None:
         """Return once rank 0 has made the folder.
@@ -106,8 +107,14 @@ class SaveProgress:
         Raises:
             CheckpointError: it could not, or gives no sign.
         """
+        begin_s = time.monotonic()
         while self.look()[0][0] < self._number:
-            time.sleep(self._poll_s)
+            self._pause(begin_s)
+
+    def _pause(self, begin_s: float) -> None:
+        """Let time pass between two looks: so little that a short wait is no tenth longer."""
+        waited_s = time.monotonic() - begin_s
+        time.sleep(min(self._poll_s, 0.1 * waited_s + 0.001))
 
     def look(self) -> list[Any]:
         """Return how each rank is, on rank 0; elsewhere what rank 0 says of the save.

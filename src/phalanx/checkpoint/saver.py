@@ -34,7 +34,7 @@ from phalanx.checkpoint.plan import Sharding, WritePlan, file_of
 from phalanx.checkpoint.progress import SaveProgress
 from phalanx.checkpoint.state import Held, held_by, held_once_trained
 from phalanx.checkpoint.storage import PARTIAL
-from phalanx.checkpoint.tensor_file import TensorInfo
+from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.together import all_or_none, on_first_rank, reason_of
 from phalanx.errors import CheckpointError
 
@@ -126,7 +126,8 @@ class Saver:
             about: the manifest, whose `files` are yet to be filled in.
 
         Raises:
-            CheckpointError: the save before this one failed, or the state cannot be saved.
+            CheckpointError: the save before this one failed, or the state cannot be saved: it is of
+                a data type that the files do not know, say.
         """
         self.finish()
         held = held_by(model, optimizer)
@@ -203,6 +204,12 @@ class Saver:
         """Return what this rank writes of what the ranks hold; plan anew only if that changes."""
         shardings: dict[str, Sharding] = {name: each.sharding for name, each in held.items()}
         if shardings != self._plan.shardings:
+            for name, sharding in shardings.items():
+                if sharding.dtype not in NAMES:
+                    raise CheckpointError(
+                        f"cannot save {name}: it is of {sharding.dtype}; expected one of "
+                        f"{', '.join(map(str, NAMES))}"
+                    )
             self._plan = WritePlan(shardings, self._plan.num_ranks)
         boxes = self._plan.writes_of(self._progress.rank)
         return {name: TensorInfo(shardings[name].dtype, box.sizes) for name, box in boxes.items()}
@@ -227,7 +234,7 @@ class Saver:
             self._failure = error
         except TimeoutError as error:
             self._failure = self._failed(str(error))
-        except Exception as error:  # mostly the store is gone, and with it rank 0
+        except Exception as error:  # the store is gone, and with it rank 0
             self._failure = self._failed(f"the writer failed: {reason_of(error)}")
 
     def _save_other(self, save: _Save) -> None:
@@ -236,7 +243,9 @@ class Saver:
         try:
             try:
                 file = _write_file(save, self._progress)
-            except OSError as error:
+            except CheckpointError:
+                raise
+            except Exception as error:  # whatever it is, rank 0 must not wait for this file
                 self._progress.tell("failed", reason_of(error))
             else:
                 self._progress.tell("written", file)
@@ -253,7 +262,7 @@ class Saver:
         progress, partial = self._progress, save.final.with_name(save.final.name + PARTIAL)
         try:
             make_partial(save.final)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:
             raise self._given_up(error) from error
         try:
             progress.conclude("open")
@@ -262,13 +271,13 @@ class Saver:
             dtypes = {name: sharding.dtype for name, sharding in save.plan.shardings.items()}
             files[index.NAME] = index.write(partial, dtypes, save.plan.layouts())
             publish(partial, save.final, dataclasses.replace(save.about, files=files))
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # whatever it is, the others must not wait for this rank
             shutil.rmtree(partial, ignore_errors=True)
             raise self._given_up(error) from error
         progress.conclude("published")
         remove_older(self._run, self._keep)
 
-    def _given_up(self, error: OSError | CheckpointError) -> CheckpointError:
+    def _given_up(self, error: Exception) -> CheckpointError:
         """Tell all ranks that the save is given up, and why."""
         failure = self._failed(reason_of(error))
         self._progress.conclude("failed", str(failure))

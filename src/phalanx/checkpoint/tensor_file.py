@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from phalanx.checkpoint.storage import Checksum, brief
+from phalanx.checkpoint.storage import Checksum, brief, check_plain
 from phalanx.errors import CheckpointError
 
 SUFFIX: Final = ".safetensors"
@@ -44,6 +44,7 @@ DTYPES: Final = {
 """Data types by the names that the format gives them."""
 
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+"""Names of the data types that can be saved."""
 
 CHUNK_BYTES: Final = 8 << 20
 """Bytes that are hashed and written at a time."""
@@ -136,11 +137,13 @@ def open_file(path: Path) -> Any:
     """Open a file to read its tensors: `safe_open` of the library, which maps it into memory.
 
     Raises:
-        CheckpointError: it is damaged or no such file.
+        CheckpointError: it is damaged or no such file, or a name has control characters.
     """
     try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
+        file: Any = safe_open(path, framework="pt")
+        check_plain(file.keys())
+        return file
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read {path}: {brief(error, 200)}; it is damaged or not whole, fetch it again"
         ) from error
