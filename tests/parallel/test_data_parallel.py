@@ -14,14 +14,15 @@ from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
 from phalanx.parallel import data
 from phalanx.parallel.holding import Holding
+from phalanx.parallel.reduce import BUCKET_BYTES, buckets
 
 SIZES = [4 * n for n in (3_000_000, 5_000_000, 10, 7_000_000, 70_000)]
 
 
 def test_buckets_hold_every_parameter_once_last_first() -> None:
-    assert data.buckets(SIZES) == [[4, 3], [2, 1, 0]]
-    assert data.buckets(SIZES, bucket_bytes=1) == [[4], [3], [2], [1], [0]]
-    assert data.buckets([]) == []
+    assert buckets(SIZES) == [[4, 3], [2, 1, 0]]
+    assert buckets(SIZES, bucket_bytes=1) == [[4], [3], [2], [1], [0]]
+    assert buckets([]) == []
 
 
 @pytest.mark.parametrize("kind, calls", [("naive", 5), ("bucketed", 2)])
@@ -97,7 +98,7 @@ def test_unused_parameters_and_accumulation(kind: data.Kind) -> None:
 def pending_before_finish() -> list[bool]:
     """Two buckets of one layer each: the last layer's is on its way before backward ends."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    wide = data.BUCKET_BYTES // 4 // 64
+    wide = BUCKET_BYTES // 4 // 64
     model = nn.Sequential(nn.Linear(64, wide, bias=False), nn.Linear(wide, 64, bias=False))
     reducer = data.BucketedReducer(list(model.parameters()), mesh)
     seen: list[bool] = []

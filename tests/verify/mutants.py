@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 from phalanx.comm import exchange
 from phalanx.models import attention, decoder, layers
-from phalanx.parallel import data, sharded
+from phalanx.parallel import data, reduce, sharded
 from phalanx.parallel.tensor import layers as tensor_layers
-from phalanx.parallel.tensor import replicas
 from phalanx.parallel.tensor.one_d import OneD
 from phalanx.train import objective, step
 from phalanx.verify import record
@@ -307,7 +306,7 @@ OF_TP: dict[str, Mutant] = {
         "gpt2", [(OneD, "reduce", _unsummed_exponentials)], "output", "its output differs",
     ),
     "norms whose gradients stay a rank's own": (
-        "gpt2", [(replicas, "owed_axes", lambda right: lambda parameter: ())],
+        "gpt2", [(reduce, "partial_axes", lambda right: lambda parameter: ())],
         "norm", "not that of its replica",
     ),
 }  # fmt: skip

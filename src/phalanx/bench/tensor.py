@@ -41,10 +41,10 @@ from phalanx.models.decoder import Block
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.compose import part_of
+from phalanx.parallel.reduce import ReplicaReducer
 from phalanx.parallel.tensor.apply import apply, layout_of
 from phalanx.parallel.tensor.check import check
 from phalanx.parallel.tensor.layout import Extent, Layout
-from phalanx.parallel.tensor.replicas import ReplicaReducer
 from phalanx.parallel.tensor.roles import Patterns
 from phalanx.strategy import Axis, Strategy, require_built
 

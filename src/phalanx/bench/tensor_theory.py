@@ -35,7 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.data import BUCKET_BYTES
+from phalanx.parallel.reduce import BUCKET_BYTES
 from phalanx.strategy import Axis, Strategy
 
 

@@ -27,7 +27,7 @@ from phalanx.checkpoint.storage import brief
 from phalanx.comm.primitives import local_part
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
-from phalanx.parallel.tensor.replicas import is_fused
+from phalanx.parallel.reduce import is_fused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What an Adam keeps of each parameter beside the count of steps."""

@@ -19,12 +19,12 @@ from phalanx.errors import StrategyError
 from phalanx.parallel import data, recompute, sharded
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.holding import Holding
+from phalanx.parallel.reduce import GradientReducer, ReplicaReducer, is_fused
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import apply as apply_tensor
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.check import check as check_tensor
 from phalanx.parallel.tensor.layout import Extent
-from phalanx.parallel.tensor.replicas import ReplicaReducer, is_fused
 from phalanx.parallel.tensor.roles import Patterns
 from phalanx.strategy import Strategy, require_built
 
@@ -40,7 +40,7 @@ def parallelize(
     compute: torch.dtype | None = None,
     first_weights: FirstWeights | None = None,
     roles: Patterns | None = None,
-) -> data.GradientReducer | None:
+) -> GradientReducer | None:
     """Split `model`, in place, as `strategy` says.
 
     Args:

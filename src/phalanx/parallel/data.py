@@ -28,16 +28,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phalanx.comm.join import device_of
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.comm.primitives import Pending, all_reduce, all_reduce_start, broadcast, local_part
 from phalanx.errors import TrainingError
-from phalanx.models.attention import to_device
 from phalanx.parallel.holding import Holding
+from phalanx.parallel.reduce import GradientReducer, buckets
 
 Kind = Literal["naive", "bucketed"]
-
-BUCKET_BYTES = 25 * 1024 * 1024
 
 
 def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> Holding:
@@ -80,25 +77,6 @@ def traffic(parameter_sizes: Sequence[int], num_ranks: int, kind: Kind) -> list[
     ]
 
 
-def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
-    """Cut parameters into buckets of at least `bucket_bytes`, last parameters first.
-
-    Backward makes the gradients of the last layers first, so their bucket is full first.
-
-    Returns:
-        For each bucket, the indices into `parameter_sizes`.
-    """
-    result: list[list[int]] = []
-    filled = bucket_bytes
-    for index in reversed(range(len(parameter_sizes))):
-        if filled >= bucket_bytes:
-            result.append([])
-            filled = 0
-        result[-1].append(index)
-        filled += parameter_sizes[index]
-    return result
-
-
 def apply(model: nn.Module, mesh: DeviceMesh, kind: Kind = "bucketed") -> GradientReducer:
     """Make parameters and buffers equal over dp and return what will reduce their gradients."""
     with torch.no_grad():
@@ -107,43 +85,6 @@ def apply(model: nn.Module, mesh: DeviceMesh, kind: Kind = "bucketed") -> Gradie
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     reducer = NaiveReducer if kind == "naive" else BucketedReducer
     return reducer(parameters, mesh)
-
-
-class GradientReducer:
-    """Reduces the gradients of `parameters` over dp once for each global batch.
-
-    Call `before_backward` before each backward and `finish` after the last.
-    """
-
-    def __init__(
-        self, parameters: list[nn.Parameter], mesh: DeviceMesh, axes: Sequence[str] = ("dp",)
-    ) -> None:
-        self.parameters = parameters
-        self.mesh = mesh
-        self.axes = axes
-
-    def before_backward(self, *, is_last: bool) -> None:
-        """Say that a backward follows, and whether it is the last of this global batch."""
-
-    def finish(self, phase: Phase = no_phase) -> None:
-        """Return when every gradient is the sum over dp; None where no rank used the parameter."""
-        raise NotImplementedError
-
-    def agree(self, used: list[bool]) -> list[bool]:
-        """Return for each parameter whether any rank used it, from whether this one did.
-
-        A rank that used all of them, as nearly every rank does, knows the answer: it takes part for
-        the others, and does not wait for its GPU.
-        """
-        if not used:
-            return used
-        flags = to_device(torch.tensor(used, dtype=torch.uint8), device_of(self.mesh))
-        for axis in self.axes:
-            all_reduce(flags, self.mesh, axis, "max")
-        return used if all(used) else flags.bool().tolist()
-
-    def _has_gradient(self) -> list[bool]:
-        return [parameter.grad is not None for parameter in self.parameters]
 
 
 class NaiveReducer(GradientReducer):

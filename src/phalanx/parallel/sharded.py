@@ -44,9 +44,8 @@ from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.comm.primitives import broadcast, local_part
 from phalanx.errors import StrategyError
 from phalanx.parallel.blocks import blocks_of
-from phalanx.parallel.data import GradientReducer
 from phalanx.parallel.holding import Holding
-from phalanx.parallel.tensor.replicas import add_up_in_parts
+from phalanx.parallel.reduce import GradientReducer, add_up_in_parts
 
 Kind = Literal["zero1", "zero2", "zero3"]
 
@@ -384,7 +383,7 @@ class ShardedReducer(GradientReducer):
     def _watch(self, module: nn.Module) -> None:
         """Note for each parameter of an FSDP2 group when autograd makes a gradient for it.
 
-        What adds its gradients up is kept (see tensor/replicas.py). Autograd sees only the
+        What adds its gradients up is kept (see reduce.py). Autograd sees only the
         gathered parameters, which FSDP2 makes once, at the first forward.
         """
         blocks = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]

@@ -26,7 +26,7 @@ from phalanx.comm.primitives import sum_over_data
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.measure.timer import Phase as Term
-from phalanx.parallel.data import GradientReducer
+from phalanx.parallel.reduce import GradientReducer
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import learning_rate

@@ -15,9 +15,9 @@ from phalanx.comm.primitives import all_reduce
 from phalanx.launch.local import run_ranks
 from phalanx.models.layers import Norm
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.reduce import partial_axes
 from phalanx.parallel.tensor import products
 from phalanx.parallel.tensor.apply import apply
-from phalanx.parallel.tensor.replicas import owed_axes
 from phalanx.strategy import Strategy
 
 NUM_IDS = 11  # odd: of three parts the last is short
@@ -158,7 +158,7 @@ def norms(cut: Cut) -> Iterator[tuple[str, float]]:
         yield f"{kind}, input", gap(part.grad, cut.activation(expected.grad, cut.residual))
         for name, parameter in split.norm.named_parameters():
             grad = parameter.grad.to_local()
-            for axis in owed_axes(parameter):
+            for axis in partial_axes(parameter):
                 all_reduce(grad, cut.mesh, axis)
             found = cut.short(alone.get_parameter(name).grad, 0, cut.residual[2])
             yield f"{kind}, {name}", gap(grad, found)

@@ -20,7 +20,7 @@ from torch import nn
 from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.models.decoder import Head
 from phalanx.parallel.blocks import blocks_of
-from phalanx.parallel.data import BUCKET_BYTES, buckets
+from phalanx.parallel.reduce import BUCKET_BYTES, buckets
 from phalanx.parallel.tensor.apply import layout_of, part_shape, placements_of
 from phalanx.parallel.tensor.layers import is_transposed, subtracts_mean
 from phalanx.parallel.tensor.layout import Extent, Layout, Move

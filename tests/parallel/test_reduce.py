@@ -19,8 +19,7 @@ from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
-from phalanx.parallel.tensor import replicas
+from phalanx.parallel import compose, reduce
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -44,7 +43,7 @@ def trained(text: str, num_steps: int, is_spoiled: bool = False) -> Parts:
     model = Decoder(SHAPE)
     model.initialize(3)
     if is_spoiled:
-        replicas.ReplicaReducer.finish = finish_data_alone
+        reduce.ReplicaReducer.finish = finish_data_alone
     reducer = compose.parallelize(model, strategy, mesh)
     config = OptimizerConfig(warmup_steps=1)
     trainer = Trainer(
@@ -66,7 +65,7 @@ def trained(text: str, num_steps: int, is_spoiled: bool = False) -> Parts:
     return parts
 
 
-def finish_data_alone(self: replicas.ReplicaReducer, phase: object = None) -> None:
+def finish_data_alone(self: reduce.ReplicaReducer, phase: object = None) -> None:
     """Leave out the sum over the ranks that hold the same."""
 
 
@@ -131,7 +130,7 @@ def added(is_in_parts: bool) -> tuple[int, int, Tensor]:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp_row", "tp_col"))
     part = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Shard(1)], run_check=False)
     parameter = nn.Parameter(part)
-    reducer = replicas.ReplicaReducer([parameter] if is_in_parts else [], mesh, None)
+    reducer = reduce.ReplicaReducer([parameter] if is_in_parts else [], mesh, None)
     places: set[int] = set()
     with Additions() as additions:
         for factor in (1, 10, 100):

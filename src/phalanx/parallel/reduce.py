@@ -1,8 +1,8 @@
-"""The sum that the gradient of a parameter still owes where tp holds the parameter several times.
+"""What reduces gradients once a step, whatever splits the work: the base, and the law of replicas.
 
 Every rank of tp computes other rows, places or features than the others. So the gradient of what is
 not split over a sub-axis (norms and biases; in 2.5 dimensions every weight, over depth) is on each
-rank a part of a sum over that axis. It is added up once a step, in flat buffers, after the sums
+rank a part of a sum over that axis. It is added up once a step, in flat buckets, after the sums
 over data.
 
 [Note: Adding up in parts] Autograd adds the gradient of a second microbatch to that of the first.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -22,13 +22,73 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
+    Placement,
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
-from phalanx.comm.join import axis_size
+from phalanx.comm.axes import axes_of
+from phalanx.comm.join import device_of
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.comm.primitives import all_reduce, local_part
-from phalanx.parallel.data import BUCKET_BYTES, GradientReducer, buckets
+from phalanx.models.attention import to_device
+
+BUCKET_BYTES = 25 * 1024 * 1024
+
+
+def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
+    """Cut parameters into buckets of at least `bucket_bytes`, last parameters first.
+
+    Backward makes the gradients of the last layers first, so their bucket is full first.
+
+    Returns:
+        For each bucket, the indices into `parameter_sizes`.
+    """
+    result: list[list[int]] = []
+    filled = bucket_bytes
+    for index in reversed(range(len(parameter_sizes))):
+        if filled >= bucket_bytes:
+            result.append([])
+            filled = 0
+        result[-1].append(index)
+        filled += parameter_sizes[index]
+    return result
+
+
+class GradientReducer:
+    """Reduces the gradients of `parameters` over dp once for each global batch.
+
+    Call `before_backward` before each backward and `finish` after the last.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], mesh: DeviceMesh, axes: Sequence[str] = ("dp",)
+    ) -> None:
+        self.parameters = parameters
+        self.mesh = mesh
+        self.axes = axes
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Say that a backward follows, and whether it is the last of this global batch."""
+
+    def finish(self, phase: Phase = no_phase) -> None:
+        """Return when every gradient is the sum over dp; None where no rank used the parameter."""
+        raise NotImplementedError
+
+    def agree(self, used: list[bool]) -> list[bool]:
+        """Return for each parameter whether any rank used it, from whether this one did.
+
+        A rank that used all of them, as nearly every rank does, knows the answer: it takes part for
+        the others, and does not wait for its GPU.
+        """
+        if not used:
+            return used
+        flags = to_device(torch.tensor(used, dtype=torch.uint8), device_of(self.mesh))
+        for axis in self.axes:
+            all_reduce(flags, self.mesh, axis, "max")
+        return used if all(used) else flags.bool().tolist()
+
+    def _has_gradient(self) -> list[bool]:
+        return [parameter.grad is not None for parameter in self.parameters]
 
 
 class ReplicaReducer(GradientReducer):
@@ -53,15 +113,15 @@ class ReplicaReducer(GradientReducer):
         """Return when every gradient is whole."""
         if self._inner is not None:
             self._inner.finish(phase)
-        owed: dict[tuple[tuple[str, ...], torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        partial: dict[tuple[tuple[str, ...], torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for parameter in self.parameters:
             if isinstance(parameter.grad, DTensor):
                 part = parameter.grad.to_local()
-                if axes := owed_axes(parameter):
-                    owed[axes, part.dtype].append(part)
+                if axes := partial_axes(parameter):
+                    partial[axes, part.dtype].append(part)
         with phase("reduce"):
-            for (axes, _), parts in owed.items():
-                for indices in buckets([part.nbytes for part in parts], BUCKET_BYTES):
+            for (axes, _), parts in partial.items():
+                for indices in buckets([part.nbytes for part in parts]):
                     self._sum([parts[index] for index in indices], axes)
 
     def _sum(self, parts: list[torch.Tensor], axes: tuple[str, ...]) -> None:
@@ -102,26 +162,28 @@ def _add_part(
     return (total,)  # which autograd takes for the first gradient, and does not copy
 
 
-def owed_axes(parameter: torch.Tensor) -> tuple[str, ...]:
-    """Return the sub-axes of tp over which `parameter` is the same on all ranks."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    names = parameter.device_mesh.mesh_dim_names or ()
+def partial_axes(parameter: torch.Tensor) -> tuple[str, ...]:
+    """Return the axes of tp over which the gradient of `parameter` is a part of a sum.
+
+    Those are the axes on which all ranks hold the same of it.
+    """
     return tuple(
-        name
-        for name, placement in zip(names, parameter.placements, strict=True)
-        if name.split("_")[0] == "tp"
-        and placement.is_replicate()
-        and axis_size(parameter.device_mesh, name) > 1
+        axis
+        for axis, size, placement in _over_tp(parameter)
+        if placement.is_replicate() and size > 1
     )
 
 
 def is_fused(tensor: torch.Tensor) -> bool:
     """Tell whether this rank's part of `tensor` is several parts of the whole: of fused maps."""
-    if not isinstance(tensor, DTensor):
-        return False
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return any(
-        name.split("_")[0] == "tp" and isinstance(placement, _StridedShard)
-        for name, placement in zip(names, tensor.placements, strict=True)
-    )
+    return any(isinstance(placement, _StridedShard) for _, _, placement in _over_tp(tensor))
+
+
+def _over_tp(tensor: torch.Tensor) -> Iterator[tuple[str, int, Placement]]:
+    """Yield how a DTensor lies over each sub-axis of tp: name, size and placement."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        names = mesh.mesh_dim_names or ()
+        for name, size, placement in zip(names, mesh.shape, tensor.placements, strict=True):
+            if name in axes_of("tp", names):
+                yield name, size, placement
