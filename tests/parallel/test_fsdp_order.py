@@ -15,7 +15,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.parallel import compose
 from phalanx.strategy import Strategy
 
-NUM_BLOCKS, WIDTH = 4, 8
+NUM_BLOCKS, WIDTH, VOCABULARY = 4, 8, 20
 DOCUMENT = Path(__file__).parents[2] / "docs/data_parallel.md"
 
 
@@ -34,13 +34,17 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(index) for index in range(NUM_BLOCKS))
+        self.scale = nn.Parameter(torch.ones(2))
         self.head = nn.Linear(WIDTH, 2, bias=False)
+        self.ends = [self.embedding], [self.head]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) * self.scale
 
 
 class Order(Watch):
@@ -68,7 +72,7 @@ def events_of(text: str) -> list[str]:
     mesh = build_mesh(strategy)
     model = Blocks()
     sizes = {sum(p.numel() for p in b.parameters()): str(i) for i, b in enumerate(model.blocks)}
-    order = Order(sizes | {2 * WIDTH: "rest"})
+    order = Order(sizes | {2: "rest", 2 * WIDTH: "head", VOCABULARY * WIDTH: "embedding"})
     reducer = compose.parallelize(model, strategy, mesh)
     optimizer = torch.optim.SGD(model.parameters())
     for index, block in enumerate(model.blocks):
@@ -79,9 +83,12 @@ def events_of(text: str) -> list[str]:
         block.down.register_full_backward_pre_hook(
             lambda *_, index=index: order.events.append(f"backward {index}")
         )
+    model.head.register_forward_pre_hook(lambda *_: order.events.append("forward head"))
+    model.head.register_full_backward_pre_hook(lambda *_: order.events.append("backward head"))
+    model.embedding.register_forward_pre_hook(lambda *_: order.events.append("forward embedding"))
     optimizer.register_step_pre_hook(lambda *_: order.events.append("update"))
     with order:
-        loss = model(torch.ones(2, WIDTH)).sum()
+        loss = model(torch.arange(2)).sum()
         reducer.before_backward(is_last=True)
         loss.backward()
         reducer.finish()

@@ -23,7 +23,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import compose, sharded
-from phalanx.parallel.sharded import Group, Parameter
+from phalanx.parallel.groups import Group, Parameter, Place
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -44,17 +44,17 @@ SHAPE = ModelShape(
 )
 
 
-def group(name: str, *shapes: tuple[int, ...], is_kept: bool = False) -> Group:
+def group(place: Place, *shapes: tuple[int, ...], is_kept: bool = True) -> Group:
     parameters = tuple(Parameter(shape) for shape in shapes)
-    return Group(name, parameters, torch.float32, torch.float32, is_kept)
+    return Group(place, (place,), parameters, torch.float32, torch.float32, is_kept)
 
 
 # 4 blocks of 800 elements, and 400 elsewhere: P = 3,600 elements, 14,400 bytes.
 GROUPS = [
-    *(group(f"b{n}", (40, 16), (160,), is_kept=n == 3) for n in range(4)),
-    group("", (100, 4), is_kept=True),
+    *(group("block", (40, 16), (160,), is_kept=n == 3) for n in range(4)),
+    group("rest", (100, 4)),
 ]
-P, KEPT = 4 * 3600, 4 * (800 + 400)
+P, ONCE = 4 * 3600, 4 * (800 + 400)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ P, KEPT = 4 * 3600, 4 * (800 + 400)
     [
         ("zero1", 1, 2 * P),
         ("zero2", 1, 2 * P),
-        ("zero3", 1, 3 * P - KEPT),
+        ("zero3", 1, 3 * P - ONCE),
         ("zero1", 5, 2 * P),
         ("zero2", 5, P + 5 * P),
-        ("zero3", 5, 5 * (3 * P - KEPT)),
+        ("zero3", 5, 5 * (3 * P - ONCE)),
     ],
 )
 def test_traffic_in_closed_form(kind: sharded.Kind, accumulation: int, sent: int) -> None:
@@ -100,73 +100,8 @@ def test_layout_in_closed_form() -> None:
 
 
 def test_rows_are_padded_on_their_way() -> None:
-    (gather, *_) = sharded.traffic([group("", (5, 3), is_kept=True)], 4, "zero3")
+    (gather, *_) = sharded.traffic([group("rest", (5, 3))], 4, "zero3")
     assert gather.payload_bytes == 8 * 3 * 4
-
-
-def test_groups_are_the_blocks_and_the_rest() -> None:
-    with torch.device("meta"):
-        model = Decoder(SHAPE)
-    groups = sharded.groups_of(model, torch.bfloat16)
-    assert [(g.name, g.is_kept, g.gathered) for g in groups] == [
-        ("blocks.0", False, torch.bfloat16),
-        ("blocks.1", False, torch.bfloat16),
-        ("blocks.2", True, torch.bfloat16),
-        ("", True, torch.float32),
-    ]
-    shapes = [p.shape for g in groups for p in g.parameters]
-    assert sorted(shapes) == sorted(tuple(p.shape) for p in model.parameters())
-
-
-class Odd(nn.Module):
-    """Blocks and a head, made wrong by each test."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 4)
-
-
-def tie_blocks(model: Odd) -> None:
-    model.blocks[1].weight = model.blocks[0].weight
-
-
-def tie_block_and_head(model: Odd) -> None:
-    model.head.weight = model.blocks[0].weight
-
-
-def add_scalar(model: Odd) -> None:
-    model.head.scale = nn.Parameter(torch.ones(()))
-
-
-def add_empty(model: Odd) -> None:
-    model.head.scale = nn.Parameter(torch.ones(0, 3))
-
-
-def transpose(model: Odd) -> None:
-    model.head.weight = nn.Parameter(torch.ones(4, 3).T)
-
-
-def mix_types(model: Odd) -> None:
-    model.blocks[0].weight.data = model.blocks[0].weight.data.double()
-
-
-@pytest.mark.parametrize(
-    "spoil, words",
-    [
-        (tie_blocks, "'blocks.0.weight' and 'blocks.1.weight' are one parameter"),
-        (tie_block_and_head, "'blocks.0.weight' and 'head.weight' are one parameter"),
-        (add_scalar, r"'head.scale' of shape \(\) has no rows"),
-        (add_empty, r"'head.scale' of shape \(0, 3\) has no rows"),
-        (transpose, "'head.weight' is not contiguous"),
-        (mix_types, "'blocks.0' are of several data types, torch.float32, torch.float64"),
-    ],
-)
-def test_what_cannot_be_gathered_is_refused(spoil, words: str) -> None:
-    model = Odd()
-    spoil(model)
-    with pytest.raises(StrategyError, match=words):
-        sharded.groups_of(model)
 
 
 def fill(part: torch.Tensor, name: str, whole: tuple[int, ...], offset: tuple[int, ...]) -> None:
@@ -381,11 +316,6 @@ def overflow(text: str) -> tuple[float, float]:
 @pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1"])
 def test_an_overflow_on_one_rank_lowers_the_scale_on_all(text: str) -> None:
     assert run_ranks(overflow, 2, text) == [(1024.0, 512.0)] * 2
-
-
-def test_a_list_of_modules_is_refused() -> None:
-    with pytest.raises(StrategyError, match="is a ModuleList, which has no forward"):
-        sharded.groups_of(Odd().blocks)
 
 
 def test_another_kind_of_dp_beside_fsdp_is_refused() -> None:

@@ -149,6 +149,14 @@ class Decoder(nn.Module):
         self.norm = Norm(shape.hidden, shape)
         self.output = Head(shape)
 
+    @property
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """What runs before the blocks and after them; nothing where both read one weight."""
+        if self.shape.tied:
+            return [], []
+        embeddings = [self.embedding, self.position_embedding]
+        return [module for module in embeddings if module is not None], [self.norm, self.output]
+
     def initialize(self, seed: int) -> None:
         """Draw every weight from (seed, parameter name, flat index); see `fill_initial`."""
         for name, parameter in self.named_parameters():

@@ -1,8 +1,26 @@
-"""Find the blocks of a model: what recomputation and sharding cut along."""
+"""Find the blocks of a model, what recomputation and sharding cut along, and its ends."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from torch import nn
+
+from phalanx.errors import StrategyError
+
+
+class Ends(NamedTuple):
+    """Names of modules outside the blocks that fsdp gathers when they run, and not with the rest.
+
+    Attributes:
+        embedding: run before the blocks; their backward reads none of their parameters, as that of
+            a look-up does not.
+        head: run after the blocks.
+    """
+
+    embedding: tuple[str, ...]
+    head: tuple[str, ...]
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -29,6 +47,23 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     visit(model, "")
     return [(name, block) for block, name in found.items()]
+
+
+def ends_of(model: nn.Module) -> Ends:
+    """Return what a model names as its `ends`: lists of modules before and after its blocks.
+
+    Raises:
+        StrategyError: one of them is not in the model.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    given: Iterable[Iterable[nn.Module]] = getattr(model, "ends", ((), ()))
+    for module in (module for modules in given for module in modules):
+        if module not in names:
+            raise StrategyError(
+                f"fsdp: the `ends` of {type(model).__name__} list a {type(module).__name__} that "
+                "is not a module of it; expected submodules"
+            )
+    return Ends(*(tuple(names[module] for module in modules) for modules in given))
 
 
 def _is_container(module: nn.Module) -> bool:

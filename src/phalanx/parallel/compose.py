@@ -18,6 +18,7 @@ from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.parallel import data, recompute, sharded
 from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.groups import groups_of
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.reduce import GradientReducer, ReplicaReducer, is_fused
 from phalanx.parallel.tensor import account
@@ -91,7 +92,7 @@ def check(model: nn.Module, strategy: Strategy, roles: Patterns | None = None) -
     require_built(strategy)
     check_tensor(model, strategy, roles)
     if strategy.fsdp.degree > 1:
-        sharded.groups_of(model)
+        groups_of(model)
         if strategy.tp.degree > 1:
             sharded.mesh_dims()
     recompute.check(model, strategy.recompute)
@@ -126,7 +127,7 @@ def layout(
         model = account.part_of_first(model, strategy, roles)
     if strategy.fsdp.degree > 1:
         kind = cast(sharded.Kind, strategy.fsdp.kind)
-        groups = sharded.groups_of(model, compute)
+        groups = groups_of(model, compute)
         num_blocks = max(1, len(blocks_of(model)))
         return sharded.layout(
             groups,
@@ -163,7 +164,7 @@ def traffic(
         model = account.part_of_first(model, strategy, roles)
     if strategy.fsdp.degree > 1:
         return entries + sharded.traffic(
-            sharded.groups_of(model, compute),
+            groups_of(model, compute),
             strategy.fsdp.degree,
             cast(sharded.Kind, strategy.fsdp.kind),
             num_copies=strategy.dp.degree,

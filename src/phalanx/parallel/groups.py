@@ -1,0 +1,221 @@
+"""What travels together under fsdp: the groups of a model's parameters, and their bytes.
+
+    embedding   the modules before the blocks that only look up; their backward reads no weight
+    block       one group for each block
+    head        the modules after the blocks: the last norm and the output projection, say
+    rest        all others: gathered as the model begins, and kept until its backward ends
+
+A model names its embedding and head (`ends_of`); what it does not name is of the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from phalanx.errors import StrategyError
+from phalanx.parallel.blocks import blocks_of, ends_of
+
+Place = Literal["embedding", "block", "head", "rest"]
+Sums = Literal["none", "shares", "full"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What sharding asks of a parameter: its shape, and whether it is trained."""
+
+    shape: tuple[int, ...]
+    is_trained: bool = True
+
+    def padded(self, num_ranks: int) -> int:
+        """Return the elements when the rows are padded to a multiple of `num_ranks`."""
+        rows = -(-self.shape[0] // num_ranks) * num_ranks
+        return rows * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that travel together.
+
+    Attributes:
+        place: where in the model it is.
+        names: of its modules; ("",), the model itself, for the rest.
+        parameters: in the order of the model.
+        master: data type of the parameters, gradients and moments that a rank keeps.
+        gathered: data type of the parameters as they are gathered.
+        is_kept: zero3 keeps it from forward to backward: the last block, the head and the rest.
+    """
+
+    place: Place
+    names: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    master: torch.dtype
+    gathered: torch.dtype
+    is_kept: bool
+
+    @property
+    def is_gathered_again(self) -> bool:
+        """Whether zero3 gathers it in backward too."""
+        return self.place != "embedding" and not self.is_kept
+
+    def parameter_bytes(self, num_ranks: int) -> int:
+        """Return the bytes of the parameters of all ranks, padding included."""
+        return sum(p.padded(num_ranks) for p in self.parameters) * self.master.itemsize
+
+    def gathered_bytes(self, num_ranks: int) -> int:
+        """Return the bytes of the parameters once they are gathered."""
+        return sum(p.padded(num_ranks) for p in self.parameters) * self.gathered.itemsize
+
+    def share_bytes(self, num_ranks: int) -> int:
+        """Return the bytes of a rank's share of the gradients."""
+        sizes = (p.padded(num_ranks) // num_ranks for p in self.parameters if p.is_trained)
+        return sum(sizes) * self.master.itemsize
+
+    def full_bytes(self, dtype: torch.dtype) -> list[int]:
+        """Return the bytes of each full gradient, as a tensor of `dtype`."""
+        return [p.padded(1) * dtype.itemsize for p in self.parameters if p.is_trained]
+
+
+def groups_of(model: nn.Module, compute: torch.dtype | None = None) -> list[Group]:
+    """Return the groups of a model that is not split yet, in the order of forward, then the rest.
+
+    Args:
+        model: any module, on any device, meta too.
+        compute: data type of the blocks' arithmetic, that of their parameters if None. What is in
+            no block is gathered as it is: the rows of an embedding add up many small gradients,
+            which a narrow type would lose.
+
+    Raises:
+        StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
+            split by rows, or a group has parameters of several data types.
+    """
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise StrategyError(
+            f"fsdp: the model is a {type(model).__name__}, which has no forward to gather for; "
+            "wrap it in a module that has one, or use dp"
+        )
+    ends, blocks = ends_of(model), [(name,) for name, _ in blocks_of(model)]
+    places: dict[tuple[str, ...], Place] = {
+        ends.embedding: "embedding",
+        **dict.fromkeys(blocks, "block"),
+        ends.head: "head",
+        ("",): "rest",
+    }
+    members = _members(model, list(places))
+    groups: list[Group] = []
+    for names, place in places.items():
+        own = members[names]
+        if not own:
+            continue
+        dtypes = {parameter.dtype for parameter in own}
+        if len(dtypes) > 1:
+            raise StrategyError(
+                f"fsdp: the parameters of '{', '.join(names) or 'the model'}' are of several data "
+                f"types, {', '.join(sorted(map(str, dtypes)))}, and travel together; cast them to "
+                "one"
+            )
+        master = dtypes.pop()
+        groups.append(
+            Group(
+                place=place,
+                names=names,
+                parameters=tuple(Parameter(tuple(p.shape), p.requires_grad) for p in own),
+                master=master,
+                gathered=compute if compute is not None and place == "block" else master,
+                is_kept=place in ("head", "rest") or names in blocks[-1:],
+            )
+        )
+    return groups
+
+
+def _members(
+    model: nn.Module, groups: Sequence[tuple[str, ...]]
+) -> dict[tuple[str, ...], list[nn.Parameter]]:
+    """Return the parameters of each group, given by the names of its modules."""
+    members: dict[tuple[str, ...], list[nn.Parameter]] = {names: [] for names in groups}
+    group_of = {name: names for names in groups for name in names}
+    homes: dict[nn.Parameter, tuple[tuple[str, ...], str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        ends = [end for end, letter in enumerate(name) if letter == "."]
+        module = next((name[:end] for end in ends if name[:end] in group_of), "")
+        group = group_of[module]
+        if parameter not in homes:
+            homes[parameter] = (group, name)
+            members[group].append(parameter)
+        elif homes[parameter][0] != group:
+            raise StrategyError(
+                f"fsdp: '{homes[parameter][1]}' and '{name}' are one parameter, of two groups that "
+                "are gathered apart; hold it outside the blocks and the `ends` of the model, or "
+                "use dp"
+            )
+        if parameter.ndim == 0 or parameter.numel() == 0:
+            raise StrategyError(
+                f"fsdp: the parameter '{name}' of shape {tuple(parameter.shape)} has no rows that "
+                "could be split; make it of shape (1,), or use dp"
+            )
+        if not parameter.is_contiguous():
+            raise StrategyError(
+                f"fsdp: the parameter '{name}' is not contiguous, so its rows cannot travel as "
+                "they lie; make it `nn.Parameter(weight.contiguous())`, or use dp"
+            )
+    return members
+
+
+def most_gathered(groups: Sequence[Group], num_ranks: int, segment_size: int) -> int:
+    """Return the bytes that zero3 has gathered when they are the most.
+
+    That is the rest, and beside it one of
+
+        the embedding                                     until its forward ends
+        the last block, which is kept, and the head       until the head's backward ends
+        the blocks at work in backward, and the next one  gathered before they end
+
+    Args:
+        groups: see `groups_of`.
+        num_ranks: N, the degree of fsdp.
+        segment_size: blocks that recomputation runs again together.
+    """
+    sizes = [(g.place, g.gathered_bytes(num_ranks)) for g in groups]
+    embedding, head, rest = (
+        sum(size for place, size in sizes if place == wanted)
+        for wanted in ("embedding", "head", "rest")
+    )
+    blocks = [size for place, size in sizes if place == "block"]
+    starts = range(max(1, len(blocks) - segment_size))
+    at_work = [sum(blocks[start : start + segment_size + 1]) for start in starts]
+    return rest + max(embedding, sum(blocks[-1:]) + head, *at_work)
+
+
+def most_gradients(groups: Sequence[Group], num_ranks: int, sums: Sums) -> int:
+    """Return the bytes of gradients, full ones and shares, when they are the most.
+
+    Backward goes from the head over the blocks to the embedding. The gradients of a group are full
+    until it is left, those of the rest until the end. FSDP2 frees the last one of a group when the
+    share of the group is there, the others before.
+
+    Args:
+        groups: see `groups_of`.
+        num_ranks: N, the degree of fsdp.
+        sums: what earlier microbatches have left of each group.
+    """
+    order = [g for g in reversed(groups) if g.place != "rest"]
+    order += [g for g in groups if g.place == "rest"]
+    shares = [g.share_bytes(num_ranks) for g in order]
+    full = [g.full_bytes(g.master if sums == "full" else g.gathered) for g in order]
+    left = [share if sums == "shares" else 0 for share in shares]
+    waiting = [
+        left[n] + (sum(full[n]) if sums == "full" or g.place == "rest" else 0)
+        for n, g in enumerate(order)
+    ]
+    return max(
+        sum(shares[:n])
+        + max(sum(full[n]), sum(full[n][-1:]) + shares[n])
+        + left[n]
+        + sum(waiting[n + 1 :])
+        for n in range(len(order))
+    )

@@ -1,0 +1,179 @@
+"""What travels together under fsdp: which parameters, and how many bytes at most."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.errors import StrategyError
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.groups import (
+    Group,
+    Parameter,
+    Place,
+    groups_of,
+    most_gathered,
+    most_gradients,
+)
+
+TIED = ModelShape(
+    vocab_size=67,
+    num_layers=3,
+    hidden=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn=24,
+    max_seq_len=16,
+    tied=True,
+)
+
+
+def decoder_groups(**sizes: object) -> list[Group]:
+    with torch.device("meta"):
+        model = Decoder(dataclasses.replace(TIED, **sizes))
+    groups = groups_of(model, torch.bfloat16)
+    shapes = [p.shape for g in groups for p in g.parameters]
+    assert sorted(shapes) == sorted(tuple(p.shape) for p in model.parameters())
+    for group in groups:
+        assert group.gathered == (torch.bfloat16 if group.place == "block" else torch.float32)
+    return groups
+
+
+BLOCKS = [(("blocks.0",), False, True), (("blocks.1",), False, True), (("blocks.2",), True, False)]
+HEAD = (("norm", "output"), True, False)
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        ({}, [*BLOCKS, (("",), True, False)]),
+        ({"tied": False}, [(("embedding",), False, False), *BLOCKS, HEAD]),
+        (
+            {"tied": False, "position": "learned"},
+            [(("embedding", "position_embedding"), False, False), *BLOCKS, HEAD],
+        ),
+    ],
+)
+def test_groups_are_the_blocks_the_ends_and_the_rest(sizes: dict, expected: list) -> None:
+    """A tied weight is read at both ends, so the ends are of the rest then."""
+    found = [(g.names, g.is_kept, g.is_gathered_again) for g in decoder_groups(**sizes)]
+    assert found == expected
+
+
+def group(place: Place, num_elements: int) -> Group:
+    parameters = (Parameter((num_elements,)),)
+    return Group(place, (place,), parameters, torch.float32, torch.float32, place != "block")
+
+
+def sizes_of(**elements: int) -> list[Group]:
+    """Four blocks of 800 elements between an embedding and a head, and a rest."""
+    blocks = [group("block", 800) for _ in range(4)]
+    ends = {place: [group(place, size)] if size else [] for place, size in elements.items()}
+    return [*ends["embedding"], *blocks, *ends["head"], *ends["rest"]]
+
+
+@pytest.mark.parametrize(
+    "embedding, head, rest, segment_size, most",
+    [
+        (0, 0, 0, 1, 1600),  # a block at work, and one on its way
+        (1200, 400, 40, 1, 1640),
+        (4000, 400, 40, 1, 4040),  # the embedding alone, in forward
+        (1200, 4000, 40, 1, 4840),  # the head and the last block
+        (1200, 400, 0, 2, 2400),
+    ],
+)
+def test_the_most_that_is_gathered(
+    embedding: int, head: int, rest: int, segment_size: int, most: int
+) -> None:
+    groups = sizes_of(embedding=embedding, head=head, rest=rest)
+    assert most_gathered(groups, 4, segment_size) == 4 * most
+
+
+@pytest.mark.parametrize(
+    "embedding, head, rest, first, shares, full",
+    [
+        (0, 0, 0, 1000 + 3 * 200, 1000 + 4 * 200, 3 * 800 + 1000),
+        # At the embedding, at the embedding, and at the head, where all is full.
+        (4000, 400, 40, 40 + 5000 + 900, 40 + 10 + 5000 + 1900, 40 + 4000 + 3200 + 500),
+        (400, 8000, 0, 10000, 10000 + 2000 + 4 * 200 + 100, 400 + 3200 + 10000),
+    ],
+)
+def test_the_most_of_gradients(
+    embedding: int, head: int, rest: int, first: int, shares: int, full: int
+) -> None:
+    """A group's one gradient is full until its share, a quarter of it, is there."""
+    groups = sizes_of(embedding=embedding, head=head, rest=rest)
+    assert most_gradients(groups, 4, "none") == 4 * first
+    assert most_gradients(groups, 4, "shares") == 4 * shares
+    assert most_gradients(groups, 4, "full") == 4 * full
+
+
+class Odd(nn.Module):
+    """Blocks between two ends, made wrong by each test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+        self.ends = [self.first], [self.head]
+
+
+def tie_blocks(model: Odd) -> None:
+    model.blocks[1].weight = model.blocks[0].weight
+
+
+def tie_block_and_head(model: Odd) -> None:
+    model.head.weight = model.blocks[0].weight
+
+
+def tie_ends(model: Odd) -> None:
+    model.head.weight = model.first.weight
+
+
+def add_scalar(model: Odd) -> None:
+    model.head.scale = nn.Parameter(torch.ones(()))
+
+
+def add_empty(model: Odd) -> None:
+    model.head.scale = nn.Parameter(torch.ones(0, 3))
+
+
+def transpose(model: Odd) -> None:
+    model.head.weight = nn.Parameter(torch.ones(4, 3).T)
+
+
+def mix_types(model: Odd) -> None:
+    model.blocks[0].weight.data = model.blocks[0].weight.data.double()
+
+
+def name_another(model: Odd) -> None:
+    model.ends = [nn.Linear(4, 4)], [model.head]
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (tie_blocks, "'blocks.0.weight' and 'blocks.1.weight' are one parameter"),
+        (tie_block_and_head, "'blocks.0.weight' and 'head.weight' are one parameter"),
+        (tie_ends, "'first.weight' and 'head.weight' are one parameter"),
+        (add_scalar, r"'head.scale' of shape \(\) has no rows"),
+        (add_empty, r"'head.scale' of shape \(0, 3\) has no rows"),
+        (transpose, "'head.weight' is not contiguous"),
+        (mix_types, "'blocks.0' are of several data types, torch.float32, torch.float64"),
+        (name_another, "`ends` of Odd list a Linear that is not a module of it"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(spoil, words: str) -> None:
+    model = Odd()
+    spoil(model)
+    with pytest.raises(StrategyError, match=words):
+        groups_of(model)
+
+
+def test_a_list_of_modules_is_refused() -> None:
+    with pytest.raises(StrategyError, match="is a ModuleList, which has no forward"):
+        groups_of(Odd().blocks)
