@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import torch.distributed as dist
 
 from phalanx.errors import ConfigError, TrainingError
 from phalanx.launch import hosts
+from phalanx.launch.bulletin import Bulletin
 from phalanx.launch.hosts import PeerFailed, Watch
 from phalanx.launch.interface import address_towards, interface_of
+from phalanx.launch.pulse import Beat
 from phalanx.launch.roll import SILENT_S, Roll
 
 SCRIPT = """
@@ -34,7 +37,7 @@ def work(_):
     threading.Event().wait()
 
 try:
-    run_here(lambda: 0, lambda _: {}, work, device="cpu", threads=1, timeout_s=5.0)
+    run_here(lambda: 0, lambda _: {}, work, device="cpu", threads=1, timeout_s=3.0)
     leave(0)
 except BaseException as error:
     leave_failed(error)
@@ -100,7 +103,7 @@ def test_hosts_meet_by_the_right_interface_and_each_names_the_one_that_is_cut_of
     deadline_s = time.monotonic() + 60
     while len(list(tmp_path.glob("rank-*"))) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    time.sleep(2.0)  # a beat
+    time.sleep(1.0)  # a beat
     ip("-n", switch, "link", "set", HOSTS[1], "down")
     for rank, job in enumerate(jobs):
         words = job.communicate(timeout=5 + 10 + 30)[1]
@@ -124,17 +127,22 @@ def new_store() -> dist.TCPStore:
 def watch_of() -> Callable[[int], Watch]:
     """Return a function that watches as a rank of a job of three, of which 0 and 1 share a host."""
     store = new_store()
-    return lambda rank: Watch(store.clone(), rank, 3, 0 if rank < 2 else 2, timeout_s=30)
+    here = {0: range(2), 1: range(2), 2: range(2, 3)}
+    return lambda rank: Watch(store.clone(), rank, 3, here[rank], timeout_s=30)
 
 
-def test_a_rank_that_is_not_heard_of_is_named_once_a_host(watch_of: Callable[[int], Watch]) -> None:
+def test_a_rank_that_is_not_heard_of_is_named_once_a_host(
+    watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "BEAT_S", 0.6)
     first, second, _ = (watch_of(rank) for rank in range(3))  # the third sends no more
     lost = RuntimeError("Connection closed by peer")
-    with first, second:
+    with first, second, ThreadPoolExecutor() as threads:
+        of_second = threads.submit(second.judged, lost, True)
         judged = first.judged(lost, True)
         assert isinstance(judged, TrainingError)
         assert str(judged).startswith(f"rank 2 on {socket.gethostname()} has not been heard of")
-        assert isinstance(second.judged(lost, True), PeerFailed)
+        assert isinstance(of_second.result(), PeerFailed)
 
 
 def test_who_did_not_listen_holds_nobody_for_silent(
@@ -152,13 +160,47 @@ def test_who_did_not_listen_holds_nobody_for_silent(
     first._listen(True)
     assert first._silent_for(30) == []
     clock[0] = 3640.0
-    second._send()
+    second._bulletin.send(Beat())
     first._listen(True)
     assert first._silent_for(30) == [0, 2]
 
 
+def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
+    watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, read = [0.0], list[range]()
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    first, second, _ = (watch_of(rank) for rank in range(3))
+    second._roll = Roll(lambda: clock[0])
+    monkeypatch.setattr(Bulletin, "read", spied(Bulletin.read, read))
+
+    def look(is_first_there: bool) -> bool:
+        clock[0] += SILENT_S + 1
+        if is_first_there:
+            first._bulletin.send(Beat())
+        for _ in range(2):
+            second._listen(True)
+        return second._speaks()
+
+    assert not look(True) and set(read) == {range(1)}
+    assert second._silent_for(1.0) == []
+    assert look(False) and read[-1] == range(3)
+    assert not look(True)
+    assert second._silent_for(1.0) == []  # of the others it hears no more
+
+
+def spied(
+    read: Callable[[Bulletin, range, Roll], None], seen: list[range]
+) -> Callable[[Bulletin, range, Roll], None]:
+    def spy(bulletin: Bulletin, ranks: range, roll: Roll) -> None:
+        seen.append(ranks)
+        read(bulletin, ranks, roll)
+
+    return spy
+
+
 def test_among_thousands_an_old_beat_is_no_silence() -> None:
-    few, many = (Watch(new_store(), 0, number, 0, timeout_s=60) for number in (3, 4096))
+    few, many = (Watch(new_store(), 0, number, range(1), timeout_s=60) for number in (3, 4096))
     assert few._silent_s == SILENT_S
     # Beats come as seldom as they are read, so one may be twice as old.
     assert many._silent_s > 2 * many._interval_s > SILENT_S

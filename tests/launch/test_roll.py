@@ -42,6 +42,17 @@ def test_ranks_that_stand_still_are_told_once() -> None:
     assert stall(PATIENCE * STILL_S + 1, heeds_stop=False) is None
 
 
+def test_who_waits_as_long_as_it_takes_is_not_told_and_whom_it_waits_for_is() -> None:
+    roll = Roll(Clock())
+    waits = Beat(doing="waiting", still_s=PATIENCE * STILL_S + 1, place="a", waits=True)
+    roll.hear(1, waits)
+    roll.hear(0, Beat(doing="preparing"))
+    assert roll.stall() is None
+    roll.hear(0, Beat(doing="preparing", still_s=PATIENCE * STILL_S + 1, place="b"))
+    assert (told := roll.stall()) is not None
+    assert told.startswith("rank 0 at one place for 101 s:\n")
+
+
 def test_silence_is_measured_by_the_watcher() -> None:
     clock = Clock()
     roll = Roll(clock)

@@ -1,6 +1,7 @@
 """Under torchrun: one message for one error, the same job on all ranks, no bound on preparation."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,33 +18,58 @@ from phalanx.errors import ConfigError
 from phalanx.launch import torchrun
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 import torch.distributed as dist
-from phalanx.launch.torchrun import leave, leave_failed, run_here
+from phalanx.launch.pulse import PULSE
+from phalanx.launch.torchrun import leave_failed, run_here
 
 rank = int(os.environ["RANK"])
-what = sys.argv[1]
 
 def prepare():
-    if what == "slow" and rank == 0:
-        time.sleep(4)  # longer than the timeout of collectives
+    if rank == 0:
+        time.sleep(5)  # longer than the timeout of collectives
     return rank
 
-def facts(value):
-    return {"text": "a" if what != "differ" else f"text {rank}", "steps": 7}
+def prepare_and_stop():
+    if rank == 1:
+        time.sleep(2)  # a beat
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 def work(value):
     everyone = [None, None]
     dist.all_gather_object(everyone, value)
     return everyone
 
+def end(_):
+    PULSE.advice = lambda: "the checkpoint stands"
+    dist.barrier()
+    if rank == 1:
+        time.sleep(2.5)  # the ranks have told each other of their processes
+        os.kill(os.getpid(), signal.SIGKILL)
+    with PULSE.heeding():
+        time.sleep(100)
+
+def run(prepare, facts, work):
+    return run_here(prepare, facts, work, device="cpu", threads=1, timeout_s=3.0)
+
 try:
+    if sys.argv[1] == "end":
+        run(lambda: 0, lambda _: {}, end)
+    if sys.argv[1] == "stop":
+        run(prepare_and_stop, lambda _: {}, work)
     for _ in range(2):
-        print(run_here(prepare, facts, work, device="cpu", threads=1, timeout_s=2.0), flush=True)
-    leave(0)
+        print(run(prepare, lambda _: {"steps": 7}, work), flush=True)
+    run(lambda: rank, lambda value: {"text": f"text {value}", "steps": 7}, work)
 except BaseException as error:
     leave_failed(error)
 """
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
 
 
 def run_two(*words: str) -> subprocess.CompletedProcess[str]:
@@ -56,22 +82,48 @@ def run_two(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_long_preparation_is_waited_for_and_a_second_run_joins_once(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = run_two(str(script), "slow")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("[0, 1]") == 4
-
-
-def test_ranks_that_differ_are_named_once(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = run_two(str(script), "differ")
+def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that_differ_are_named(
+    script: str,
+) -> None:
+    done = run_two(script, "differ")
+    assert done.stdout.count("[0, 1]") == 4, done.stderr
     assert done.returncode != 0
     message = "rank 1 would run another job than rank 0: they differ in text (text 0 on rank 0, "
     assert done.stderr.count(message) == 1
     assert f'File "{Path(phalanx.__file__).parent}' not in done.stderr  # no traceback of ours
+
+
+def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script: str) -> None:
+    done = run_two(script, "end")
+    assert "rank 0: rank 1 has ended, so the job ends\nthe checkpoint stands\n" in done.stderr
+    assert "the run ends after the step" not in done.stderr
+
+
+def test_a_rank_that_is_stopped_while_it_prepares_is_named(script: str) -> None:
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **free_port()}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, script, "stop"],
+            env={**os.environ, "RANK": rank, "LOCAL_RANK": rank, **place},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        words = jobs[0].communicate(timeout=120)[1]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+    assert jobs[0].returncode == 1
+    assert re.search(r"^rank 0: rank 1 on .* not been heard of .*, last in preparing", words), words
+
+
+def free_port() -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
 
 
 @pytest.mark.parametrize(
@@ -85,27 +137,6 @@ def test_an_error_of_the_users_is_told_once(option: str, message: str, tmp_path:
     ours = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert len(ours) == 1 and ours[0].startswith("rank 0: ") and message in ours[0]
     assert f'File "{Path(phalanx.__file__).parent}' not in done.stderr  # no traceback of ours
-
-
-def test_a_process_of_slurm_needs_no_local_rank() -> None:
-    code = (
-        "from phalanx.launch.torchrun import run_here, leave\n"
-        "print(run_here(lambda: 5, lambda value: {}, lambda value: value + 1, device='cpu'))\n"
-        "leave(0)"
-    )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **place},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.stdout == "6\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -195,25 +226,22 @@ def test_a_gpu_that_only_one_task_sees_is_its_own(monkeypatch: pytest.MonkeyPatc
 STOPPING = """
 import sys, time
 from phalanx.launch.pulse import PULSE
-from phalanx.launch.torchrun import leave, run_here
+from phalanx.launch.torchrun import run_here
 
-def work(_):
+def work(value):
     with PULSE.heeding():
-        print("begun", flush=True)
+        print("begun", value, flush=True)
         while not PULSE.stop_signal:
             time.sleep(0.1)
     print(PULSE.stop_signal, flush=True)
     time.sleep(100)
 
-run_here(lambda: 0, lambda _: {}, work, device="cpu", threads=1, timeout_s=30.0)
+run_here(lambda: 5, lambda _: {}, work, device="cpu", threads=1, timeout_s=30.0)
 """
 
 
 def test_a_signal_is_heeded_by_a_rank_and_a_later_one_ends_it() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"RANK": "0", "WORLD_SIZE": "1", **free_port()}  # of Slurm: without LOCAL_RANK
     with subprocess.Popen(
         [sys.executable, "-c", STOPPING],
         env={**os.environ, **place},
@@ -222,7 +250,7 @@ def test_a_signal_is_heeded_by_a_rank_and_a_later_one_ends_it() -> None:
         text=True,
     ) as job:
         try:
-            assert job.stdout is not None and job.stdout.readline() == "begun\n"
+            assert job.stdout is not None and job.stdout.readline() == "begun 5\n"
             job.send_signal(signal.SIGTERM)
             job.send_signal(signal.SIGINT)  # from the terminal and from torchrun: one request
             assert job.stdout.readline() in ("15\n", "2\n")  # whichever Python handles first

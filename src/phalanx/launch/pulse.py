@@ -33,6 +33,7 @@ class Beat:
         still_s: how long its main thread has stood at one place of the code, in seconds.
         place: that place, and from where it was called; empty as long as it moves.
         heeds_stop: whether a request to stop will end it after its step.
+        waits: whether it waits for other ranks, however long they need.
     """
 
     steps_done: int = 0
@@ -40,6 +41,7 @@ class Beat:
     still_s: float = 0.0
     place: str = ""
     heeds_stop: bool = False
+    waits: bool = False
 
 
 class Pulse:
@@ -60,6 +62,7 @@ class Pulse:
         self.advice: Callable[[], str] = str
         self.on_change: Callable[[], None] = lambda: None
         self._doing = "starting"
+        self._waits = False
         self._place: tuple[_Mark, int] | None = None
         self._since_s = time.monotonic()
 
@@ -71,6 +74,16 @@ class Pulse:
             yield
         finally:
             self._doing = before
+
+    @contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        """Note that the main thread waits for other ranks inside, however long they need."""
+        self._waits = True
+        try:
+            with self.doing(what):
+                yield
+        finally:
+            self._waits = False
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -100,6 +113,7 @@ class Pulse:
             still_s=still_s,
             place=where,
             heeds_stop=self.heeds_stop,
+            waits=self._waits,
         )
 
     def _look(

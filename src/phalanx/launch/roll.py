@@ -76,7 +76,8 @@ class Roll:
     def stall(self) -> str | None:
         """Return what to tell if ranks stand still; once for each time that they do."""
         beats = {rank: beat for rank, (beat, _) in sorted(self._beats.items())}
-        longest_s = max((beat.still_s for beat in beats.values()), default=0.0)
+        still_s = {rank: beat.still_s for rank, beat in beats.items() if not beat.waits}
+        longest_s = max(still_s.values(), default=0.0)
         if longest_s < STILL_S:
             self._is_told = False
         # Before and after the steps one rank may work for long while the others wait.
@@ -84,7 +85,7 @@ class Roll:
         limit_s = self._limit_s * (1 if is_stepping else PATIENCE)
         if longest_s < limit_s or self._is_told or len(beats) < 2:
             return None
-        still = [rank for rank, beat in beats.items() if beat.still_s >= limit_s]
+        still = [rank for rank in still_s if still_s[rank] >= limit_s]
         # A job that stood so long and went on is a slow one: it is told later the next time.
         self._is_told, self._limit_s = True, 2 * longest_s
         return "\n".join([f"{named(still)} at one place for {longest_s:.0f} s:", *self.lines()])

@@ -65,6 +65,12 @@ class Place:
     local_rank: int
     num_here: int
 
+    @property
+    def here(self) -> range:
+        """The ranks of this host."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.num_here)
+
 
 def is_under_torchrun() -> bool:
     """Return whether the environment says that this process is a rank of a job."""
@@ -136,18 +142,19 @@ def run_here(
     from phalanx.comm.together import barrier
 
     place = read_place()
-    with answered(_Stopping(place.local_rank == 0)):
+    stopping = _Stopping(place.local_rank == 0)
+    with answered(stopping):
         device = _use_device(place, device)
         torch.set_num_threads(threads or max(1, num_cores() // place.num_here))
         join.allow_files()
         store = _meet(place, timeout_s)
         if device == "cuda":
             _take_gpu(place, store)
-        value = _prepare(place, store, prepare, facts)
-        store.set_timeout(timedelta(seconds=timeout_s))
-        first_here = place.rank - place.local_rank
         own: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
-        with Watch(own.clone(), place.rank, place.num_ranks, first_here, timeout_s) as watch:
+        with Watch(own.clone(), place.rank, place.num_ranks, place.here, timeout_s) as watch:
+            stopping.watch = watch
+            value = _prepare(place, store, prepare, facts)
+            store.set_timeout(timedelta(seconds=timeout_s))
             try:
                 if not dist.is_initialized():  # by an earlier run of this process
                     _join(place, store, device, timeout_s)
@@ -167,10 +174,11 @@ class _Stopping:
 
     def __init__(self, is_first_here: bool) -> None:
         self._is_first_here = is_first_here
+        self.watch: Watch | None = None
         self._asked_s: float | None = None
 
     def __call__(self, signum: int) -> None:
-        if signum not in ENDING:
+        if signum not in ENDING or (self.watch is not None and self.watch.is_torn_down()):
             return
         now_s, name = time.monotonic(), signal.Signals(signum).name
         if self._asked_s is not None and now_s - self._asked_s < TOGETHER_S:
@@ -309,8 +317,9 @@ def _prepare(
     """Prepare after the first rank of the host, and wait until all ranks have the same."""
     try:
         if place.local_rank > 0:
-            _read(store, place.rank - place.local_rank)
-        value = prepare()
+            _read(store, place.here.start)
+        with PULSE.doing("preparing the job"):
+            value = prepare()
         text = json.dumps(facts(value), sort_keys=True)
         store.set(f"{place.rank}", text)
         # Counted, so that rank 0 need not read as many texts as there are ranks.
@@ -337,7 +346,8 @@ def _read(store: Store, key: int | str) -> str:
     import torch.distributed as dist
 
     try:
-        text = store.get(f"{key}").decode()
+        with PULSE.waiting("waiting for others to prepare the job"):
+            text = store.get(f"{key}").decode()
     except dist.DistNetworkError as error:
         raise PeerFailed("the rank that holds the store has left") from error
     if text == FAILED:
