@@ -38,7 +38,9 @@ CASES = {
     ),
     "option of another section": Broken("train --lr 1", "option '--lr'", "'--optimizer.lr'"),
     "word without an option": Broken("train dp2", "'dp2' on the command line", "--name value"),
-    "option without its value": Broken("train --steps", "'--steps'", "Missing value"),
+    "option without its value": Broken(
+        "train --steps", "'--steps' lacks its value", "write --steps VALUE"
+    ),
     "value of another type": Broken(
         "train --optimizer.lr fast", "--optimizer.lr is 'fast'", "expected a number"
     ),

@@ -16,7 +16,7 @@ def test_doctor_lets_two_processes_meet(capsys: pytest.CaptureFixture[str]) -> N
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["self_test"]["passed"] and found["self_test"]["seconds"] > 0
     assert found["backends"]["gloo"]
-    assert found["versions"]["torch"] and found["packages"]["tyro"]
+    assert found["versions"]["torch"] and found["packages"]["rich"]
 
 
 def test_a_failed_self_test_is_shown_and_is_exit_code_1(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 
@@ -42,6 +43,14 @@ def test_paragraphs_are_whole_and_unset_values_are_explained(help_of_train: str)
     assert "global_size = microbatch x accumulation x data ranks; two give the third" in text
     assert "relative to the working folder; the standard library of this Python if unset" in text
     assert max(map(len, help_of_train.splitlines())) <= 100
+
+
+def test_bash_completes_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--completion"]) == 0
+    script = f"{capsys.readouterr().out}\ncomplete -p phalanx"
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0
+    assert " --corpus.no-shuffle " in ended.stdout and " --optimizer.lr " in ended.stdout
 
 
 @pytest.mark.parametrize("words", [["help", "bench"], ["bench", "help"], ["help", "doctor"]])

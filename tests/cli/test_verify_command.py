@@ -90,7 +90,7 @@ def test_a_process_that_torchrun_started_refuses() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--steps 0", "steps is 0; it must be at least 1"),
+        ("--steps 0", "steps is 0; expected at least 1"),
         ("--optimizer.clip-p 3", "optimizer.clip_p is 3; expected 1, 2 or inf"),
         ("--optimizer.lr -1", "optimizer.lr is -1.0; expected more than 0"),
         ("--shape.dropout 1", "shape.dropout is 1.0; expected a number in [0, 1)"),

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import TrainConfig
-from phalanx.config_load import load_config, settings
+from phalanx.config.fields import settings
+from phalanx.config.load import load_config
 from phalanx.models.registry import PRESETS
 from phalanx.planner.model_shape import num_parameters
 
@@ -23,7 +24,7 @@ def test_the_configuration_file_has_every_setting_and_the_defaults(tmp_path: Pat
     loaded = load_config(["--config", str(path)])
     unset = [key for key, source in loaded.sources.items() if source == "default"]
     assert unset == ["resume"] and "\n# resume = " in text
-    assert list(loaded.sources) == [key for key, _, _ in settings(TrainConfig)]
+    assert list(loaded.sources) == [setting.key for setting in settings(TrainConfig)]
 
 
 def test_the_table_of_presets_is_that_of_the_registry() -> None:

@@ -19,8 +19,8 @@ import pytest
 from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, ShapeConfig
-from phalanx.config_check import check
-from phalanx.config_load import load_config
+from phalanx.config.law import check
+from phalanx.config.load import load_config
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.train.job import Job, remarks_on, resolve

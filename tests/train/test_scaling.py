@@ -59,7 +59,7 @@ def test_each_strategy_takes_the_same_batch_in_turns(capsys: pytest.CaptureFixtu
     ("words", "expected"),
     [
         ("dp3", "6 and 9 are the nearest global_size"),
-        ("dp2 --rounds 0", "rounds is 0; it must be at least 1"),
+        ("dp2 --rounds 0", "rounds is 0; expected at least 1"),
         ("dp2 --seq-len 100000", "the nearest is"),
         ("tp4:2d --global-size 1", "splits rows in 2; the nearest is 2"),
     ],

@@ -136,11 +136,9 @@ def measure_ceiling(
         budget_s: do not start a size that would go beyond this many seconds in all.
 
     Raises:
-        ConfigError: `max_size` is below 512, or the device is missing or cannot do the arithmetic.
+        ConfigError: the device is missing or cannot do the arithmetic.
     """
     device = checked_device(device, arithmetic)
-    if max_size < SMALLEST_SIZE:
-        raise ConfigError(f"max_size is {max_size}; the smallest size is {SMALLEST_SIZE}")
     points: list[MatmulPoint] = []
     skipped: list[tuple[int, str]] = []
     begin_s = time.perf_counter()

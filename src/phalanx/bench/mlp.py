@@ -122,11 +122,9 @@ def measure_mlp(
         recipe: what is trained, see above.
 
     Raises:
-        ConfigError: a size below 1, the device cannot do it, or it does not fit in memory.
+        ConfigError: the device cannot do it, or it does not fit in memory.
     """
     device = checked_device(device, arithmetic)
-    if num_layers < 1 or (width is not None and width < 1):
-        raise ConfigError(f"num_layers is {num_layers} and width {width}; both must be at least 1")
     ceiling = quick_ceiling(device, arithmetic)
     with arithmetic_of(arithmetic) as dtype:
         width, choice = _choose_width(

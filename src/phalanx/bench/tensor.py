@@ -232,8 +232,6 @@ def measure_tensor(
     Raises:
         ConfigError: a text cannot be read, a layout does not divide a size, or memory is short.
     """
-    if repeats < 0:
-        raise ConfigError(f"repeats is {repeats}; it must be at least 0, which only counts")
     strategies = [parse_layout(text) for text in layouts]
     block_sizes = [BlockSize.parse(text) for text in sizes]
     item = item_bytes(precision)

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.checkpoint import files, index, manifest
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.storage import brief
-from phalanx.config_check import check_type
+from phalanx.config.fields import check_type
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.screen import print_json, screen
-from phalanx.config_check import settings, value_at
-from phalanx.config_load import Loaded
+from phalanx.config.fields import value_at
+from phalanx.config.load import Loaded
 
 
 def show_config(loaded: Loaded[Any]) -> None:
@@ -24,8 +24,7 @@ def show_config(loaded: Loaded[Any]) -> None:
     table.add_column("key", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("source", overflow="fold", max_width=30)
-    for key, _, _ in settings(type(config)):
-        source = loaded.sources[key]
+    for key, source in loaded.sources.items():
         style = "dim" if source == "default" else ""
         table.add_row(key, Text(_text(value_at(config, key)), style), Text(source, style))
     screen().print(table)

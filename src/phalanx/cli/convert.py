@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
 from rich.text import Text
 
 from phalanx.cli.screen import Preparation, print_json, screen
-from phalanx.config_load import read_command_line
+from phalanx.config.command_line import read_command_line
+from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,47 +21,39 @@ if TYPE_CHECKING:
     from phalanx.hugging_face.convert import Converted
 
 
-SRC = tyro.conf.arg(
-    metavar="SRC",
-    help_behavior_hint="(required)",
-    help="What to read. A Hugging Face folder (config.json, *.safetensors) of Llama, Qwen3 or "
-    "GPT-2 becomes a checkpoint of weights alone, for phalanx train --init. A checkpoint, or a run "
-    "folder, whose latest checkpoint is taken, becomes a folder that from_pretrained loads. A "
-    "tokenizer beside the weights is copied along.",
-)
-DST = tyro.conf.arg(
-    metavar="DST",
-    help_behavior_hint="(required)",
-    help="The folder to write: a new one, or an empty one.",
-)
-CHECK = tyro.conf.arg(
-    help="Afterwards load both sides whole, compare the logits of transformers' model with those "
-    "of ours on random tokens, and exit with 1 if they do not agree."
-)
-DTYPE = tyro.conf.arg(
-    help="Data type to write. float32 keeps float16 and bfloat16 exactly. Weights in a checkpoint "
-    "become float32 again when training begins, whatever they were written in."
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
     """Convert weights from the Hugging Face layout to a checkpoint, or back: SRC says which."""
 
-    source: Annotated[str, tyro.conf.Positional, SRC] = ""
-    destination: Annotated[str, tyro.conf.Positional, DST] = ""
-    check: Annotated[bool, tyro.conf.FlagCreatePairsOff, CHECK] = False
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], DTYPE] = "float32"
-    max_shard_gb: float | None = None
+    source: Annotated[str | None, Positional("SRC")] = None
+    """What to read. A Hugging Face folder (config.json, *.safetensors) of Llama, Qwen3 or GPT-2
+    becomes a checkpoint of weights alone, for phalanx train --init. A checkpoint, or a run folder,
+    whose latest checkpoint is taken, becomes a folder that from_pretrained loads. A tokenizer
+    beside the weights is copied along."""
+    destination: Annotated[str | None, Positional("DST")] = None
+    """The folder to write: a new one, or an empty one."""
+    check: bool = False
+    """Afterwards load both sides whole, compare the logits of transformers' model with those of
+    ours on random tokens, and exit with 1 if they do not agree."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type to write. float32 keeps float16 and bfloat16 exactly. Weights in a checkpoint
+    become float32 again when training begins, whatever they were written in."""
+    max_shard_gb: Annotated[float | None, Range(0, ends="()")] = None
     """Largest file of a Hugging Face folder, in 1e9 bytes; 5 if unset."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """Make the last line of standard output one JSON document."""
 
 
 def run(argv: list[str]) -> int:
-    """Convert as the command line says; 1 if the check finds that the sides do not agree."""
-    config = read_command_line(argv, ConvertConfig(), prog="phalanx convert")
-    _check(config)
+    """Convert as the command line says; 1 if the check finds that the sides do not agree.
+
+    Raises:
+        ConfigError: a folder is not given.
+    """
+    config = read_command_line(argv, ConvertConfig, prog="phalanx convert")
+    if config.source is None or config.destination is None:
+        missing = "SRC and DST are" if config.source is None else "DST is"
+        raise ConfigError(f"{missing} missing; expected: phalanx convert SRC DST")
     from phalanx.hugging_face.compare import require_transformers
 
     if config.check:
@@ -70,7 +61,7 @@ def run(argv: list[str]) -> int:
     console = screen()
     begin_s = time.perf_counter()
     with Preparation(console) as preparation:
-        converted = _convert(config, preparation)
+        converted = _convert(config, Path(config.source), Path(config.destination), preparation)
     took_s = time.perf_counter() - begin_s
     agreement = _agreement(converted) if config.check else None
     if agreement is not None:
@@ -82,21 +73,9 @@ def run(argv: list[str]) -> int:
     return 0 if agreement is None or agreement.is_within else 1
 
 
-def _check(config: ConvertConfig) -> None:
-    """Refuse what can be judged from the words alone.
-
-    Raises:
-        ConfigError: a folder is not given, or the size of a shard is no size.
-    """
-    if not config.source or not config.destination:
-        missing = "DST is" if config.source else "SRC and DST are"
-        raise ConfigError(f"{missing} missing; expected: phalanx convert SRC DST")
-    size_gb = config.max_shard_gb
-    if size_gb is not None and not 0 < size_gb < math.inf:
-        raise ConfigError(f"max_shard_gb is {size_gb}; expected more than 0 and finite")
-
-
-def _convert(config: ConvertConfig, preparation: Preparation) -> Converted:
+def _convert(
+    config: ConvertConfig, source: Path, destination: Path, preparation: Preparation
+) -> Converted:
     """Convert, with a bar on a terminal.
 
     Raises:
@@ -104,7 +83,7 @@ def _convert(config: ConvertConfig, preparation: Preparation) -> Converted:
     """
     from phalanx.hugging_face.convert import MAX_SHARD_BYTES, convert, kind_of
 
-    source, max_shard_bytes = Path(config.source), MAX_SHARD_BYTES
+    max_shard_bytes = MAX_SHARD_BYTES
     if config.max_shard_gb is not None:
         if kind_of(source) == "hugging face":
             raise ConfigError(
@@ -114,7 +93,7 @@ def _convert(config: ConvertConfig, preparation: Preparation) -> Converted:
         max_shard_bytes = round(config.max_shard_gb * 1e9)
     return convert(
         source,
-        Path(config.destination),
+        destination,
         dtype=_dtype(config.dtype),
         max_shard_bytes=max_shard_bytes,
         progress=preparation.report,

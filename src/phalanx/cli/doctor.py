@@ -7,17 +7,16 @@ import shutil
 import time
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import tyro
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.screen import print_json, screen
-from phalanx.config_load import read_command_line
+from phalanx.config.command_line import read_command_line
 from phalanx.errors import PhalanxError
 
-PACKAGES: Final = ("numpy", "tokenizers", "safetensors", "tyro", "rich", "tensorboard")
+PACKAGES: Final = ("numpy", "tokenizers", "safetensors", "rich", "tensorboard")
 """What phalanx needs beside torch."""
 
 EXTRAS: Final = {"hf": "transformers", "parquet": "pyarrow", "plot": "matplotlib"}
@@ -36,13 +35,13 @@ GIB: Final = 2**30
 class DoctorConfig:
     """Show versions, devices and backends, and let two processes meet."""
 
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """Make the last line of standard output one JSON document."""
 
 
 def run(argv: list[str]) -> int:
     """Print what is found; exit code 1 if the two processes could not meet."""
-    config = read_command_line(argv, DoctorConfig(), prog="phalanx doctor")
+    config = read_command_line(argv, DoctorConfig, prog="phalanx doctor")
     found = examine()
     if config.json:
         print_json(found)

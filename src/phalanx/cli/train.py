@@ -15,9 +15,10 @@ from phalanx.cli.choices import preset_help, strategy_help
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import TrainConfig
-from phalanx.config_check import check, value_at
-from phalanx.config_load import Loaded, load_config
-from phalanx.config_load import resolve as resolve_config
+from phalanx.config.fields import value_at
+from phalanx.config.law import check
+from phalanx.config.load import Loaded, load_config
+from phalanx.config.load import resolve as resolve_config
 from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import print_json, screen
-from phalanx.config import OptimizerConfig, ShapeConfig, TrainConfig
-from phalanx.config_check import check
-from phalanx.config_load import load_config
+from phalanx.config import OptimizerConfig, ShapeConfig
+from phalanx.config.fields import Positional, Range, check_values
+from phalanx.config.load import load_config
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,21 +52,21 @@ class VerifyConfig:
     uneven batches, and then again with three ranks on an axis that has two.
     """
 
-    strategy: Annotated[str, tyro.conf.Positional] = "dp2"
+    strategy: Annotated[str, Positional("[STRATEGY]")] = "dp2"
     """Such as dp2, fsdp2:zero1, dp2,fsdp2 or tp4:2d; `phalanx train --help` has the grammar."""
     model: str | None = None
     """Preset of one shape to run, instead of the two small ones."""
-    steps: int = 4
+    steps: Annotated[int, Range(1)] = 4
     """Optimizer steps to compare."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Data type of weights and arithmetic; float64 shows whether the strategy is exact."""
-    global_size: int | None = None
+    global_size: Annotated[int | None, Range(1)] = None
     """Sequences in one step; an odd number, so that shares are uneven, if unset."""
-    accumulation: int = 2
+    accumulation: Annotated[int, Range(1)] = 2
     """Microbatches that each rank cuts its share into."""
-    seq_len: int = 17
+    seq_len: Annotated[int, Range(1)] = 17
     """Tokens of a sequence."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**63 - 1, "[]")] = 0
     """Fixes weights, batches and dropout masks."""
     train: bool = False
     """Verify the road of training too: first weights, precision, data, evaluation, saving, and
@@ -126,7 +125,7 @@ def _verify(config: VerifyConfig, console: Console) -> list[Verdict]:
     from phalanx.verify.cases import Settings, decoder_case, with_three
     from phalanx.verify.harness import compare_cases
 
-    _check(config)
+    check_values(config)
     strategy = Strategy.parse(config.strategy)
     require_built(strategy)
     settings = Settings(
@@ -157,18 +156,6 @@ def _verify_training(strategy: Strategy) -> list[Verdict]:
 
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
         return verify_training(strategy, Path(folder))
-
-
-def _check(config: VerifyConfig) -> None:
-    for name in ("steps", "accumulation", "seq_len", "global_size"):
-        value: int | None = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
-    check(
-        TrainConfig(
-            steps=config.steps, seed=config.seed, shape=config.shape, optimizer=config.optimizer
-        )
-    )
 
 
 def _check_device(strategy: Strategy, device: str) -> None:

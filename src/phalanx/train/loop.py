@@ -16,7 +16,8 @@ from rich.console import Console
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import barrier, on_first_rank
 from phalanx.config import TrainConfig
-from phalanx.config_check import check, settings, value_at
+from phalanx.config.fields import Use, keys_for, value_at
+from phalanx.config.law import check
 from phalanx.data.survey import Progress
 from phalanx.debug.check import LIMIT_S, CollectiveCheck
 from phalanx.errors import Interrupted, TrainingError
@@ -202,11 +203,6 @@ def _is_due(steps_done: int, every: int) -> bool:
     return every > 0 and steps_done % every == 0
 
 
-_RESOLVED = ("model", "strategy", "nproc", "steps", "precision", "device", "seed", "shape", "batch")
-_LOCAL = ("data", "corpus.cache", "tokenizer", "threads", "out", "resume", "init")
-_OF_TOKENS = ("corpus.vocab_size", "corpus.max_bytes", "corpus.seq_len", "corpus.validation")
-
-
 def facts_of(job: Job) -> dict[str, Any]:
     """Return what must be the same on every rank, each of which has resolved the job by itself.
 
@@ -227,11 +223,7 @@ def facts_of(job: Job) -> dict[str, Any]:
         "steps": job.num_steps,
         "steps done": steps_done,
         "samples consumed": consumed,
-        **{
-            key: value_at(config, key)
-            for key, _, _ in settings(TrainConfig)
-            if not {key, key.partition(".")[0]}.intersection(_RESOLVED + _LOCAL + _OF_TOKENS)
-        },
+        **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.LAW)},
     }
 
 

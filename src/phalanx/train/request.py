@@ -10,7 +10,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.storage import brief
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
-from phalanx.config_check import check_value, settings
+from phalanx.config.fields import check_value, settings
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.torchrun import is_under_torchrun, read_place
@@ -83,9 +83,9 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
         )
     found = manifest.find_and_read(Path(path))
     try:
-        for key, hint, _ in settings(TrainConfig):
-            if key in found.about.settings:
-                check_value(key, hint, found.about.settings[key])
+        for entry in settings(TrainConfig):
+            if entry.key in found.about.settings:
+                check_value(entry, found.about.settings[entry.key])
     except ConfigError as error:
         file, words = found.folder / manifest.NAME, brief(error, 300)
         raise CheckpointError(f"cannot read the settings in {file}: {words}") from error

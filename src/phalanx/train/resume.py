@@ -14,8 +14,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.checkpoint.weights import shape_in
 from phalanx.config import BatchConfig, BatchPlan, TrainConfig
-from phalanx.config_check import settings, value_at
-from phalanx.config_load import with_value
+from phalanx.config.fields import Use, keys_for, settings, value_at, with_value
 from phalanx.data.tokens import TokenFiles
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
@@ -24,18 +23,9 @@ from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.train.request import DEFAULT_MODEL, name_of_sizes
 
-_PATHS: Final = ("data", "tokenizer", "init", "out", "corpus.cache")
-"""Settings that name files of this host."""
-
-_OF_ITS_FOLDER: Final = ("out", "resume", "nproc", "batch.accumulation")
-"""Settings that a run does not keep: they follow from where it lies, its strategy and its batch."""
-
-_OF_THE_STREAM: Final = ("corpus.validation", "seed", "corpus.seq_len", "corpus.shuffle")
-"""Settings that fix the order of the samples of a text."""
-
-_FREE: Final = (
-    *("model", "epochs", "batch.microbatch"),
-    *("tokenizer", "corpus.vocab_size", "init", "threads", "corpus.cache"),
+_SILENT: Final = (
+    *keys_for(TrainConfig, Use.LOCAL | Use.PATH | Use.FRESH | Use.OF_TOKENIZER),
+    *("model", "epochs"),
 )
 """Settings in a manifest that change no number of the run, or show in those that do."""
 
@@ -116,7 +106,7 @@ def resolved(config: TrainConfig, batch: BatchPlan, **settled: Any) -> TrainConf
         config = with_value(config, name, value)
     for name in ("global_size", "microbatch", "accumulation"):
         config = with_value(config, f"batch.{name}", getattr(batch, name))
-    for key in _PATHS:
+    for key in keys_for(TrainConfig, Use.PATH):
         if (path := value_at(config, key)) is not None:
             # Not normalized: `..` after a link is another folder than the text says.
             config = with_value(config, key, os.path.join(os.getcwd(), os.path.expanduser(path)))
@@ -142,9 +132,9 @@ def settings_of(config: TrainConfig, name: str, dropout: float) -> dict[str, Any
 def to_keep(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that the folder of a run keeps, by dotted key."""
     return {
-        key: value_at(config, key)
-        for key, _, _ in settings(TrainConfig)
-        if key not in _OF_ITS_FOLDER
+        setting.key: value_at(config, setting.key)
+        for setting in settings(TrainConfig)
+        if Use.UNKEPT not in setting.use
     }
 
 
@@ -200,7 +190,7 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
         "text": tokens.text_digest,
         "text bytes": tokens.num_bytes,
         "tokenizer": tokens.tokenizer_digest,
-        **{key: value_at(config, key) for key in _OF_THE_STREAM},
+        **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.STREAM)},
     }
 
 
@@ -259,7 +249,7 @@ def remarks(before: Manifest, now: Manifest) -> list[str]:
     differing = [
         f"{key} {_text(earlier[key])} -> {_text(value)}"
         for key, value in json.loads(json.dumps(settings)).items()  # as a manifest has them
-        if key not in _FREE
+        if key not in _SILENT
         and key in earlier
         and earlier[key] != value
         # What the devices are to settle is not known before the ranks are started.

@@ -13,7 +13,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.storage import existing, free_bytes, replace_file
 from phalanx.config import TrainConfig
-from phalanx.config_file import RUN_FILE, to_toml
+from phalanx.config.file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError
 from phalanx.hugging_face.companions import keep_tokenizer
 from phalanx.models.shape import ModelShape

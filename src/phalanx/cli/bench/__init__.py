@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from phalanx.cli.screen import screen
-from phalanx.config_load import read_command_line
+from phalanx.config.command_line import read_command_line
 from phalanx.errors import ConfigError, nearest
 
 VERBS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
@@ -43,9 +43,9 @@ def run(argv: list[str]) -> int:
             f"{', '.join(VERBS)}"
         )
     module = import_module(f"phalanx.cli.bench.{verb}")
-    default = getattr(module, VERBS[verb][0])()
+    schema = getattr(module, VERBS[verb][0])
     words = ["--help"] if words[:1] == ["help"] else words
-    config = read_command_line(words, default, prog=f"phalanx bench {verb}")
+    config = read_command_line(words, schema, prog=f"phalanx bench {verb}")
     return module.run(config, screen())
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.bench.ceiling import LARGEST_SIZE, Ceiling, measure_ceiling
+from phalanx.bench.ceiling import LARGEST_SIZE, SMALLEST_SIZE, Ceiling, measure_ceiling
 from phalanx.bench.picture import draw_ceiling, has_matplotlib
 from phalanx.cli.bench.common import BenchConfig, document_of, folder_of, resolved, write
 from phalanx.cli.screen import print_json
+from phalanx.config.fields import Range
 from phalanx.measure.utilization import percent
 
 
@@ -19,7 +21,7 @@ from phalanx.measure.utilization import percent
 class CeilingConfig(BenchConfig):
     """Measure the matmul ceiling: square products of doubling size, as a table and a picture."""
 
-    max_size: int = LARGEST_SIZE
+    max_size: Annotated[int, Range(SMALLEST_SIZE)] = LARGEST_SIZE
     """Largest size to try."""
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
 from phalanx.bench.ceiling import checked_device
+from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.measure.environment import environment, has_fast_bfloat16
 from phalanx.measure.logs import json_text
@@ -22,7 +23,7 @@ from phalanx.measure.peaks import Arithmetic
 class ResultConfig:
     """What every verb of bench takes."""
 
-    threads: int | None = None
+    threads: Annotated[int | None, Range(1)] = None
     """CPU threads; torch's own choice if unset, or the cores shared evenly by several ranks."""
     out: str | None = None
     """Folder for the results; nothing is written if unset."""
@@ -38,32 +39,23 @@ class BenchConfig(ResultConfig):
     """cpu, cuda or cuda:INDEX; auto: the first GPU, else the CPU."""
     dtype: Literal["auto", "bfloat16", "float16", "tf32", "float32", "float64"] = "auto"
     """Data type of the products; auto: bfloat16 where the device has it, else float32."""
-    budget_s: float = 60.0
+    budget_s: Annotated[float, Range(0, ends="()")] = 60.0
     """Seconds to spend on measuring, about."""
 
 
 def use_threads(threads: int | None) -> None:
-    """Compute on this many threads; on torch's own choice if None.
-
-    Raises:
-        ConfigError: it is below 1.
-    """
-    if threads is None:
-        return
-    if threads < 1:
-        raise ConfigError(f"threads is {threads}; it must be at least 1")
-    torch.set_num_threads(threads)
+    """Compute on this many threads; on torch's own choice if None."""
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def resolved(config: BenchConfig) -> tuple[str, Arithmetic]:
     """Return device and data type, with each `auto` replaced by what this machine has.
 
     Raises:
-        ConfigError: a setting is out of range, or this machine lacks what it asks for.
+        ConfigError: this machine lacks what a setting asks for.
     """
     use_threads(config.threads)
-    if config.budget_s <= 0:
-        raise ConfigError(f"budget_s is {config.budget_s}; it must be above 0")
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,7 @@ from rich.text import Text
 from phalanx.bench.mlp import MlpRun, Recipe, measure_mlp
 from phalanx.cli.bench.common import BenchConfig, document_of, folder_of, resolved, write
 from phalanx.cli.screen import print_json
+from phalanx.config.fields import Range
 from phalanx.measure.utilization import percent
 
 
@@ -19,9 +21,9 @@ from phalanx.measure.utilization import percent
 class MfuConfig(BenchConfig):
     """Measure MFU and HFU of a plain perceptron: forward, backward and optimizer."""
 
-    layers: int = 8
+    layers: Annotated[int, Range(1)] = 8
     """Linear layers."""
-    width: int | None = None
+    width: Annotated[int | None, Range(1)] = None
     """Rows and columns of each; the largest of 8192, 4096, ... for time and memory if unset."""
     compile: bool = False
     """Compile the perceptron with torch.compile."""

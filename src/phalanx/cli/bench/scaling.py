@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +14,7 @@ from rich.text import Text
 from phalanx.cli.bench.common import ResultConfig, document_of, folder_of, write
 from phalanx.cli.screen import print_json
 from phalanx.config import ShapeConfig
+from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores
 from phalanx.measure.utilization import percent
@@ -26,25 +26,25 @@ from phalanx.train.scaling import ScalingCase, ScalingPoint, measure_scaling
 class ScalingConfig(ResultConfig):
     """Measure the speed-up of strategies over one rank: the same global batch, in turns."""
 
-    strategies: Annotated[tuple[str, ...], tyro.conf.Positional] = (
+    strategies: Annotated[tuple[str, ...], Positional("[STRATEGY ...]")] = (
         "dp2", "dp4", "fsdp2", "fsdp4", "tp2", "tp4",
     )  # fmt: skip
     """Strategies to measure beside one rank."""
-    threads: int | None = None
+    threads: Annotated[int | None, Range(1)] = None
     """CPU threads of each rank, whatever their number is; 1 if unset."""
     model: str = "demo"
     """Preset of the model's shape."""
-    global_size: int = 8
+    global_size: Annotated[int, Range(1)] = 8
     """Sequences in one step, whatever the number of ranks is."""
-    seq_len: int = 256
+    seq_len: Annotated[int, Range(1)] = 256
     """Tokens of a sequence."""
     precision: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
     """Data type of the arithmetic; auto: bfloat16 where the device has it, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; a rank is a GPU, or `threads` threads of the CPU, 1 if unset."""
-    steps: int = 5
+    steps: Annotated[int, Range(1)] = 5
     """Steps to time in each round, after two that warm up."""
-    rounds: int = 3
+    rounds: Annotated[int, Range(1)] = 3
     """Rounds; each runs every strategy once."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes that replace the preset's."""
@@ -53,9 +53,6 @@ class ScalingConfig(ResultConfig):
 def run(config: ScalingConfig, console: Console) -> int:
     """Measure, and print a table."""
     threads = 1 if config.threads is None else config.threads
-    for name in ("global_size", "seq_len", "steps", "rounds"):
-        _check_positive(name, getattr(config, name))
-    _check_positive("threads", threads)
     folder = folder_of(config.out)
     device = config.device
     if device == "auto":
@@ -100,11 +97,6 @@ def run(config: ScalingConfig, console: Console) -> int:
     if config.json:
         print_json(document)
     return 0
-
-
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} is {value}; it must be at least 1")
 
 
 def _table(points: Sequence[ScalingPoint], num_tokens: int) -> Table:

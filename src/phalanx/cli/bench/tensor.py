@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Annotated, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,7 @@ from phalanx.bench.tensor import DEFAULT_LAYOUTS, DEFAULT_SIZES, LayoutPoint, me
 from phalanx.bench.tensor_theory import Amounts
 from phalanx.cli.bench.common import ResultConfig, document_of, folder_of, use_threads, write
 from phalanx.cli.screen import print_json
+from phalanx.config.fields import Range
 from phalanx.launch.local import num_cores
 from phalanx.measure.environment import has_fast_bfloat16
 
@@ -31,7 +32,7 @@ class TensorConfig(ResultConfig):
     """Width of the block and its microbatch, each HIDDENxROWSxPLACES."""
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
     """Data type of the arithmetic; auto: bfloat16 where the CPU has it, else float32."""
-    repeats: int = 5
+    repeats: Annotated[int, Range(0)] = 5
     """Steps to time of each layout, which take turns; 0 only counts."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from phalanx.config_check import check_type
+from phalanx.config.fields import check_type
 from phalanx.errors import ConfigError, nearest
 
 RUN_FILE: Final = "config.toml"

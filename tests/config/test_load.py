@@ -10,13 +10,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.cli.bench.ceiling import CeilingConfig
+from phalanx.cli.bench.mfu import MfuConfig
+from phalanx.cli.bench.scaling import ScalingConfig
+from phalanx.cli.bench.tensor import TensorConfig
+from phalanx.cli.convert import ConvertConfig
+from phalanx.cli.doctor import DoctorConfig
+from phalanx.cli.verify import VerifyConfig
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, TrainConfig
-from phalanx.config_check import RANGES, check, check_type, describe, settings, value_at
-from phalanx.config_file import read_values, to_toml
-from phalanx.config_load import load_config, resolve, with_value
+from phalanx.config.fields import (
+    Use,
+    check_type,
+    check_values,
+    describe,
+    settings,
+    value_at,
+    with_value,
+)
+from phalanx.config.file import read_values, to_toml
+from phalanx.config.help import texts_of
+from phalanx.config.law import check
+from phalanx.config.load import load_config, resolve
 from phalanx.errors import BatchError, ConfigError, StrategyError
 
-KEYS = {key: hint for key, hint, _ in settings(TrainConfig)}
+KEYS = {setting.key: setting.hint for setting in settings(TrainConfig)}
 
 
 @pytest.fixture
@@ -126,8 +143,8 @@ def test_a_file_that_cannot_be_read(file: Path, tmp_path: Path) -> None:
         ("--lr 1", "did you mean '--optimizer.lr'?"),
         ("--seq-len=4", "did you mean '--corpus.seq-len'?"),
         ("--show-confg", "did you mean '--show-config'?"),
-        ("--steps", "Missing value for argument '--steps'"),
-        ("--config", "Missing value for argument '--config'"),
+        ("--steps", "option '--steps' lacks its value; write --steps VALUE"),
+        ("--config", "option '--config' lacks its value"),
         ("--steps many", "--steps is 'many'; expected a whole number"),
         ("--optimizer.lr fast", "--optimizer.lr is 'fast'; expected a number"),
         ("--precision float23", "(did you mean 'float32'?)"),
@@ -181,10 +198,30 @@ def test_contradictions(config: TrainConfig, error: type[Exception], words: str)
         check(config)
 
 
-def test_every_number_has_a_range_and_every_range_a_key() -> None:
-    numbers = {key for key, hint in KEYS.items() if "number" in describe(hint)}
-    assert numbers - set(RANGES) == {"optimizer.clip_p"}
-    assert set(RANGES) <= numbers
+SCHEMAS = [
+    TrainConfig, VerifyConfig, ConvertConfig, DoctorConfig, CeilingConfig, MfuConfig,
+    ScalingConfig, TensorConfig,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_number_has_a_range(schema: type) -> None:
+    for setting in settings(schema):
+        is_number = "number" in describe(setting.hint) and setting.key != "optimizer.clip_p"
+        assert (setting.range is not None) == is_number, setting.key
+
+
+def test_every_setting_of_a_run_is_for_something() -> None:
+    purposes = (Use.LAW, Use.STREAM, Use.RESOLVED, Use.LOCAL, Use.PATH)
+    for setting in settings(TrainConfig):
+        assert [use in setting.use for use in purposes].count(True) == 1, setting.key
+        assert (setting.hint == (str | None)) or Use.PATH not in setting.use
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_setting_has_a_text_and_a_legal_default(schema: type) -> None:
+    assert set(texts_of(schema)) >= {setting.key for setting in settings(schema)}
+    check_values(schema())
 
 
 @given(st.sampled_from(sorted(KEYS)), st.data())

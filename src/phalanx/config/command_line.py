@@ -1,0 +1,122 @@
+"""The words of a command line as values: `--dotted.key value`, in any order, after a verb.
+
+`-` and `_` mean the same in a key, and `--key=value` is `--key value`. `--section.flag` switches on
+and `--section.no-flag` off. A tuple takes the words up to the next option; a list takes one word
+each time it is named. The word `none` unsets what may be unset.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, get_origin
+
+from phalanx.config.fields import Schema, Setting, check_values, read_text, settings, with_value
+from phalanx.config.file import closest
+from phalanx.errors import ConfigError
+
+
+def read_command_line(argv: Sequence[str], schema: type[Schema], *, prog: str) -> Schema:
+    """Return the configuration that a command line alone asks for, with all values in range.
+
+    Args:
+        argv: the words after the verb.
+        schema: dataclass of the settings; every field needs a default.
+        prog: the verb, as --help names it.
+
+    Raises:
+        ConfigError: an unknown option or an illegal value.
+        SystemExit: with code 0, after --help or --completion.
+    """
+    config = schema()
+    for key, value in read_words(argv, schema, prog=prog).items():
+        config = with_value(config, key, value)
+    check_values(config)
+    return config
+
+
+def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]:
+    """Return the values that the words give, by dotted key.
+
+    Args:
+        argv: the words after the verb.
+        *schemas: dataclasses of the settings; the last one has the text of --help.
+        prog: the verb, as --help names it.
+
+    Raises:
+        ConfigError: an unknown option, or a value that is missing or of another type.
+        SystemExit: with code 0, after --help or --completion.
+    """
+    found = [setting for schema in schemas for setting in settings(schema)]
+    options = {setting.key: setting for setting in found if setting.metavar is None}
+    switches = {key: (key, True) for key, setting in options.items() if setting.hint is bool}
+    switches |= {re.sub(r"(\w+)$", r"no_\1", key): (key, False) for key in switches}
+    values: dict[str, Any] = {}
+    loose: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, has_value, text = word.partition("=")
+        key = name.removeprefix("--").replace("-", "_")
+        if word in ("-h", "--help", "--completion"):
+            from phalanx.config.help import print_completion, print_help  # loads what draws it
+
+            if word == "--completion":
+                print_completion(prog, [*switches, *options])
+            else:
+                print_help(prog, schemas)
+            raise SystemExit(0)
+        if not word.startswith("-"):
+            loose.append(word)
+        elif not has_value and key in switches:
+            key, values[key] = switches[key]
+        elif name.startswith("--") and key in options:
+            setting = options[key]
+            taken = [text] if has_value else _take(words, setting)
+            values[key] = _value(name, setting, taken, values.get(key, []))
+        else:
+            close = closest(key.lstrip("_"), [*options, "help"])
+            near = f" (did you mean '--{close.replace('_', '-')}'?)" if close else ""
+            raise ConfigError(f"option '{word}' is unknown{near}; --help lists all")
+    return values | _positional(loose, found)
+
+
+def _take(words: list[str], setting: Setting) -> list[str]:
+    """Take the words of an option off the front of those that are left."""
+    most = len(words) if get_origin(setting.hint) is tuple else 1
+    taken: list[str] = []
+    while words and len(taken) < most and not words[0].startswith("--"):
+        taken.append(words.pop(0))
+    return taken
+
+
+def _value(name: str, setting: Setting, taken: list[str], before: list[str]) -> Any:
+    """Return the value of an option from its words, and those of its list before."""
+    if not taken:
+        raise ConfigError(f"option '{name}' lacks its value; write {name} VALUE")
+    if get_origin(setting.hint) is tuple:
+        return tuple(taken)
+    if get_origin(setting.hint) is list:
+        return [*before, *taken]
+    try:
+        return read_text(setting.hint, taken[0])
+    except ConfigError as error:
+        raise ConfigError(f"{name} is {error}") from None
+
+
+def _positional(loose: list[str], found: Sequence[Setting]) -> dict[str, Any]:
+    """Return the values of the settings without a name from the words without one."""
+    values: dict[str, Any] = {}
+    for setting in found:
+        if setting.metavar is None or not loose:
+            continue
+        if get_origin(setting.hint) is tuple:
+            values[setting.key], loose = tuple(loose), []
+        else:
+            values[setting.key] = loose.pop(0)
+    if loose:
+        raise ConfigError(
+            f"'{loose[0]}' on the command line belongs to no option; an option is written "
+            "--name value"
+        )
+    return values

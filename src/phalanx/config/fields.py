@@ -1,0 +1,259 @@
+"""The settings of any dataclass: their types, their ranges, and what each is for.
+
+A field says all of it beside its type: `steps: Annotated[int | None, Use.RESOLVED, Range(1)]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import operator
+import types
+import typing
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Flag, auto
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from phalanx.errors import ConfigError, nearest
+
+Schema = TypeVar("Schema")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The legal interval of a number; an open end at infinity means finite.
+
+    Attributes:
+        low: its lower end.
+        high: its upper end.
+        ends: brackets that say whether they belong to it: "[)" is closed below and open above.
+    """
+
+    low: float
+    high: float = math.inf
+    ends: str = "[)"
+
+
+@dataclass(frozen=True)
+class Positional:
+    """A setting that the command line gives without its name.
+
+    Attributes:
+        metavar: what --help calls it.
+    """
+
+    metavar: str
+
+
+class Use(Flag):
+    """What a setting of a run is for: one of the first five, and more as it applies."""
+
+    LAW = auto()
+    """All hosts must be told the same, and a run that goes on says so if it is told another."""
+    STREAM = auto()
+    """It fixes the order of the samples: a run that goes on cannot be told another."""
+    RESOLVED = auto()
+    """What it comes to is compared instead, such as the strategy or the tokenizer's digest."""
+    LOCAL = auto()
+    """Each host, and each part of a run, has its own."""
+    PATH = auto()
+    """The same, of a file: what is kept of it holds from any folder."""
+    UNKEPT = auto()
+    """A run does not keep it: it is about one start of the run, or follows from what is kept."""
+    FRESH = auto()
+    """A run that goes on does not take it from its file: the checkpoint has what it led to."""
+    OF_TOKENIZER = auto()
+    """Nor this, where the tokenizer that it led to stands beside the file."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a configuration.
+
+    Attributes:
+        key: its name, dotted inside a section.
+        hint: its type, without what stands beside it.
+        range: the interval of a number; None for all others.
+        use: what it is for.
+        metavar: what --help calls one that the command line gives without its name.
+    """
+
+    key: str
+    hint: Any
+    range: Range | None
+    use: Use
+    metavar: str | None
+
+
+@functools.cache
+def settings(schema: type, prefix: str = "") -> tuple[Setting, ...]:
+    """Return each value of a configuration, in the order written."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    found: list[Setting] = []
+    for name in (field.name for field in fields(schema)):
+        hint, about = hints[name], ()
+        if typing.get_origin(hint) is Annotated:
+            hint, *about = typing.get_args(hint)
+        if is_dataclass(hint):
+            found += settings(cast(type, hint), f"{prefix}{name}.")
+            continue
+        ranges = [each for each in about if isinstance(each, Range)]
+        uses = [each for each in about if isinstance(each, Use)]
+        metavars = [each.metavar for each in about if isinstance(each, Positional)]
+        found.append(
+            Setting(
+                f"{prefix}{name}",
+                hint,
+                next(iter(ranges), None),
+                functools.reduce(operator.or_, uses, Use(0)),
+                next(iter(metavars), None),
+            )
+        )
+    return tuple(found)
+
+
+def keys_for(schema: type, use: Use) -> list[str]:
+    """Return the keys of the settings that are for any of these uses."""
+    return [setting.key for setting in settings(schema) if setting.use & use]
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Return the value of a dotted key."""
+    return operator.attrgetter(key)(config)
+
+
+def with_value(config: Schema, key: str, value: Any) -> Schema:
+    """Return the configuration with the value of one dotted key replaced."""
+    name, _, rest = key.partition(".")
+    if rest:
+        value = with_value(getattr(config, name), rest, value)
+    return cast(Schema, dataclasses.replace(cast(Any, config), **{name: value}))
+
+
+def check_values(config: Any) -> None:
+    """Refuse a value that is not of its type or out of its range.
+
+    Raises:
+        ConfigError: says which value, what was expected and the nearest legal value.
+    """
+    for setting in settings(type(config)):
+        check_value(setting, value_at(config, setting.key))
+
+
+def check_value(setting: Setting, value: Any) -> None:
+    """Raise ConfigError unless the value alone is one that its setting may have."""
+    check_type(setting.key, setting.hint, value)
+    if setting.range is not None and value is not None:
+        _check_range(setting.key, setting.range, value)
+    if isinstance(value, str):
+        _check_text(setting.key, value)
+
+
+def _check_text(key: str, value: str) -> None:
+    """Raise ConfigError for what no file or name can be, and no file of settings can hold."""
+    if not value.strip():
+        raise ConfigError(
+            f"{key} is empty, such as a variable of the shell that is not set; give it a value, or "
+            "leave it out"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{key} is {value!r}, which is not UTF-8, so that no record of the run could name it; "
+            "give it a name in UTF-8, such as that of a link"
+        ) from None
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself as the only one."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def choices(hint: Any) -> list[str]:
+    """Return the words that a Literal allows; none for any other type."""
+    return [
+        word
+        for member in members(hint)
+        if typing.get_origin(member) is Literal
+        for word in typing.get_args(member)
+    ]
+
+
+def check_type(key: str, hint: Any, value: Any) -> None:
+    """Refuse a value that is not of the type of its key.
+
+    Raises:
+        ConfigError: names the key, the value and what was expected.
+    """
+    if any(_fits(member, value) for member in members(hint)):
+        return
+    near = ""
+    if isinstance(value, str):
+        near = nearest(value, choices(hint))
+    elif isinstance(value, float) and int in members(hint) and math.isfinite(value):
+        near = f", of which {round(value)} is the nearest"
+    raise ConfigError(f"{key} is {value!r}; expected {describe(hint)}{near}")
+
+
+def _fits(member: Any, value: Any) -> bool:
+    """Return whether the value is of this type; a whole number is a number, true is not."""
+    if typing.get_origin(member) is Literal:
+        return value in typing.get_args(member)
+    if typing.get_origin(member) is tuple:
+        return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+    if isinstance(value, bool):
+        return member is bool
+    return isinstance(value, (int, float) if member is float else member)
+
+
+def describe(hint: Any) -> str:
+    """Return what a value of this type is, in words."""
+    if words := choices(hint):
+        return f"one of {', '.join(words)}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return " or ".join(words.get(m, "texts") for m in members(hint) if m is not type(None))
+
+
+def read_text(hint: Any, text: str) -> Any:
+    """Return the value that `text` from a command line stands for.
+
+    Raises:
+        ConfigError: says what was expected.
+    """
+    types_ = members(hint)
+    if type(None) in types_ and text.lower() == "none":
+        return None
+    if bool in types_ and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text in choices(hint):
+        return text
+    for type_ in (int, float, str):
+        if type_ in types_:
+            with contextlib.suppress(ValueError):
+                return type_(text)
+    raise ConfigError(f"{text!r}; expected {describe(hint)}{nearest(text, choices(hint))}")
+
+
+def _check_range(key: str, legal: Range, value: float) -> None:
+    """Raise ConfigError unless the number lies in its interval."""
+    low, high, ends = legal.low, legal.high, legal.ends
+    above = value > low or (value == low and ends[0] == "[")
+    below = value < high or (value == high and ends[1] == "]")
+    if above and below:  # false for nan
+        return
+    if math.isinf(high) or (high > 1 and not above):
+        expected = f"{'at least' if ends[0] == '[' else 'more than'} {low}"
+        expected += " and finite" if above else ""
+    else:
+        expected = f"a number in {ends[0]}{low}, {high}{ends[1]}"
+    if math.isnan(value):
+        pass  # no number is near
+    elif not above and ends[0] == "[":
+        expected += f"; the nearest is {low}"
+    elif not below and ends[1] == "]":
+        expected += f"; the nearest is {high}"
+    raise ConfigError(f"{key} is {value}; expected {expected}")

@@ -1,0 +1,120 @@
+"""What --help says of a verb, its settings by section; and its options for a shell to complete."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
+from itertools import pairwise
+from typing import Any, Final, cast, get_origin, get_type_hints
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from phalanx.config.fields import Setting, choices, members, settings, value_at
+
+WIDTH: Final = 100
+"""Most columns of --help."""
+
+_INDENT: Final = 22
+"""Columns before the text of a setting."""
+
+_METAVARS: Final = {int: "INT", float: "FLOAT", bool: "{true,false}"}
+
+
+def print_help(prog: str, schemas: Sequence[type]) -> None:
+    """Print the help of a verb, a frame for each section of its settings.
+
+    Args:
+        prog: the verb.
+        schemas: dataclasses of the settings; the docstring of the last one comes first.
+    """
+    console = Console(highlight=False)
+    console.width = min(WIDTH, console.width)
+    frames: dict[str, list[tuple[str, str]]] = {
+        "positional arguments": [],
+        "options": [("-h, --help", "Show this help and exit.")],
+    }
+    texts: dict[str, str] = {}
+    metavars = ""
+    for schema in schemas:
+        texts |= texts_of(schema)
+        for setting in settings(schema):
+            title = f"{setting.key.rpartition('.')[0]} options".lstrip()
+            if setting.metavar is not None:
+                title, metavars = "positional arguments", f"{metavars} {_flags(setting)}"
+            words = texts[setting.key] + _default(value_at(schema(), setting.key))
+            frames.setdefault(title, []).append((_flags(setting), words))
+    about = inspect.cleandoc(schemas[-1].__doc__ or "")
+    console.print(Text(f"usage: {prog}{metavars} [OPTIONS]\n\n{about}\n"), soft_wrap=True)
+    for title, rows in frames.items():
+        if rows:
+            head = texts.get(title.removesuffix(" options"))
+            body = Text(f"{head}\n" if head else "", "dim")
+            body.append_text(_drawn(rows, console.width - 4))
+            console.print(Panel(body, title=title, title_align="left"))
+
+
+def print_completion(prog: str, keys: Iterable[str]) -> None:
+    """Print the line that lets bash complete a verb's options."""
+    words = sorted({f"--{key.replace('_', '-')}" for key in keys})
+    name, *verb = prog.split()
+    sys.stdout.write(f'complete -o default -W "{" ".join([*verb, *words])}" {name}\n')
+
+
+def texts_of(schema: type) -> dict[str, str]:
+    """Return the string below each field of a dataclass and of its sections, by dotted key."""
+    texts: dict[str, str] = {}
+    for base in reversed(schema.__mro__[:-1]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for field, below in pairwise(cast(ast.ClassDef, tree).body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+                case _:
+                    pass
+    for name, hint in get_type_hints(schema).items():
+        if is_dataclass(hint):
+            inner = texts_of(cast(type, hint))
+            texts |= {f"{name}.{key}": text for key, text in inner.items()}
+    return texts
+
+
+def _flags(setting: Setting) -> str:
+    """Return how a setting is written, such as '--steps INT'."""
+    if setting.metavar is not None:
+        return setting.metavar
+    section, dot, name = setting.key.replace("_", "-").rpartition(".")
+    if setting.hint is bool:
+        return f"--{section}{dot}[no-]{name}"
+    if words := choices(setting.hint):
+        metavar = "{" + ",".join(words) + "}"
+    else:
+        kinds = members(setting.hint)
+        metavar = next((name for kind, name in _METAVARS.items() if kind in kinds), "TEXT")
+    return f"--{section}{dot}{name} {metavar}" + (" ..." * (get_origin(setting.hint) is tuple))
+
+
+def _default(value: Any) -> str:
+    """Return the words for a default; what an unset value means stands in the text."""
+    if value is None or value is False or value == []:
+        return ""
+    text = " ".join(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else str(value)
+    return f" (default: {'true' if value is True else text})"
+
+
+def _drawn(rows: Sequence[tuple[str, str]], width: int) -> Text:
+    """Return the settings, each with its text beside it, or below it where it is long."""
+    drawn = Text()
+    for flags, words in rows:
+        lines = textwrap.wrap(words, max(20, width - _INDENT), break_on_hyphens=False)
+        drawn.append(flags, "bold")
+        margin = "\n" + " " * _INDENT
+        drawn.append(flags.ljust(_INDENT)[len(flags) :] if len(flags) < _INDENT else margin)
+        drawn.append(margin.join(lines) + "\n")
+    drawn.rstrip()
+    return drawn

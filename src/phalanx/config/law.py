@@ -1,0 +1,146 @@
+"""What contradicts what in the configuration of a run, and the batch law.
+
+Only what can be judged without data, devices or a model is judged here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.config.fields import check_values
+from phalanx.config.schema import MOST_ROWS, BatchConfig, TrainConfig
+from phalanx.errors import BatchError, ConfigError
+from phalanx.strategy import Strategy, check_ranks, require_built
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse a configuration that could not be meant: types, ranges and contradictions.
+
+    Raises:
+        ConfigError: says which value, what was expected and the nearest legal value.
+        StrategyError: the strategy cannot be read, is not built, or does not fit nproc.
+    """
+    check_values(config)
+    if config.optimizer.clip_p not in (1, 2, math.inf):
+        near = min((1.0, 2.0, math.inf), key=lambda p: abs(p - config.optimizer.clip_p))
+        raise ConfigError(
+            f"optimizer.clip_p is {config.optimizer.clip_p:g}; expected 1, 2 or inf, of which "
+            f"{near:g} is the nearest"
+        )
+    _check_contradictions(config)
+    if config.strategy is not None:
+        strategy = Strategy.parse(config.strategy)
+        require_built(strategy)
+        if config.nproc is not None:
+            check_ranks(strategy, config.nproc)
+
+
+def _check_contradictions(config: TrainConfig) -> None:
+    """Raise ConfigError where two settings cannot both be meant, or one would be ignored."""
+    if config.steps is not None and config.epochs is not None:
+        raise ConfigError(
+            f"steps is {config.steps} and epochs is {config.epochs:g}, but each fixes the length "
+            "of the run; give one of them ('--epochs none' unsets the other)"
+        )
+    warmup_steps = config.optimizer.warmup_steps
+    if config.steps is not None and warmup_steps is not None and warmup_steps >= config.steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps is {warmup_steps}, but the run has {config.steps} steps; the "
+            f"nearest is {config.steps - 1}"
+        )
+    if config.init is not None and config.resume is not None:
+        raise ConfigError(
+            f"init is {config.init} and resume is {config.resume}, but each says where the weights "
+            "come from; resume goes on with a run, init begins another from its weights"
+        )
+    if config.tokenizer is not None and config.corpus.vocab_size is not None:
+        raise ConfigError(
+            f"corpus.vocab_size is {config.corpus.vocab_size}, the size of a tokenizer to train, "
+            f"but tokenizer is {config.tokenizer}, which is trained; give one of them"
+        )
+    longest = config.shape.max_seq_len
+    if longest is not None and config.corpus.seq_len > longest:
+        raise ConfigError(
+            f"corpus.seq_len is {config.corpus.seq_len}, longer than shape.max_seq_len {longest}; "
+            f"the nearest is {longest}"
+        )
+    if config.precision == "float16" and config.device == "cpu":
+        raise ConfigError(
+            "precision is float16 and device is cpu; float16 needs a GPU, bfloat16 is the nearest "
+            "for a CPU"
+        )
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch law solved: global_size = microbatch x accumulation x num_data_ranks."""
+
+    global_size: int
+    microbatch: int
+    accumulation: int
+    num_data_ranks: int
+
+    def __str__(self) -> str:
+        return (
+            f"global batch {self.global_size} = microbatch {self.microbatch} x accumulation "
+            f"{self.accumulation} x {self.num_data_ranks} data ranks"
+        )
+
+
+def solve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchPlan:
+    """Solve the batch law for the numbers that are not given.
+
+    Any two of global_size, microbatch and accumulation give the third. With fewer than two,
+    accumulation is 1, and if that is not enough microbatch is 4.
+
+    Args:
+        batch: the numbers that were given.
+        num_data_ranks: groups of ranks that see different samples.
+
+    Raises:
+        BatchError: the numbers contradict each other; names the nearest that do not.
+    """
+    size, microbatch, accumulation = batch.global_size, batch.microbatch, batch.accumulation
+    if accumulation is None and (size is None or microbatch is None):
+        accumulation = 1
+    if microbatch is None and size is None:
+        microbatch = 4
+    if size is not None and size > MOST_ROWS * num_data_ranks:
+        raise BatchError(
+            f"batch.global_size is {size}, {size // num_data_ranks} sequences for each of "
+            f"{num_data_ranks} data ranks; the most is {MOST_ROWS} a rank, "
+            f"{MOST_ROWS * num_data_ranks} in all"
+        )
+    if microbatch is not None and accumulation is not None:
+        if microbatch * accumulation > MOST_ROWS:
+            raise BatchError(
+                f"batch.microbatch {microbatch} x batch.accumulation {accumulation} are "
+                f"{microbatch * accumulation} sequences for each rank; the most is {MOST_ROWS}"
+            )
+        product = microbatch * accumulation * num_data_ranks
+        if size not in (None, product):
+            raise BatchError(
+                f"batch.global_size is {size}, but microbatch {microbatch} x accumulation "
+                f"{accumulation} x {num_data_ranks} data ranks = {product}; set global_size to "
+                f"{product}, or give only two of the three"
+            )
+        return BatchPlan(product, microbatch, accumulation, num_data_ranks)
+    assert size is not None  # without it, the other two would both be known by now
+    name, known = ("microbatch", microbatch) if microbatch else ("accumulation", accumulation)
+    assert known is not None
+    other, rest = divmod(size, known * num_data_ranks)
+    if rest:
+        raise BatchError(_indivisible(size, name, known, num_data_ranks))
+    return BatchPlan(size, microbatch or other, accumulation or other, num_data_ranks)
+
+
+def _indivisible(size: int, known_name: str, known: int, num_data_ranks: int) -> str:
+    """Return the arithmetic of a global size that the known numbers do not divide, and the fix."""
+    unit = known * num_data_ranks
+    below, above = size // unit * unit, (size // unit + 1) * unit
+    legal = f"{below} and {above} are" if below else f"{above} is"
+    return (
+        f"batch.global_size is {size}, which {known_name} {known} x {num_data_ranks} data ranks = "
+        f"{unit} does not divide; {legal} the nearest global_size that it divides"
+    )
