@@ -37,6 +37,13 @@ class Range:
 
 
 @dataclass(frozen=True)
+class OneOf:
+    """The legal values of a number, where they are few; the last is said after "or"."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Positional:
     """A setting that the command line gives without its name.
 
@@ -75,14 +82,14 @@ class Setting:
     Attributes:
         key: its name, dotted inside a section.
         hint: its type, without what stands beside it.
-        range: the interval of a number; None for all others.
+        range: the legal values of a number; None for all others.
         use: what it is for.
         metavar: what --help calls one that the command line gives without its name.
     """
 
     key: str
     hint: Any
-    range: Range | None
+    range: Range | OneOf | None
     use: Use
     metavar: str | None
 
@@ -99,7 +106,7 @@ def settings(schema: type, prefix: str = "") -> tuple[Setting, ...]:
         if is_dataclass(hint):
             found += settings(cast(type, hint), f"{prefix}{name}.")
             continue
-        ranges = [each for each in about if isinstance(each, Range)]
+        ranges = [each for each in about if isinstance(each, Range | OneOf)]
         uses = [each for each in about if isinstance(each, Use)]
         metavars = [each.metavar for each in about if isinstance(each, Positional)]
         found.append(
@@ -238,8 +245,17 @@ def read_text(hint: Any, text: str) -> Any:
     raise ConfigError(f"{text!r}; expected {describe(hint)}{nearest(text, choices(hint))}")
 
 
-def _check_range(key: str, legal: Range, value: float) -> None:
-    """Raise ConfigError unless the number lies in its interval."""
+def _check_range(key: str, legal: Range | OneOf, value: float) -> None:
+    """Raise ConfigError unless the number is one of its values, or lies in its interval."""
+    if isinstance(legal, OneOf):
+        if value not in legal.values:
+            *most, last = (f"{each:g}" for each in legal.values)
+            near = min(legal.values, key=lambda each: abs(each - value))
+            raise ConfigError(
+                f"{key} is {value:g}; expected {', '.join(most)} or {last}, of which {near:g} is "
+                "the nearest"
+            )
+        return
     low, high, ends = legal.low, legal.high, legal.ends
     above = value > low or (value == low and ends[0] == "[")
     below = value < high or (value == high and ends[1] == "]")

@@ -5,7 +5,6 @@ Only what can be judged without data, devices or a model is judged here.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from phalanx.config.fields import check_values
@@ -22,12 +21,6 @@ def check(config: TrainConfig) -> None:
         StrategyError: the strategy cannot be read, is not built, or does not fit nproc.
     """
     check_values(config)
-    if config.optimizer.clip_p not in (1, 2, math.inf):
-        near = min((1.0, 2.0, math.inf), key=lambda p: abs(p - config.optimizer.clip_p))
-        raise ConfigError(
-            f"optimizer.clip_p is {config.optimizer.clip_p:g}; expected 1, 2 or inf, of which "
-            f"{near:g} is the nearest"
-        )
     _check_contradictions(config)
     if config.strategy is not None:
         strategy = Strategy.parse(config.strategy)

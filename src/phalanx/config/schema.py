@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
-from phalanx.config.fields import Range, Use
+from phalanx.config.fields import OneOf, Range, Use
 
 MOST_ROWS: Final = 2**20
 """Most sequences of one rank in one step: their numbers and tokens are in memory at once."""
@@ -102,7 +102,7 @@ class OptimizerConfig:
     """Decoupled decay of matrices; vectors (norms, biases) do not decay."""
     clip_norm: Annotated[float, Use.LAW, Range(0)] = 1.0
     """Largest norm of the whole gradient; 0 switches clipping off."""
-    clip_p: Annotated[float, Use.LAW] = 2.0
+    clip_p: Annotated[float, Use.LAW, OneOf((1, 2, math.inf))] = 2.0
     """The p of that norm: 1, 2 or inf."""
 
 
