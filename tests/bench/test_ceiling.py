@@ -80,11 +80,6 @@ def test_missing_devices_are_named(device: str, arithmetic: str, words: str) -> 
         checked_device(device, arithmetic)  # type: ignore[arg-type]
 
 
-def test_too_small_a_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="512"):
-        measure_ceiling("cpu", "float32", max_size=100)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_ceiling_stays_below_its_data_sheet() -> None:
