@@ -43,7 +43,7 @@ from phalanx.comm.ledger import Ledger
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -225,7 +225,7 @@ def with_dp(dtype: torch.dtype = torch.float32) -> tuple[Counts, dict[str, Tenso
     memory, ledger = LiveBytes(), Ledger(mesh)
     with memory:
         model = make_model(dtype)
-        reducer = compose.parallelize(model, strategy, mesh)
+        reducer = Plan(strategy, model).build(mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         tokens_BT, labels_BT = (x.chunk(num_ranks)[rank].clone() for x in batch())
         with ledger:

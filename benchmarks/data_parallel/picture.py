@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import nn
 
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
 FORMS = {
@@ -56,8 +56,9 @@ def draw(path: Path) -> None:
     axes = figure.add_subplot()
     for row, (text, words) in enumerate(FORMS.items()):
         strategy = Strategy.parse(text)
-        held = compose.layout(model, strategy, accumulation=2)
-        entries = compose.traffic(model, strategy, [(1, 1)])
+        plan = Plan(strategy, model)
+        held = plan.holds(accumulation=2)
+        entries = plan.traffic([(1, 1)])
         sent = sum(e.sent_bytes for e in entries if e.phase != "agree") / size
         y = -1.55 * row
         axes.text(-0.15, y + 0.5, text, ha="right", va="center", family="monospace", fontsize=11)

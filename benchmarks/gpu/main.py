@@ -29,7 +29,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.planner.activations import activations
 from phalanx.planner.model_shape import num_parameters, step_flops
 from phalanx.strategy import Strategy
@@ -119,13 +119,10 @@ def time_steps(
     with torch.device("meta"):
         model = Decoder(shape)
     model.compute_dtype = torch.bfloat16
-    compose.parallelize(
-        model,
-        strategy,
+    Plan(strategy, model, compute=torch.bfloat16).build(
         mesh,
-        compute=torch.bfloat16,
-        first_weights=lambda part, name, whole, offset: fill_initial(
-            part, shape, name, 0, whole=whole, offset=offset
+        lambda shard, name, full, offset: fill_initial(
+            shard, shape, name, 0, whole=full, offset=offset
         ),
     )
     config = OptimizerConfig()

@@ -31,7 +31,7 @@ from phalanx.debug.check import CollectiveCheck
 from phalanx.launch.torchrun import check_same
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of
-from phalanx.parallel.compose import layout, parallelize, traffic
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.optimizer import build_optimizer
 
@@ -82,7 +82,7 @@ def split(model_name: str, strategy: Strategy, mesh: DeviceMesh) -> dict[str, Sh
     """Split a model that holds nothing; return how its state will lie over the ranks."""
     with torch.device("meta"):
         model = Decoder(shape_of(model_name))
-    parallelize(model, strategy, mesh)
+    Plan(strategy, model).build(mesh)
     held = held_once_trained(model, build_optimizer(model, OptimizerConfig()))
     return {name: each.sharding for name, each in held.items()}
 
@@ -102,8 +102,9 @@ def start(text: str, other: str, rank: int, model_name: str) -> dict[str, Any]:
     mesh = clock.time("mesh and groups", lambda: build_mesh(strategy))
     with torch.device("meta"):
         model = Decoder(shape_of(model_name))
-    entries = clock.time("traffic()", lambda: traffic(model, strategy, [(1, 4096)]))
-    holding = clock.time("layout()", lambda: layout(model, strategy))
+    whole = clock.time("plan", lambda: Plan(strategy, model))
+    entries = clock.time("traffic()", lambda: whole.traffic([(1, 4096)]))
+    holding = clock.time("holds()", whole.holds)
     with Ledger(mesh) as ledger:
         shardings = clock.time("split", lambda: split(model_name, strategy, mesh))
     place, num_places = data_coordinate(mesh)

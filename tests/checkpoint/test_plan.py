@@ -19,7 +19,7 @@ from phalanx.comm.join import build_mesh
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
 NUM_RANKS = 8
@@ -93,7 +93,7 @@ def boxes_as_torch_says(text: str) -> list[tuple[str, Box, Box, bool]]:
     strategy = Strategy.parse(text)
     mesh = build_mesh(strategy)
     model = Decoder(SHAPE)
-    compose.parallelize(model, strategy, mesh)
+    Plan(strategy, model).build(mesh)
     boxes: list[tuple[str, Box, Box, bool]] = []
     rank = torch.distributed.get_rank()
     for name, parameter in model.state_dict(keep_vars=True).items():

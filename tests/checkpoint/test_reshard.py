@@ -14,7 +14,7 @@ from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -101,7 +101,7 @@ def two_steps(
     mesh = build_mesh(strategy)
     model = Decoder(SHAPE).double()
     model.initialize(3 + steps_done)  # other weights than those in the checkpoint
-    reducer = compose.parallelize(model, strategy, mesh)
+    reducer = Plan(strategy, model).build(mesh)
     config = OptimizerConfig(warmup_steps=1)
     trainer = Trainer(
         model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,

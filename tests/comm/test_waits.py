@@ -13,7 +13,7 @@ from phalanx.comm import primitives
 from phalanx.comm.join import build_mesh
 from phalanx.comm.waits import told_to, waiting
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.compose import parallelize
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
 
@@ -63,7 +63,7 @@ def waits_of_layers() -> tuple[int, int]:
     mesh = build_mesh(Strategy.parse("fsdp2"))
     model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]))
     model.forward = lambda x: model[0][2](model[0][1](model[0][0](x)))  # type: ignore
-    parallelize(model, Strategy.parse("fsdp2"), mesh)
+    Plan(Strategy.parse("fsdp2"), model).build(mesh)
     waits = Waits()
     with told_to(waits):
         loss = model(torch.ones(2, 4)).sum()

@@ -40,7 +40,7 @@ from phalanx.hugging_face.names import from_hf, table
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.compose import parallelize
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
 logging.disable_progress_bar()
@@ -168,7 +168,7 @@ def test_half_precision_is_kept_exactly(dtype: torch.dtype, tmp_path: Path) -> N
 def weights_on_rank(folder: Path, shape: ModelShape, strategy: str) -> dict[str, Tensor]:
     mesh = build_mesh(Strategy.parse(strategy), "cpu")
     model = Decoder(shape)
-    parallelize(model, Strategy.parse(strategy), mesh)
+    Plan(Strategy.parse(strategy), model).build(mesh)
     state.load_weights(folder, model)
     full = {}
     for name, parameter in model.named_parameters():

@@ -16,8 +16,8 @@ from phalanx.measure.memory import KINDS, MemoryAccount, MemoryLedger
 from phalanx.measure.memory_report import MemoryReport, predicted_bytes, resident_peak_bytes
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
-from phalanx.parallel.holding import Holding
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.split import StateBytes
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -212,19 +212,17 @@ def test_all_that_the_allocator_gave_out_is_seen(compute: torch.dtype | None) ->
 
 def measure(
     text: str, accumulation: int, compute: torch.dtype | None
-) -> tuple[MemoryAccount, Holding]:
+) -> tuple[MemoryAccount, StateBytes]:
     """The second step of a decoder under a strategy."""
     strategy = Strategy.parse(text)
     mesh = build_mesh(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE)
-    holding = compose.layout(model, strategy, compute=compute, accumulation=accumulation)
     model.compute_dtype = compute
+    plan = Plan(strategy, model, compute=compute)
     trainer = Trainer(
         model,
-        reducer=compose.parallelize(
-            model, strategy, mesh, compute=compute, first_weights=lambda part, *_: part.normal_()
-        ),
+        reducer=plan.build(mesh, lambda shard, *_: shard.normal_()),
         optimizer=build_optimizer(model, OptimizerConfig()),
         objective=NextToken(),
         config=OptimizerConfig(),
@@ -235,7 +233,7 @@ def measure(
     trainer.step(batches)
     with MemoryLedger(model, trainer.optimizer, "cpu") as ledger, trainer.watched(ledger.phase):
         trainer.step(batches)
-    return ledger.account(), holding
+    return ledger.account(), plan.holds(accumulation)
 
 
 CASES = [
@@ -311,7 +309,7 @@ def test_the_table_fits_and_names_what_has_no_formula() -> None:
         peak_phase="forward",
         allocated_bytes=8 * 2**20,
     )
-    report = MemoryReport(account, predicted_bytes(Holding(1, 2, 2, 1, 4)), 9 * 2**20, 2**30)
+    report = MemoryReport(account, predicted_bytes(StateBytes(1, 2, 2, 1, 4)), 9 * 2**20, 2**30)
     assert report.as_dict()["peak_bytes"] == 8 * 2**20
     console = Console(width=100, record=True, file=None, quiet=False)
     with console.capture() as capture:

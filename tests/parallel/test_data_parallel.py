@@ -13,8 +13,8 @@ from phalanx.errors import TrainingError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
 from phalanx.parallel import data
-from phalanx.parallel.holding import Holding
 from phalanx.parallel.reduce import BUCKET_BYTES, buckets
+from phalanx.parallel.split import StateBytes
 
 SIZES = [4 * n for n in (3_000_000, 5_000_000, 10, 7_000_000, 70_000)]
 
@@ -36,7 +36,7 @@ def test_traffic_is_twice_the_parameters_less_one_share(kind: data.Kind, calls: 
 
 def test_each_rank_holds_the_whole() -> None:
     total = sum(SIZES)
-    assert data.layout(SIZES, 8) == Holding(total + 8, 0, total, 0, 2 * total)
+    assert data.layout(SIZES, 8) == StateBytes(total + 8, 0, total, 0, 2 * total)
 
 
 class Branches(nn.Module):

@@ -12,7 +12,7 @@ from phalanx.comm.calls import read_call
 from phalanx.comm.join import build_mesh
 from phalanx.comm.watch import Watch
 from phalanx.launch.local import run_ranks
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
 NUM_BLOCKS, WIDTH, VOCABULARY = 4, 8, 20
@@ -73,7 +73,7 @@ def events_of(text: str) -> list[str]:
     model = Blocks()
     sizes = {sum(p.numel() for p in b.parameters()): str(i) for i, b in enumerate(model.blocks)}
     order = Order(sizes | {2: "rest", 2 * WIDTH: "head", VOCABULARY * WIDTH: "embedding"})
-    reducer = compose.parallelize(model, strategy, mesh)
+    reducer = Plan(strategy, model).build(mesh)
     optimizer = torch.optim.SGD(model.parameters())
     for index, block in enumerate(model.blocks):
         # Inside the block: after its parameters were gathered for it.

@@ -23,7 +23,8 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import row_keys
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose, recompute
+from phalanx.parallel import recompute
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Recompute, Strategy
 
 LLAMA = ModelShape(
@@ -252,7 +253,7 @@ def test_what_cannot_be_recomputed_is_refused(model: nn.Module, text: str, words
     with pytest.raises(StrategyError, match=words):
         recompute.apply(model, policy(text))
     with pytest.raises(StrategyError, match=words):  # before any process starts
-        compose.check(model, Strategy.parse(f"dp2,recompute:{text}"))
+        Plan(Strategy.parse(f"dp2,recompute:{text}"), model)
 
 
 def sharded_steps(texts: list[str]) -> list[tuple[list[Tensor], dict[str, int]]]:

@@ -19,7 +19,8 @@ from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose, reduce
+from phalanx.parallel import reduce
+from phalanx.parallel.plan import Plan, shard_of
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -44,7 +45,7 @@ def trained(text: str, num_steps: int, is_spoiled: bool = False) -> Parts:
     model.initialize(3)
     if is_spoiled:
         reduce.ReplicaReducer.finish = finish_data_alone
-    reducer = compose.parallelize(model, strategy, mesh)
+    reducer = Plan(strategy, model).build(mesh)
     config = OptimizerConfig(warmup_steps=1)
     trainer = Trainer(
         model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
@@ -59,7 +60,7 @@ def trained(text: str, num_steps: int, is_spoiled: bool = False) -> Parts:
             held[f"{name}.{key}"] = trainer.optimizer.state[parameter][key]
     parts: Parts = {}
     for name, tensor in held.items():
-        part, offset = compose.part_of(tensor)
+        part, offset = shard_of(tensor)
         data = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         parts[name, offset] = hashlib.blake2b(data, digest_size=16).hexdigest()
     return parts

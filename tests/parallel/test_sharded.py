@@ -22,8 +22,9 @@ from phalanx.measure.memory import MemoryLedger
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose, sharded
+from phalanx.parallel import sharded
 from phalanx.parallel.groups import Group, Parameter, Place
+from phalanx.parallel.plan import Plan, shard_of
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -113,13 +114,13 @@ def new_decoder(strategy: Strategy, dtype: torch.dtype = torch.float64):
     mesh = build_mesh(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE).to(dtype)
-    reducer = compose.parallelize(model, strategy, mesh, first_weights=fill)
+    reducer = Plan(strategy, model).build(mesh, fill)
     return model, mesh, reducer
 
 
 def created_in_parts(text: str) -> tuple[int, dict[str, torch.Tensor]]:
     model, _, _ = new_decoder(Strategy.parse(text))
-    held = sum(compose.part_of(p)[0].numel() for p in model.parameters())
+    held = sum(shard_of(p)[0].numel() for p in model.parameters())
     whole = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
         for name, p in model.named_parameters()
@@ -150,12 +151,12 @@ def most_held_in_creation(shape: ModelShape) -> tuple[int, int]:
         model = Decoder(shape)
     nothing = torch.optim.SGD([torch.ones(1)])
     with MemoryLedger(nn.Identity(), nothing, "cpu") as ledger:
-        compose.parallelize(
-            model, strategy, mesh,
-            first_weights=lambda part, name, whole, offset: fill_initial(
-                part, shape, name, 5, whole=whole, offset=offset
+        Plan(strategy, model).build(
+            mesh,
+            lambda shard, name, full, offset: fill_initial(
+                shard, shape, name, 5, whole=full, offset=offset
             ),
-        )  # fmt: skip
+        )
     return sum(p.nbytes for p in model.parameters()), ledger.account().peak_bytes
 
 
@@ -171,10 +172,10 @@ def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
     mesh = build_mesh(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE)
-        sizes = [(8 // strategy.data_ranks // 2, 12)] * 2
-        predicted = compose.traffic(model, strategy, sizes, compute=torch.bfloat16)
     model.compute_dtype = torch.bfloat16
-    reducer = compose.parallelize(model, strategy, mesh, compute=torch.bfloat16, first_weights=fill)
+    plan = Plan(strategy, model, compute=torch.bfloat16)
+    predicted = plan.traffic([(8 // strategy.data_ranks // 2, 12)] * 2)
+    reducer = plan.build(mesh, fill)
     config = OptimizerConfig(warmup_steps=0)
     trainer = Trainer(
         model, build_optimizer(model, config), NextToken(), config,
@@ -234,8 +235,9 @@ def gradients_of_mixed(text: str, when: str) -> tuple[dict[str, float | None], b
     mesh = build_mesh(strategy)
     torch.manual_seed(dist.get_rank())  # apply() must make weights and buffers equal
     model = Mixed().double()
-    predicted = compose.traffic(model, strategy, [(2, 6)] * 2)
-    reducer = compose.parallelize(model, strategy, mesh)
+    plan = Plan(strategy, model)
+    predicted = plan.traffic([(2, 6)] * 2)
+    reducer = plan.build(mesh)
     samples = torch.arange(48, dtype=torch.float64).view(4, 2, 6).sin()
     with Ledger(mesh) as ledger:
         for index in range(2):
@@ -307,7 +309,7 @@ def overflow(text: str) -> tuple[float, float]:
     loss, num_valid = trainer.compute_gradients(split(batch, dist.get_rank(), 2, 1))
     before = scaler.get_scale()
     if dist.get_rank() == 0:
-        part, _ = compose.part_of(model.embedding.weight.grad)
+        part, _ = shard_of(model.embedding.weight.grad)
         part[0, 0] = torch.inf
     assert trainer.apply_gradients(loss, num_valid).is_skipped
     return before, scaler.get_scale()
@@ -320,4 +322,4 @@ def test_an_overflow_on_one_rank_lowers_the_scale_on_all(text: str) -> None:
 
 def test_another_kind_of_dp_beside_fsdp_is_refused() -> None:
     with pytest.raises(StrategyError, match="would be ignored; write 'dp2,fsdp2'"):
-        compose.require_built(Strategy.parse("dp2:naive,fsdp2"))
+        Plan(Strategy.parse("dp2:naive,fsdp2"), Decoder(SHAPE))

@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.planner import host
 from phalanx.planner.fit import Load, check_fit, need_of
 from phalanx.strategy import Strategy
@@ -38,7 +38,7 @@ def load(strategy: str, shape: ModelShape = SMALL, **changes: object) -> Load:
 )
 def test_what_is_counted_is_what_the_layout_holds_or_a_little_less(strategy: str) -> None:
     with torch.device("meta"):
-        holding = compose.layout(Decoder(SMALL), Strategy.parse(strategy))
+        holding = Plan(Strategy.parse(strategy), Decoder(SMALL)).holds()
     need = need_of(load(strategy))
     pairs = {
         "weights": (need.weights, holding.parameter_bytes),

@@ -23,7 +23,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.loss import IGNORE, token_loss_sum
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.job import Job, resolve
 from phalanx.train.objective import NextToken
@@ -56,12 +56,12 @@ def train(text: str, device: str, dtype: torch.dtype, compute: str, is_compiled:
         model = Decoder(SHAPE).to(dtype)
     model.compute_dtype = getattr(torch, compute)
     model.train()
-    reducer = compose.parallelize(
-        model, strategy, mesh, compute=model.compute_dtype,
-        first_weights=lambda part, name, whole, offset: fill_initial(
-            part, SHAPE, name, 3, whole=whole, offset=offset
+    reducer = Plan(strategy, model, compute=model.compute_dtype).build(
+        mesh,
+        lambda shard, name, full, offset: fill_initial(
+            shard, SHAPE, name, 3, whole=full, offset=offset
         ),
-    )  # fmt: skip
+    )
     config = OptimizerConfig(warmup_steps=0, clip_norm=0.5)
     trainer = Trainer(
         model, build_optimizer(model, config), NextToken(0, SHAPE.dropout), config,

@@ -25,7 +25,8 @@ from phalanx.launch.pulse import PULSE
 from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose, data
+from phalanx.parallel import data
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train import step as steps
 from phalanx.train.clip import gradient_norm, scale_to
@@ -275,7 +276,7 @@ def reads_of_a_step(text: str, needs_scaler: bool) -> tuple[int, list[int]]:
     mesh = build_mesh(strategy)
     model = Decoder(TINY)
     model.initialize(0)
-    reducer = compose.parallelize(model, strategy, mesh)
+    reducer = Plan(strategy, model).build(mesh)
     config = OptimizerConfig(clip_norm=1e-3)
     trainer = Trainer(
         model, build_optimizer(model, config), NextToken(), config,
@@ -329,7 +330,7 @@ def tensors_in_cycles(text: str, compute: torch.dtype | None) -> list[str]:
     model = Decoder(TINY)
     model.initialize(0)
     model.compute_dtype = compute
-    reducer = compose.parallelize(model, strategy, mesh, compute=compute)
+    reducer = Plan(strategy, model, compute=compute).build(mesh)
     config = OptimizerConfig()
     trainer = Trainer(
         model, build_optimizer(model, config), NextToken(), config,

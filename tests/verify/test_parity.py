@@ -17,7 +17,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.verify.batches import decoder_batches, split
@@ -99,7 +99,7 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     """The bytes that the ledger counted are those that traffic() predicted."""
     microbatches = split(case.batches[-1], 0, strategy.data_ranks, case.accumulation)
     sizes = [tuple(microbatch.tokens_BT.shape) for microbatch in microbatches]
-    predicted = compose.traffic(case.build(), strategy, sizes)
+    predicted = Plan(strategy, case.build()).traffic(sizes)
     of_the_loss = {"count", "metrics"}
     assert {e for e in entries if e.phase not in of_the_loss} == set(predicted)
     # Two numbers of the loss law, 8 bytes each, over every axis of different samples.

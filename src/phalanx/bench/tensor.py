@@ -40,12 +40,13 @@ from phalanx.models.attention import rotation
 from phalanx.models.decoder import Block
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.compose import part_of
+from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import ReplicaReducer
-from phalanx.parallel.tensor.apply import apply, layout_of
-from phalanx.parallel.tensor.check import check
+from phalanx.parallel.split import Target
+from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layout import Extent, Layout
 from phalanx.parallel.tensor.roles import Patterns
+from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Axis, Strategy, require_built
 
 Precision = Literal["bfloat16", "float32", "float64"]
@@ -289,8 +290,7 @@ def check_size(strategy: Strategy, size: BlockSize, item: ItemBytes) -> None:
     Raises:
         ConfigError: see above.
     """
-    check(OneBlock(size.shape), strategy, _PATTERNS)
-    layout = layout_of(strategy)
+    layout = TensorSplit(Target(strategy, OneBlock(size.shape), roles=_PATTERNS)).layout
     places = layout.residual.places
     for what, number, parts in (
         ("rows", size.num_rows, layout.num_parts(layout.residual.rows)),
@@ -329,12 +329,13 @@ class SplitBlock:
         dtype: torch.dtype = getattr(torch, precision)
         shape = size.shape
         self.model = OneBlock(shape).to(torch.promote_types(dtype, torch.float32))
-        self.layout = apply(self.model, mesh, strategy, _PATTERNS)
+        self.layout = layout_of(strategy, mesh)
+        TensorSplit(Target(strategy, self.model, roles=_PATTERNS)).bind(self.layout)
         self.layout.extent = Extent(size.num_rows, size.length)
         self.model.to_empty(device="cpu")
         for name, parameter in self.model.named_parameters():
-            part, offset = part_of(parameter)
-            fill_initial(part, shape, name, 0, whole=parameter.shape, offset=offset)
+            shard, offset = shard_of(parameter)
+            fill_initial(shard, shape, name, 0, whole=parameter.shape, offset=offset)
         self.angles = rotation(shape, torch.arange(size.length)[None], dtype)
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(size.num_rows, size.length, size.hidden, generator=generator)

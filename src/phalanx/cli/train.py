@@ -113,17 +113,12 @@ def _announce(job: Job, console: Console) -> None:
 
 def _split_table(job: Job) -> Table:
     """Draw what tp does to each parameter."""
-    import torch
-
-    from phalanx.models.decoder import Decoder
-    from phalanx.parallel.tensor.report import report
+    from phalanx.parallel.plan import plan_decoder
 
     table = Table(title="What tp does to each parameter", title_justify="left", box=None)
     for name in ("parameter", "role", "whole, split over", "a rank's part"):
         table.add_column(name)
-    with torch.device("meta"):
-        rows = report(Decoder(job.shape), job.strategy)
-    for row in rows:
+    for row in plan_decoder(job.strategy, job.shape).table():
         part = " x ".join(map(str, row.part))
         table.add_row(Text(row.name), row.role, Text(row.notation), part)
     return table

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.measure.memory import KINDS, Kind, MemoryAccount
-from phalanx.parallel.holding import Holding
+from phalanx.parallel.split import StateBytes
 
 _NAMES: dict[Kind, str] = {
     "gathered": "gathered parameters",
@@ -97,13 +97,13 @@ class MemoryReport:
         return words + f"Rank 0's process had up to {_mib(self.resident_bytes)} MiB in RAM."
 
 
-def predicted_bytes(holding: Holding) -> dict[Kind, int]:
+def predicted_bytes(held: StateBytes) -> dict[Kind, int]:
     """Return what the layout of a strategy says, by kind."""
     return {
-        "parameters": holding.parameter_bytes,
-        "gathered": holding.gathered_bytes,
-        "gradients": holding.gradient_bytes + holding.unreduced_bytes,
-        "optimizer": holding.optimizer_bytes,
+        "parameters": held.parameter_bytes,
+        "gathered": held.gathered_bytes,
+        "gradients": held.gradient_bytes + held.unreduced_bytes,
+        "optimizer": held.optimizer_bytes,
     }
 
 

@@ -31,13 +31,14 @@ from torch.distributed.tensor import DTensor
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.comm.primitives import Pending, all_reduce, all_reduce_start, broadcast, local_part
 from phalanx.errors import TrainingError
-from phalanx.parallel.holding import Holding
 from phalanx.parallel.reduce import GradientReducer, buckets
+from phalanx.parallel.split import Split, StateBytes, Target
+from phalanx.strategy import Strategy
 
 Kind = Literal["naive", "bucketed"]
 
 
-def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> Holding:
+def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> StateBytes:
     """Return what each rank holds: the whole of everything, whatever N is.
 
     Args:
@@ -45,7 +46,7 @@ def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> Holding:
         frozen_bytes: of all parameters that are not trained.
     """
     trained = sum(parameter_sizes)
-    return Holding(
+    return StateBytes(
         parameter_bytes=trained + frozen_bytes,
         gathered_bytes=0,
         gradient_bytes=trained,
@@ -75,6 +76,27 @@ def traffic(parameter_sizes: Sequence[int], num_ranks: int, kind: Kind) -> list[
         Entry(phase, "dp", "all_reduce", calls, size, sent_bytes("all_reduce", size, num_ranks))
         for phase, calls, size in (gradients, ("agree", 1, flags))
     ]
+
+
+class DataSplit(Split):
+    """The axis dp without fsdp beside it, which has its own way with copies."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._kind: Kind = cast(Kind, target.strategy.dp.kind)
+
+    @staticmethod
+    def is_asked(strategy: Strategy) -> bool:
+        """Tell whether dp alone gives ranks other samples."""
+        return strategy.dp.degree > 1 and strategy.fsdp.degree == 1
+
+    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+        """Return the gradients' sums."""
+        return traffic(self.target.sizes(), self.target.strategy.dp.degree, self._kind)
+
+    def reducer(self, mesh: DeviceMesh, inner: GradientReducer | None) -> GradientReducer:
+        """Return what sums gradients over dp."""
+        return apply(self.target.model, mesh, self._kind)
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, kind: Kind = "bucketed") -> GradientReducer:

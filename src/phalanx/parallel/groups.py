@@ -20,6 +20,7 @@ from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.blocks import blocks_of, ends_of
+from phalanx.parallel.split import Shapes
 
 Place = Literal["embedding", "block", "head", "rest"]
 Sums = Literal["none", "shares", "full"]
@@ -81,7 +82,9 @@ class Group:
         return [p.padded(1) * dtype.itemsize for p in self.parameters if p.is_trained]
 
 
-def groups_of(model: nn.Module, compute: torch.dtype | None = None) -> list[Group]:
+def groups_of(
+    model: nn.Module, compute: torch.dtype | None = None, shapes: Shapes | None = None
+) -> list[Group]:
     """Return the groups of a model that is not split yet, in the order of forward, then the rest.
 
     Args:
@@ -89,6 +92,7 @@ def groups_of(model: nn.Module, compute: torch.dtype | None = None) -> list[Grou
         compute: data type of the blocks' arithmetic, that of their parameters if None. What is in
             no block is gathered as it is: the rows of an embedding add up many small gradients,
             which a narrow type would lose.
+        shapes: of the shards that other axes have made of parameters, where they have.
 
     Raises:
         StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
@@ -99,6 +103,7 @@ def groups_of(model: nn.Module, compute: torch.dtype | None = None) -> list[Grou
             f"fsdp: the model is a {type(model).__name__}, which has no forward to gather for; "
             "wrap it in a module that has one, or use dp"
         )
+    shapes = shapes or {}
     ends, blocks = ends_of(model), [(name,) for name, _ in blocks_of(model)]
     places: dict[tuple[str, ...], Place] = {
         ends.embedding: "embedding",
@@ -124,7 +129,9 @@ def groups_of(model: nn.Module, compute: torch.dtype | None = None) -> list[Grou
             Group(
                 place=place,
                 names=names,
-                parameters=tuple(Parameter(tuple(p.shape), p.requires_grad) for p in own),
+                parameters=tuple(
+                    Parameter(shapes.get(p, tuple(p.shape)), p.requires_grad) for p in own
+                ),
                 master=master,
                 gathered=compute if compute is not None and place == "block" else master,
                 is_kept=place in ("head", "rest") or names in blocks[-1:],

@@ -34,6 +34,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -44,6 +45,7 @@ from torch.utils.flop_counter import flop_registry
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.split import Split, Target
 from phalanx.strategy import Recompute, Strategy
 
 
@@ -114,6 +116,23 @@ def check(model: nn.Module, recompute: Recompute) -> int:
             "has no segment_size and run_segment; the nearest is recompute:full"
         )
     return segment_size
+
+
+class RecomputeSplit(Split):
+    """The setting recompute; it splits nothing, and is applied to what tp has made of a block."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        check(target.model, target.strategy.recompute)
+
+    @staticmethod
+    def is_asked(strategy: Strategy) -> bool:
+        """Tell whether anything is run again."""
+        return strategy.recompute.kind != "none"
+
+    def apply(self, mesh: DeviceMesh) -> None:
+        """Replace forwards by those that keep less."""
+        apply(self.target.model, self.target.strategy.recompute)
 
 
 def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:

@@ -43,9 +43,11 @@ from phalanx.comm.join import DATA_AXES
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.comm.primitives import broadcast, local_part
 from phalanx.errors import StrategyError
+from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.groups import Group, Sums, groups_of, most_gathered, most_gradients
-from phalanx.parallel.holding import Holding
 from phalanx.parallel.reduce import GradientReducer, add_up_in_parts
+from phalanx.parallel.split import Split, StateBytes, Target
+from phalanx.strategy import Strategy
 
 Kind = Literal["zero1", "zero2", "zero3"]
 
@@ -57,7 +59,7 @@ def layout(
     *,
     accumulation: int = 1,
     segment_size: int = 1,
-) -> Holding:
+) -> StateBytes:
     """Return what each rank holds.
 
     Args:
@@ -76,7 +78,7 @@ def layout(
     gradient_bytes = share_bytes
     if sums == "full":
         gradient_bytes = sum(sum(g.full_bytes(g.master)) for g in groups)
-    return Holding(
+    return StateBytes(
         parameter_bytes=sum(g.parameter_bytes(num_ranks) for g in groups) // num_ranks,
         gathered_bytes=gathered_bytes,
         gradient_bytes=gradient_bytes,
@@ -125,14 +127,59 @@ def traffic(
     ]
 
 
+class ShardedSplit(Split):
+    """The axis fsdp, and dp beside it: across dp stand copies of the shares."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._groups = groups_of(target.model, target.compute, target.shapes)
+        self._kind: Kind = cast(Kind, target.strategy.fsdp.kind)
+        if target.strategy.tp.degree > 1:
+            mesh_dims()
+
+    @staticmethod
+    def is_asked(strategy: Strategy) -> bool:
+        """Tell whether ranks hold shares."""
+        return strategy.fsdp.degree > 1
+
+    def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
+        """Return the shares, and what is gathered and not yet reduced."""
+        strategy, num_blocks = self.target.strategy, len(blocks_of(self.target.model))
+        return layout(
+            self._groups,
+            strategy.fsdp.degree,
+            self._kind,
+            accumulation=accumulation,
+            segment_size=strategy.recompute.segment_size(max(1, num_blocks)) or 1,
+        )
+
+    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+        """Return what is gathered and reduced."""
+        return traffic(
+            self._groups,
+            self.target.strategy.fsdp.degree,
+            self._kind,
+            num_copies=self.target.strategy.dp.degree,
+            accumulation=len(microbatches),
+        )
+
+    def apply(self, mesh: DeviceMesh) -> None:
+        """Hand the model to FSDP2."""
+        apply(self.target.model, mesh, self._kind, compute=self.target.compute)
+
+    def reducer(self, mesh: DeviceMesh, inner: GradientReducer | None) -> GradientReducer:
+        """Return what steers gathers and reductions."""
+        return ShardedReducer(self.target.model, mesh, self._kind)
+
+
 def apply(
     model: nn.Module,
     mesh: DeviceMesh,
     kind: Kind = "zero3",
     *,
     compute: torch.dtype | None = None,
-) -> ShardedReducer:
-    """Split every parameter over fsdp, in place, and return what steers its gathers and reductions.
+) -> None:
+    """Split every parameter over fsdp, in place.
 
     Parameters become DTensors of the axis fsdp (and dp, if the mesh has it) and keep their names.
 
@@ -163,7 +210,6 @@ def apply(
             module.set_unshard_in_backward(group.place != "embedding")
     if not isinstance(model, FSDPModule):  # no parameter is of the rest
         fully_shard(model, **where)
-    return ShardedReducer(model, mesh, kind)
 
 
 def _where(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> dict[str, Any]:

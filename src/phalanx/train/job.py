@@ -214,14 +214,9 @@ def _check_split(
         StrategyError: sizes are not divisible, or there are too few blocks for a segment.
         ConfigError: rows of a microbatch would be padded, or blocks split by tp compiled.
     """
-    import torch
+    from phalanx.parallel.plan import plan_decoder
 
-    from phalanx.models.decoder import Decoder
-    from phalanx.parallel import compose
-
-    with torch.device("meta"):
-        compose.check(Decoder(shape), strategy)
-    num_parts = compose.row_parts(strategy)
+    num_parts = plan_decoder(strategy, shape).row_shards
     if batch.microbatch % num_parts:
         legal = math.ceil(batch.microbatch / num_parts) * num_parts
         raise ConfigError(

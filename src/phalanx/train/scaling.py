@@ -23,10 +23,9 @@ from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.environment import check_memory_for
-from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -167,10 +166,8 @@ def _check(strategy: Strategy, case: ScalingCase) -> None:
         raise ConfigError(
             f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has {num_devices}"
         )
-    with torch.device("meta"):
-        compose.check(Decoder(case.shape), strategy)
+    num_parts = plan_decoder(strategy, case.shape).row_shards
     batch = solve_batch(_batch_of(case), strategy.data_ranks)
-    num_parts = compose.row_parts(strategy)
     if batch.microbatch % num_parts:
         raise ConfigError(
             f"global_size is {case.global_size}, which gives each rank of {strategy} microbatches "
@@ -188,18 +185,14 @@ def time_rank(text: str, case: ScalingCase) -> float:
     strategy = Strategy.parse(text)
     mesh = build_mesh(strategy, case.device)
     device, precision = device_of(mesh), resolve(case.precision, case.device)
-    with torch.device("meta"):
-        model = Decoder(case.shape).to(dtype=precision.master)
-    model.compute_dtype = precision.compute
-    reducer = compose.parallelize(
-        model,
-        strategy,
+    plan = plan_decoder(strategy, case.shape, precision.master, precision.compute)
+    reducer = plan.build(
         mesh,
-        compute=precision.compute,
-        first_weights=lambda part, name, whole, offset: fill_initial(
-            part, case.shape, name, 0, whole=whole, offset=offset
+        lambda shard, name, full, offset: fill_initial(
+            shard, case.shape, name, 0, whole=full, offset=offset
         ),
     )
+    model = plan.model
     if case.compile:
         compile_blocks(model)
     config = OptimizerConfig()

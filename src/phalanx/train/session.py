@@ -26,7 +26,7 @@ from phalanx.data.samples import Samples
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
-from phalanx.parallel.compose import parallelize
+from phalanx.parallel.plan import Plan, plan_decoder
 from phalanx.train.job import Job, manifest_of
 from phalanx.train.notice import said_if_long
 from phalanx.train.objective import NextToken
@@ -48,6 +48,7 @@ class Session:
         mesh: the ranks by axis.
         device: of this rank.
         precision: data types.
+        plan: how the model is split.
         model: the decoder; its blocks may be compiled in place.
         trainer: takes the steps.
         loader: gives the microbatches.
@@ -59,6 +60,7 @@ class Session:
     mesh: DeviceMesh
     device: torch.device
     precision: Precision
+    plan: Plan[Decoder]
     model: Decoder
     trainer: Trainer
     loader: Loader
@@ -107,18 +109,13 @@ def open_session(job: Job) -> Session:
     config = dataclasses.replace(config, **settled)
     job = dataclasses.replace(job, config=config)
     on_first_rank(lambda: keep_origin(job), f"cannot write to {job.out}")
-    with torch.device("meta"):
-        model = Decoder(job.shape).to(dtype=precision.master)
-    model.compute_dtype = precision.compute
-    model.train()
+    plan = plan_decoder(job.strategy, job.shape, precision.master, precision.compute)
+    model = plan.model.train()
     with said_if_long("building the model"):
-        reducer = parallelize(
-            model,
-            job.strategy,
+        reducer = plan.build(
             mesh,
-            compute=precision.compute,
-            first_weights=lambda part, name, whole, offset: fill_initial(
-                part, job.shape, name, config.seed, whole=whole, offset=offset
+            lambda shard, name, full, offset: fill_initial(
+                shard, job.shape, name, config.seed, whole=full, offset=offset
             ),
         )
     if job.init is not None:
@@ -151,6 +148,7 @@ def open_session(job: Job) -> Session:
         mesh=mesh,
         device=device,
         precision=precision,
+        plan=plan,
         model=model,
         trainer=trainer,
         loader=_loader(job, mesh, consumed),

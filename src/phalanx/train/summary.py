@@ -19,8 +19,6 @@ from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.memory_report import MemoryReport, predicted_bytes, resident_peak_bytes
 from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization
-from phalanx.models.decoder import Decoder
-from phalanx.parallel import compose
 from phalanx.planner.activations import activations
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train import result
@@ -149,15 +147,7 @@ def _memory(observer: Observer) -> MemoryReport | None:
     largest = torch.tensor(account.peak_bytes, device=session.device)
     for axis in session.mesh.mesh_dim_names or ():
         all_reduce(largest, session.mesh, axis, "max")
-    with torch.device("meta"):
-        model = Decoder(job.shape).to(dtype=session.precision.master)
-    holding = compose.layout(
-        model,
-        job.strategy,
-        compute=session.precision.compute,
-        accumulation=job.batch.accumulation,
-    )
-    predicted = predicted_bytes(holding)
+    predicted = predicted_bytes(session.plan.holds(job.batch.accumulation))
     predicted["activations"] = activations(
         job.shape,
         job.config.corpus.seq_len,

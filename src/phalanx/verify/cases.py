@@ -13,7 +13,7 @@ from phalanx.config import OptimizerConfig
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Axis, Strategy
 from phalanx.train.objective import NextToken
 from phalanx.verify.batches import decoder_batches
@@ -81,8 +81,7 @@ def _that_fits(shape: ModelShape, strategy: Strategy) -> ModelShape:
 def splits(shape: ModelShape, strategy: Strategy) -> bool:
     """Return whether the strategy can split a decoder of this shape."""
     try:
-        with torch.device("meta"):
-            compose.check(Decoder(shape), strategy)
+        plan_decoder(strategy, shape)
     except StrategyError:
         return False
     return True

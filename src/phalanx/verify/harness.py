@@ -25,7 +25,7 @@ from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
 from phalanx.verify.batches import split, tensors_of
@@ -120,7 +120,7 @@ def compare_cases(
     """
     for case in cases.values():
         check_rows(case, strategy.data_ranks)
-        compose.check(case.build(), strategy, case.roles)
+        Plan(strategy, case.build(), roles=case.roles)
     device = next(iter(cases.values())).device
     verdicts: list[Verdict] = run_ranks(
         verify_on_ranks, strategy.num_ranks, cases, str(strategy), debug_comm,
@@ -221,7 +221,7 @@ def _sent(case: Case, strategy: Strategy, entries: Sequence[Entry]) -> list[Sent
     sizes = [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
     predicted = {
         (e.phase, e.axis, e.op): e.payload_bytes
-        for e in compose.traffic(model, strategy, sizes, roles=case.roles)
+        for e in Plan(strategy, model, roles=case.roles).traffic(sizes)
     }
     for axis in ("dp", "fsdp"):  # the loss law: the number of valid tokens, and the loss
         if getattr(strategy, axis).degree > 1:

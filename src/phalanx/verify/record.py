@@ -21,7 +21,7 @@ from phalanx.comm.ledger import Entry, Ledger, Phase
 from phalanx.comm.primitives import local_part
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
-from phalanx.parallel.compose import parallelize, part_of
+from phalanx.parallel.plan import Plan, shard_of
 from phalanx.strategy import Strategy
 from phalanx.train.clip import gradient_norm
 from phalanx.train.objective import Objective
@@ -98,7 +98,7 @@ class SplitRun:
         self.model = case.build().to(device_of(mesh), self._dtype).train()
         self.place = data_coordinate(mesh)
         # Before the optimizer takes the parameters.
-        reducer = parallelize(self.model, strategy, mesh, roles=case.roles)
+        reducer = Plan(strategy, self.model, roles=case.roles).build(mesh)
         self._trainer = Trainer(
             self.model,
             build_optimizer(self.model, case.optimizer),
@@ -241,7 +241,7 @@ def _bits(
 ) -> dict[tuple[str, str, tuple[int, ...]], str]:
     found: dict[tuple[str, str, tuple[int, ...]], str] = {}
     for name, tensor in tensors:
-        part, offset = part_of(tensor)
+        part, offset = shard_of(tensor)
         data = part.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         found[quantity, name, offset] = hashlib.blake2b(data, digest_size=16).hexdigest()
     return found

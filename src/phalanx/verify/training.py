@@ -28,7 +28,7 @@ from phalanx.data.samples import Samples
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.compose import row_parts
+from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Axis, Strategy
 from phalanx.train.evaluate import evaluate
 from phalanx.train.job import Job, resolve
@@ -93,6 +93,7 @@ def run_config(strategy: Strategy, folder: Path) -> TrainConfig:
     (folder / "squares.txt").write_text(text)
     shape = awkward_shapes(strategy)["llama"]
     names = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "dropout")
+    row_shards = plan_decoder(strategy, shape).row_shards
     sizes = ShapeConfig(
         **{name: getattr(shape, name) for name in names}, vocab_size=307, max_seq_len=32, tied=True
     )
@@ -108,7 +109,7 @@ def run_config(strategy: Strategy, folder: Path) -> TrainConfig:
         corpus=CorpusConfig(
             seq_len=17, vocab_size=300, validation=0.1, cache=str(folder / "cache")
         ),
-        batch=BatchConfig(microbatch=max(2, row_parts(strategy)), accumulation=2),
+        batch=BatchConfig(microbatch=max(2, row_shards), accumulation=2),
         optimizer=OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=1),
     )
 

@@ -16,7 +16,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan, shard_of
 from phalanx.strategy import Strategy
 
 SHAPE = ModelShape(
@@ -35,10 +35,10 @@ def parts_made(text: str) -> tuple[int, list[tuple[str, list[int], Tensor]], dic
     mesh = build_mesh(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE)
-    compose.parallelize(model, strategy, mesh, first_weights=fill)
+    Plan(strategy, model).build(mesh, fill)
     parts: list[tuple[str, list[int], Tensor]] = []
     for name, parameter in model.named_parameters():
-        part, offset = compose.part_of(parameter)
+        part, offset = shard_of(parameter)
         parts.append((name, list(offset), part.clone()))
     held = sum(part.numel() for _, _, part in parts)
     whole = {

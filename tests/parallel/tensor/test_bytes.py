@@ -11,8 +11,8 @@ from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
-from phalanx.parallel.holding import Holding
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.split import StateBytes
 from phalanx.planner.activations import activations
 from phalanx.strategy import Strategy
 from phalanx.train.optimizer import build_optimizer
@@ -40,7 +40,7 @@ STATE = ("parameters", "optimizer", "other")
 """Kinds of what is there between steps; all else is kept for backward, a gather's result too."""
 
 
-def held(text: str) -> tuple[int, int, list[int], Holding]:
+def held(text: str) -> tuple[int, int, list[int], StateBytes]:
     """Return the bytes of weights and optimizer, what one and two blocks keep, and layout()."""
     strategy = Strategy.parse(text)
     mesh = build_mesh(strategy)
@@ -50,10 +50,8 @@ def held(text: str) -> tuple[int, int, list[int], Holding]:
         shape = ModelShape(**{**vars(SHAPE), "num_layers": num_layers})
         with torch.device("meta"):
             model = Decoder(shape)
-        holding = compose.layout(model, strategy)
-        compose.parallelize(
-            model, strategy, mesh, first_weights=lambda part, *_: part.normal_(std=0.02)
-        )
+        plan = Plan(strategy, model)
+        plan.build(mesh, lambda shard, *_: shard.normal_(std=0.02))
         optimizer = build_optimizer(model, OptimizerConfig())
         tokens_BT = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % SHAPE.vocab_size
         model(tokens_BT, tokens_BT).backward()
@@ -65,17 +63,17 @@ def held(text: str) -> tuple[int, int, list[int], Holding]:
         assert loss.item() > 0  # alive, and with it what backward needs
         weights, moments = at_end["parameters"], at_end["optimizer"]
         kept.append(sum(at_end[kind] for kind in at_end if kind not in STATE))
-    return weights, moments, kept, holding
+    return weights, moments, kept, plan.holds()
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[int, int, list[int], Holding]:
+def alone() -> tuple[int, int, list[int], StateBytes]:
     return run_ranks(held, 1, "dp1", threads=1)[0]
 
 
 @pytest.mark.parametrize("text, weight_parts, activation_parts", LAYOUTS)
 def test_a_rank_holds_its_share(
-    alone: tuple[int, int, list[int], Holding],
+    alone: tuple[int, int, list[int], StateBytes],
     text: str,
     weight_parts: int,
     activation_parts: float,

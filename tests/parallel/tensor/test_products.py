@@ -16,8 +16,10 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.layers import Norm
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.reduce import partial_axes
+from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import products
-from phalanx.parallel.tensor.apply import apply
+from phalanx.parallel.tensor.apply import layout_of
+from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy
 
 NUM_IDS = 11  # odd: of three parts the last is short
@@ -146,7 +148,8 @@ def norms(cut: Cut) -> Iterator[tuple[str, float]]:
         expected = x.clone().requires_grad_()
         y = alone(expected)
         y.backward(d_y)
-        layout = apply(split, cut.mesh, tensor, {"norm": "norm"})
+        layout = layout_of(tensor, cut.mesh)
+        TensorSplit(Target(tensor, split, roles={"norm": "norm"})).bind(layout)
         layout.extent = cut.layout.extent
         part = cut.activation(x, cut.residual).requires_grad_()
         y_part = split.norm(part)

@@ -15,8 +15,7 @@ from phalanx.errors import CheckpointError, StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
-from phalanx.parallel.tensor.report import report
+from phalanx.parallel.plan import Plan
 from phalanx.parallel.tensor.roles import default_patterns, sites_of
 from phalanx.strategy import Strategy
 from phalanx.verify.harness import compare_case, verify
@@ -139,7 +138,7 @@ def test_a_module_of_ones_own(text: str) -> None:
     verdict, entries = compare_case(case, strategy)
     assert verdict.is_equal, str(verdict)
     num_rows = -(-7 // strategy.data_ranks)
-    predicted = compose.traffic(Vision().double(), strategy, [(num_rows, 5)], roles=ROLES)
+    predicted = Plan(strategy, Vision().double(), roles=ROLES).traffic([(num_rows, 5)])
     assert {e for e in entries if e.phase not in ("count", "metrics")} == set(predicted)
 
 
@@ -154,9 +153,8 @@ def test_one_wrong_role_is_found() -> None:
 def fused_weight() -> tuple[Tensor, Tensor]:
     """Return this rank's part of a fused weight, and what it says is the whole."""
     model = Vision()
-    compose.parallelize(
-        model, Strategy.parse("tp2"), build_mesh(Strategy.parse("tp2")), roles=ROLES
-    )
+    strategy = Strategy.parse("tp2")
+    Plan(strategy, model, roles=ROLES).build(build_mesh(strategy))
     with pytest.raises(CheckpointError, match=r"qkv.weight' holds several maps"):
         weights_of(model)
     weight = model.layers[0].attention.qkv.weight
@@ -238,11 +236,11 @@ def test_tables_that_cannot_be_split_are_refused() -> None:
 )
 def test_what_does_not_fit_is_refused_before_the_start(text: str, words: str) -> None:
     with pytest.raises(StrategyError, match=words):
-        compose.check(Vision(), Strategy.parse(text), ROLES)
+        Plan(Strategy.parse(text), Vision(), roles=ROLES)
 
 
 def test_the_report_says_what_happens_to_each_parameter() -> None:
-    rows = {row.name: row for row in report(Decoder(SHAPE), Strategy.parse("tp4:2d"))}
+    rows = {row.name: row for row in Plan(Strategy.parse("tp4:2d"), Decoder(SHAPE)).table()}
     assert sum(row.whole == () for row in rows.values()) == 0
     up = rows["blocks.0-2.mlp.up.weight"]
     assert (up.role, up.whole, up.part) == ("column", (48, 32), (24, 16))
@@ -255,7 +253,7 @@ def test_the_report_of_fused_and_tied_parameters() -> None:
     model = Vision()
     model.layers[1].mlp = nn.Sequential(nn.Linear(16, 40), nn.GELU(), nn.Linear(40, 16))
     model.bias = model.classes.bias
-    rows = {row.name: row for row in report(model, Strategy.parse("tp8:3d"), ROLES)}
+    rows = {row.name: row for row in Plan(Strategy.parse("tp8:3d"), model, roles=ROLES).table()}
     qkv = rows["layers.0-1.attention.qkv.weight"]
     assert (qkv.role, qkv.part, qkv.notation) == ("column/3", (24, 4), "[48_tp_y, 16_tp_z_tp_x]")
     assert rows["layers.0-1.attention.qkv.bias"].notation == "[48]"

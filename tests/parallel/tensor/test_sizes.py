@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.parallel.tensor.check import lies_as_dtensor_says
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
@@ -76,14 +76,14 @@ def test_the_parameter_and_the_nearest_degree_are_named(
     with torch.device("meta"):
         model = Decoder(dataclasses.replace(SHAPE, **changes))
     with pytest.raises(StrategyError) as error:
-        compose.check(model, Strategy.parse(text))
+        Plan(Strategy.parse(text), model)
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["tp4", "tp16:2d", "tp8:2.5d/2", "tp8:3d", "dp2,fsdp2,tp2"])
 def test_what_divides_is_taken_whatever_the_vocabulary(text: str) -> None:
     with torch.device("meta"):
-        compose.check(Decoder(SHAPE), Strategy.parse(text))
+        Plan(Strategy.parse(text), Decoder(SHAPE))
 
 
 def decoder() -> Decoder:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from marks import by_hand
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.launch.local import run_ranks
-from phalanx.parallel import compose
+from phalanx.parallel.plan import Plan
 from phalanx.parallel.tensor import transformers_models
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import sites_of
@@ -206,12 +206,9 @@ def test_it_computes_what_one_process_computes(text: str, names: list[str]) -> N
         assert verdict.is_equal, f"{name}: {verdict}"
         share = len(range(0, NUM_ROWS, strategy.data_ranks))
         rows = [len(cut) for cut in torch.arange(share).tensor_split(case.accumulation)]
-        predicted = compose.traffic(
-            case.build().to(getattr(torch, case.dtype)),
-            strategy,
-            [(num_rows, LENGTH) for num_rows in rows],
-            roles=case.roles,
-        )
+        model = case.build().to(getattr(torch, case.dtype))
+        plan = Plan(strategy, model, roles=case.roles)
+        predicted = plan.traffic([(num_rows, LENGTH) for num_rows in rows])
         if strategy.fsdp.degree == 1:
             sent = {e for e in entries if e.phase not in ("count", "metrics")}
             assert sent == set(predicted), name
@@ -311,4 +308,4 @@ def test_settings_that_have_no_layout_are_refused(setting: str, value: object, w
 )
 def test_what_does_not_fit_is_refused_before_the_start(text: str, words: str) -> None:
     with pytest.raises(StrategyError, match=words):
-        compose.check(gpt2(), Strategy.parse(text))
+        Plan(Strategy.parse(text), gpt2())

@@ -1,12 +1,7 @@
-"""What tensor parallelism holds and sends, said before any process starts.
-
-`part_of_first` gives the model as the first rank of tp holds it, to which the formulas of the data
-axes then apply; `traffic` adds up what layers and replicas move.
-"""
+"""What tensor parallelism sends, said before any process starts: by its layers and replicas."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -21,56 +16,33 @@ from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.models.decoder import Head
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.reduce import BUCKET_BYTES, buckets
-from phalanx.parallel.tensor.apply import layout_of, part_shape, placements_of
+from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.layers import is_transposed, subtracts_mean
 from phalanx.parallel.tensor.layout import Extent, Layout, Move
-from phalanx.parallel.tensor.roles import Patterns, Role, Site, reads_residual, sites_of
+from phalanx.parallel.tensor.placed import Placed
+from phalanx.parallel.tensor.roles import Role, Site, reads_residual
 from phalanx.parallel.tensor.transformers_models import gathered_bases
-from phalanx.strategy import Strategy
-
-
-def part_of_first(
-    model: nn.Module, strategy: Strategy, patterns: Patterns | None = None
-) -> nn.Module:
-    """Return a copy of a model, on the meta device, whose parameters are those of the first rank.
-
-    Args:
-        model: not split yet, on any device.
-        strategy: its tp is above 1.
-        patterns: names of modules to roles; those known for the model if None.
-    """
-    layout = layout_of(strategy)
-    parts: dict[int, object] = {}
-    for site in sites_of(model, patterns):
-        for name, placements in placements_of(site, layout).items():
-            whole = site.module.get_parameter(name)
-            shape = part_shape(whole.shape, layout, placements)
-            part = torch.empty(shape, dtype=whole.dtype, device="meta")
-            parts[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
-    return copy.deepcopy(model, memo=parts)
 
 
 def traffic(
-    model: nn.Module,
-    strategy: Strategy,
+    target: Target,
+    layout: Layout,
+    sites: Sequence[Site],
+    parameters: Sequence[Placed],
     extents: Sequence[Extent],
-    *,
-    compute: torch.dtype | None = None,
-    patterns: Patterns | None = None,
 ) -> list[Entry]:
     """Return what the first rank of tp sends over tp in one step.
 
     Args:
-        model: not split yet, on any device.
-        strategy: its tp is above 1.
+        target: the model, and how it is to be split.
+        layout: that of the strategy.
+        sites: the modules with a role.
+        parameters: where theirs lie.
         extents: of each microbatch of the step.
-        compute: data type of the arithmetic; that of the parameters if None.
-        patterns: names of modules to roles; those known for the model if None.
     """
-    layout = layout_of(strategy)
-    sites = sites_of(model, patterns)
+    strategy, model = target.strategy, target.model
     master = next(model.parameters()).dtype
-    compute = compute or master
+    compute = target.compute or master
     blocks = tuple(f"{name}." for name, _ in blocks_of(model))
     sums: Counter[tuple[str, str, str]] = Counter()
     calls: Counter[tuple[str, str, str]] = Counter()
@@ -100,7 +72,7 @@ def traffic(
         for _ in gathered_bases(model, functools.partial(reads_residual, sites)):
             for move in layout.whole_moves(layout.residual, _width(sites)):
                 count(move.phase, move, compute.itemsize)
-    for axes, sizes in _replicas(sites, layout, strategy.fsdp.degree).items():
+    for axes, sizes in _replicas(parameters, strategy.fsdp.degree).items():
         for axis in axes:
             move = Move("reduce", axis, "all_reduce", len(buckets(sizes, BUCKET_BYTES)), sum(sizes))
             count("reduce", move, 1)
@@ -168,28 +140,19 @@ def _statistic_moves(site: Site, layout: Layout) -> list[Move]:
     return []
 
 
-def _replicas(
-    sites: Sequence[Site], layout: Layout, num_shares: int
-) -> dict[tuple[str, ...], list[int]]:
+def _replicas(parameters: Sequence[Placed], num_shares: int) -> dict[tuple[str, ...], list[int]]:
     """Return the bytes of each gradient that owes a sum, by the axes over which it does.
 
     Args:
-        sites: modules with roles.
-        layout: how parameters lie.
-        num_shares: degree of fsdp, which splits the rows of this rank's part again.
+        parameters: where they lie.
+        num_shares: degree of fsdp, which splits the rows of this rank's shard again.
     """
     sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    seen: set[nn.Parameter] = set()
-    for site in sites:
-        for name, placements in placements_of(site, layout).items():
-            parameter = site.module.get_parameter(name)
-            pairs = zip(layout.sizes, placements, strict=True)
-            axes = tuple(a for a, p in pairs if p.is_replicate() and layout.sizes[a] > 1)
-            if axes and parameter.requires_grad and parameter not in seen:
-                rows, *rest = part_shape(parameter.shape, layout, placements)
-                share = -(-rows // num_shares) * math.prod(rest)
-                sizes[axes].append(share * parameter.dtype.itemsize)
-            seen.add(parameter)
+    for row in parameters:
+        if row.partial_axes and row.parameter.requires_grad:
+            num_rows, *rest = row.shard_shape
+            share = -(-num_rows // num_shares) * math.prod(rest)
+            sizes[row.partial_axes].append(share * row.parameter.itemsize)
     return sizes
 
 

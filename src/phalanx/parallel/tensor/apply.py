@@ -17,19 +17,12 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from phalanx.comm.primitives import broadcast
-from phalanx.errors import StrategyError
 from phalanx.parallel.tensor import layers, transformers_models
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.megatron import Megatron
 from phalanx.parallel.tensor.one_d import OneD
-from phalanx.parallel.tensor.roles import (
-    OF_ALL,
-    Patterns,
-    Site,
-    reads_residual,
-    refuse_fused_rows,
-    sites_of,
-)
+from phalanx.parallel.tensor.placed import Placed
+from phalanx.parallel.tensor.roles import Site, reads_residual
 from phalanx.parallel.tensor.three_d import ThreeD
 from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
 from phalanx.parallel.tensor.two_d import TwoD
@@ -45,45 +38,27 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 
 def apply(
-    model: nn.Module, mesh: DeviceMesh, strategy: Strategy, patterns: Patterns | None = None
-) -> Layout:
+    model: nn.Module, layout: Layout, sites: Sequence[Site], parameters: Sequence[Placed]
+) -> None:
     """Split a model over tp, in place.
 
     Args:
         model: a module with its first weights, or on the meta device.
-        mesh: the mesh of the strategy.
-        strategy: its tp is above 1.
-        patterns: names of modules to roles; those known for the model if None.
-
-    Raises:
-        StrategyError: see `sites_of`. Sizes are for `check` to refuse, before.
+        layout: on the ranks of the job.
+        sites: the modules of the model that have a role.
+        parameters: where their parameters lie.
     """
-    sites = sites_of(model, patterns)
-    layout = layout_of(strategy, mesh)
-    refuse_fused_rows(sites, layout, strategy.fsdp.degree)
-    parts: dict[nn.Parameter, nn.Parameter] = {}
-    lie: dict[nn.Parameter, tuple[Placement, ...]] = {}
-    for site in sites:
-        for name, placements in placements_of(site, layout).items():
-            parameter = site.module.get_parameter(name)
-            if lie.setdefault(parameter, placements) != placements:
-                raise StrategyError(
-                    f"tp: '{site.name}.{name}' is one parameter with another that is split "
-                    "otherwise; give their modules roles that agree, as embedding and head do"
-                )
-            if parameter not in parts:
-                parts[parameter] = _part(parameter, layout, placements, site.parts)
+    shards = {row.parameter: _shard(row, layout) for row in parameters}
     for buffer in model.buffers():
         for axis in layout.sizes if not buffer.is_meta else ():
-            broadcast(buffer, mesh, axis)
+            broadcast(buffer, layout.mesh, axis)
     for module in model.modules():
         named = module.named_parameters(recurse=False, remove_duplicate=False)
         for name, parameter in list(named):
-            setattr(module, name, parts[parameter])
+            setattr(module, name, shards[parameter])
     for site in sites:
         _bind(site, layout)
     transformers_models.bind(model, layout, functools.partial(reads_residual, sites))
-    return layout
 
 
 def layout_of(strategy: Strategy, mesh: DeviceMesh | None = None) -> Layout:
@@ -91,91 +66,49 @@ def layout_of(strategy: Strategy, mesh: DeviceMesh | None = None) -> Layout:
     return LAYOUTS[strategy.tp.kind](strategy.grid(), mesh)
 
 
-def part_shape(
-    shape: Sequence[int], layout: Layout, placements: Sequence[Placement]
-) -> tuple[int, ...]:
-    """Return the shape of this rank's part of a parameter."""
-    part = list(shape)
-    for axis, placement in zip(layout.sizes, placements, strict=True):
-        if isinstance(placement, Shard):
-            size = -(-part[placement.dim] // layout.sizes[axis])
-            first = min(part[placement.dim], layout.coords[axis] * size)
-            part[placement.dim] = min(size, part[placement.dim] - first)
-    return tuple(part)
-
-
-def placements_of(site: Site, layout: Layout) -> dict[str, tuple[Placement, ...]]:
-    """Return how each parameter of a module of a role lies over the sub-axes of tp."""
-    if site.role in ("embedding", "head", "column"):
-        # fsdp splits the rows of each part again, which no DTensor can say of a fused vector.
-        axis = layout.inner.features if site.parts == 1 else None
-        matrix, vector = layout.placements(layout.column), axis
-    elif site.role == "row":
-        matrix, vector = layout.placements(layout.row), layout.residual.features
-    elif site.role == "table":
-        matrix, vector = layout.along(_axes(layout.residual.features), 1), None
-    elif site.role == "norm":
-        matrix, vector = layout.along(()), layout.residual.features
-    else:
-        matrix, vector = layout.along(()), None
-    if layers.is_transposed(site.module):
-        matrix = layout.transposed(matrix)
-    return {
-        name: matrix if parameter.ndim == 2 else layout.along(_axes(vector))
-        for name, parameter in site.module.named_parameters(recurse=site.role in OF_ALL)
-    }
-
-
-def _axes(axis: str | None) -> tuple[str, ...]:
-    return () if axis is None else (axis,)
-
-
-def _part(
-    parameter: nn.Parameter, layout: Layout, placements: tuple[Placement, ...], num_fused: int
-) -> nn.Parameter:
-    """Return this rank's part of a parameter, as a DTensor of the whole mesh."""
-    mesh, whole = layout.mesh, parameter.detach()
-    if not whole.is_meta:
+def _shard(placed: Placed, layout: Layout) -> nn.Parameter:
+    """Return this rank's shard of a parameter, as a DTensor of the whole mesh."""
+    mesh, full = layout.mesh, placed.parameter.detach()
+    if not full.is_meta:
         for axis in layout.sizes:
-            broadcast(whole, layout.mesh, axis)
-    stride, lie = whole.stride(), placements
-    if num_fused > 1:
-        whole, lie = _interleaved(whole, layout, placements, num_fused)
-    placements, lie = (
+            broadcast(full, mesh, axis)
+    stride, known = full.stride(), placed.placements
+    if placed.site.parts > 1:
+        full, known = _interleaved(full, placed, layout)
+    placements, known = (
         tuple(of_axis.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ())
-        for of_axis in (dict(zip(layout.sizes, p, strict=True)) for p in (placements, lie))
+        for of_axis in (dict(zip(layout.sizes, p, strict=True)) for p in (placed.placements, known))
     )
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
     index = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
-    part = DTensor.from_local(
-        whole[index].clone(memory_format=torch.contiguous_format),
+    shard = DTensor.from_local(
+        full[index].clone(memory_format=torch.contiguous_format),
         mesh,
-        lie,
+        known,
         run_check=False,
-        shape=whole.shape,
+        shape=full.shape,
         stride=stride,
     )
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+    return nn.Parameter(shard, requires_grad=placed.parameter.requires_grad)
 
 
 def _interleaved(
-    whole: torch.Tensor, layout: Layout, placements: tuple[Placement, ...], num_fused: int
+    full: torch.Tensor, placed: Placed, layout: Layout
 ) -> tuple[torch.Tensor, tuple[Placement, ...]]:
-    """Order the columns of fused maps so that a plain part of them is a part of each map.
+    """Order the columns of fused maps so that a plain shard of them is a shard of each map.
 
     Returns:
-        The reordered tensor, and the placements by which DTensor knows the parts of `whole` itself.
+        The reordered tensor, and the placements by which DTensor knows the shards of `full` itself.
     """
-    lie = list(placements)
-    for number, axis in enumerate(layout.sizes):
-        placement = placements[number]
+    known = list(placed.placements)
+    for number, (axis, placement) in enumerate(zip(layout.sizes, placed.placements, strict=True)):
         if axis in layout.column.out and isinstance(placement, Shard):
-            dim, size = placement.dim, layout.sizes[axis]
-            split = whole.unflatten(dim, (num_fused, size, -1))
-            whole = split.transpose(dim, dim + 1).flatten(dim, dim + 2)
+            dim = placement.dim
+            split = full.unflatten(dim, (placed.site.parts, layout.sizes[axis], -1))
+            full = split.transpose(dim, dim + 1).flatten(dim, dim + 2)
             # Private; tests/parallel/tensor/test_transformers.py pins it.
-            lie[number] = _StridedShard(dim, split_factor=num_fused)
-    return whole, tuple(lie)
+            known[number] = _StridedShard(dim, split_factor=placed.site.parts)
+    return full, tuple(known)
 
 
 def _bind(site: Site, layout: Layout) -> None:

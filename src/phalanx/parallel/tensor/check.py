@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from phalanx.errors import StrategyError
-from phalanx.parallel.tensor.apply import layout_of, placements_of
+from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layers import HEAD_COUNTS, is_transposed
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.roles import Patterns, Site, refuse_fused_rows, sites_of
+from phalanx.parallel.tensor.placed import Placed
+from phalanx.parallel.tensor.roles import Site, refuse_fused_rows
 from phalanx.strategy import Axis, Strategy
 
 
-def check(model: nn.Module, strategy: Strategy, patterns: Patterns | None = None) -> None:
+def check(
+    sites: Sequence[Site], parameters: Sequence[Placed], layout: Layout, strategy: Strategy
+) -> None:
     """Refuse sizes that the layout of tp does not divide.
 
     Args:
-        model: not split yet, on any device, meta too.
-        strategy: how it is to be split.
-        patterns: names of modules to roles; those known for the model if None.
+        sites: the modules with a role.
+        parameters: where theirs lie.
+        layout: that of the strategy.
+        strategy: how all is to be split.
 
     Raises:
-        StrategyError: names the first that does not fit and the nearest degree with which all do;
-            or see `sites_of`.
+        StrategyError: names the first that does not fit and the nearest degree with which all do.
     """
-    if strategy.tp.degree == 1:
-        return
-    sites = sites_of(model, patterns)
-    refuse_fused_rows(sites, layout_of(strategy), strategy.fsdp.degree)
-    problem = _problem(sites, layout_of(strategy))
+    refuse_fused_rows(sites, layout, strategy.fsdp.degree)
+    problem = _problem(sites, parameters, layout)
     if problem is not None:
-        nearest = _nearest(sites, strategy.tp)
+        nearest = _nearest(sites, parameters, strategy.tp)
         advice = (
             f"the nearest is {Strategy(tp=nearest)}"
             if nearest
@@ -43,33 +43,29 @@ def check(model: nn.Module, strategy: Strategy, patterns: Patterns | None = None
         )
         raise StrategyError(f"{Strategy(tp=strategy.tp)}: {problem}; {advice}")
     if strategy.fsdp.degree > 1:
-        _check_rows(sites, strategy)
+        _check_rows(parameters, strategy)
 
 
-def _check_rows(sites: Sequence[Site], strategy: Strategy) -> None:
-    """Refuse rows of which fsdp splits tp's uneven parts into what DTensor takes for other rows.
+def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
+    """Refuse rows of which fsdp splits tp's uneven shards into what DTensor takes for other rows.
 
     Raises:
         StrategyError: names the parameter, the nearest number of rows and of fsdp's ranks.
     """
-    layout, num_ranks = layout_of(strategy), strategy.fsdp.degree
-    for site in sites:
-        for name, placements in placements_of(site, layout).items():
-            num_rows = site.module.get_parameter(name).shape[0]
-            pairs = zip(layout.sizes.values(), placements, strict=True)
-            sizes = [size for size, p in pairs if isinstance(p, Shard) and p.dim == 0]
-            if lies_as_dtensor_says(num_rows, sizes, num_ranks):
-                continue
-            others = _from_nearest(num_ranks)
-            fits = [n for n in others if lies_as_dtensor_says(num_rows, sizes, n)]
-            multiple = math.prod(sizes)
-            raise StrategyError(
-                f"{Strategy(fsdp=strategy.fsdp, tp=strategy.tp)}: '{site.name}.{name}' has "
-                f"{num_rows} rows, of which tp makes uneven parts, and PyTorch takes what fsdp "
-                f"makes of those for other rows than they are; give it "
-                f"{-(-num_rows // multiple) * multiple} rows"
-                + (f", or take fsdp{fits[0]}" if fits else "")
-            )
+    num_ranks = strategy.fsdp.degree
+    for row in parameters:
+        num_rows, sizes = row.parameter.shape[0], row.degrees(0)
+        if lies_as_dtensor_says(num_rows, sizes, num_ranks):
+            continue
+        others = _from_nearest(num_ranks)
+        fits = [n for n in others if lies_as_dtensor_says(num_rows, sizes, n)]
+        multiple = math.prod(sizes)
+        raise StrategyError(
+            f"{Strategy(fsdp=strategy.fsdp, tp=strategy.tp)}: '{row.name}' has {num_rows} rows, of "
+            "which tp makes uneven parts, and PyTorch takes what fsdp makes of those for other "
+            f"rows than they are; give it {-(-num_rows // multiple) * multiple} rows"
+            + (f", or take fsdp{fits[0]}" if fits else "")
+        )
 
 
 def lies_as_dtensor_says(num_rows: int, tp_sizes: Sequence[int], fsdp: int) -> bool:
@@ -105,7 +101,7 @@ def _cut(size: int, degree: int) -> list[int]:
     return [min(part, max(0, size - number * part)) for number in range(degree)]
 
 
-def _nearest(sites: Sequence[Site], tp: Axis) -> Axis | None:
+def _nearest(sites: Sequence[Site], parameters: Sequence[Placed], tp: Axis) -> Axis | None:
     """Return the nearest degree that fits, the smaller of two as near; None if only 1 does."""
     for degree in _from_nearest(tp.degree):
         axis = dataclasses.replace(tp, degree=degree)
@@ -113,7 +109,8 @@ def _nearest(sites: Sequence[Site], tp: Axis) -> Axis | None:
             strategy = Strategy(tp=axis)
         except StrategyError:  # its ranks cannot stand in the grid of the kind
             continue
-        if _problem(sites, layout_of(strategy)) is None:
+        layout = layout_of(strategy)
+        if _problem(sites, [row.under(layout) for row in parameters], layout) is None:
             return axis
     return None
 
@@ -123,36 +120,42 @@ def _from_nearest(degree: int) -> list[int]:
     return sorted(range(2, 2 * degree), key=lambda other: (abs(other - degree), other))
 
 
-def _problem(sites: Sequence[Site], layout: Layout) -> str | None:
+def _problem(sites: Sequence[Site], parameters: Sequence[Placed], layout: Layout) -> str | None:
     """Return what does not fit, in words."""
+    own: dict[str, list[Placed]] = defaultdict(list)
+    for row in parameters:
+        own[row.site.name].append(row)
+    num_shards = layout.num_parts(layout.column.out)
     for site in sites:
-        for name, placements in placements_of(site, layout).items():
-            shape = site.module.get_parameter(name).shape
-            for dim, size in enumerate(shape):
-                pairs = zip(layout.sizes.values(), placements, strict=True)
-                parts = 1
-                for axis_size, placement in pairs:
-                    if isinstance(placement, Shard) and placement.dim == dim:
-                        parts *= axis_size
-                if parts > 1 and dim == (1 if is_transposed(site.module) else 0):
-                    parts *= site.parts
-                if size % parts and not (dim == 0 and site.role in ("embedding", "head")):
-                    return (
-                        f"'{site.name}.{name}' is of shape {tuple(shape)}, and {size} is not a "
-                        f"multiple of {parts}"
-                    )
-        parts = layout.num_parts(layout.column.out)
+        for row in own[site.name]:
+            if (problem := _uneven(row)) is not None:
+                return problem
         width = head_width(site.module)
         for column in site.columns if width > 1 else ():
             weight = column.module.get_parameter("weight")
             num_out = weight.shape[1 if is_transposed(column.module) else 0]
             num_heads = num_out // column.parts // width
-            if num_heads % parts:
-                return f"'{column.name}' has {num_heads} heads, which is not a multiple of {parts}"
+            if num_heads % num_shards:
+                return (
+                    f"'{column.name}' has {num_heads} heads, which is not a multiple of "
+                    f"{num_shards}"
+                )
         for name in HEAD_COUNTS if site.role == "branch" else ():
             count = getattr(site.module, name, None)
-            if isinstance(count, int) and count % parts:
-                return f"'{site.name}.{name}' is {count}, which is not a multiple of {parts}"
+            if isinstance(count, int) and count % num_shards:
+                return f"'{site.name}.{name}' is {count}, which is not a multiple of {num_shards}"
+    return None
+
+
+def _uneven(row: Placed) -> str | None:
+    """Return, in words, a dimension of which shards would differ; a vocabulary's may."""
+    shape = tuple(row.parameter.shape)
+    for dim, size in enumerate(shape):
+        multiple = math.prod(row.degrees(dim))
+        if multiple > 1 and dim == (1 if is_transposed(row.site.module) else 0):
+            multiple *= row.site.parts
+        if size % multiple and not (dim == 0 and row.site.role in ("embedding", "head")):
+            return f"'{row.name}' is of shape {shape}, and {size} is not a multiple of {multiple}"
     return None
 
 

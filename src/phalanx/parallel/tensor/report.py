@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import nn
-from torch.distributed.tensor import Shard
-
-from phalanx.parallel.tensor.apply import layout_of, part_shape, placements_of
-from phalanx.parallel.tensor.roles import Patterns, sites_of
-from phalanx.strategy import Strategy
+from phalanx.parallel.tensor.placed import Placed
 
 
 @dataclass(frozen=True)
@@ -42,36 +36,19 @@ class Row:
         return f"[{', '.join('_'.join((str(size), *axes)) for size, axes in sizes)}]"
 
 
-def report(model: nn.Module, strategy: Strategy, patterns: Patterns | None = None) -> list[Row]:
-    """Return what `apply` does to each parameter, in the order of the model.
-
-    Args:
-        model: not split yet, on any device, meta too.
-        strategy: its tp is above 1.
-        patterns: names of modules to roles, see `sites_of`.
-
-    Raises:
-        StrategyError: see `sites_of`.
-    """
-    layout = layout_of(strategy)
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    rows: dict[nn.Parameter, Row] = {}
-    for site in sites_of(model, patterns):
-        for name, placements in placements_of(site, layout).items():
-            parameter = site.module.get_parameter(name)
-            pairs = list(zip(layout.sizes, placements, strict=True))
-            axes = tuple(
-                tuple(axis for axis, placement in pairs if placement == Shard(dim))
-                for dim in range(parameter.ndim)
-            )
-            role = site.role if site.parts == 1 else f"{site.role}/{site.parts}"
-            part = part_shape(parameter.shape, layout, placements)
-            first, *tied = names[parameter]
-            row = Row(first, role, tuple(parameter.shape), part, axes, tuple(tied))
-            rows.setdefault(parameter, row)
-    return _folded(rows[parameter] for parameter in model.parameters())
+def report(parameters: Iterable[Placed]) -> list[Row]:
+    """Return what tp does to each parameter, in their order."""
+    return _folded(
+        Row(
+            name=row.name,
+            role=row.site.role if row.site.parts == 1 else f"{row.site.role}/{row.site.parts}",
+            whole=tuple(row.parameter.shape),
+            part=row.shard_shape,
+            axes=tuple(row.axes(dim) for dim in range(row.parameter.ndim)),
+            tied=row.names[1:],
+        )
+        for row in parameters
+    )
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")

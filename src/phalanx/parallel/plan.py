@@ -1,0 +1,178 @@
+"""How one strategy splits one model: decided, and refused, before any process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+# Private module of a function that PyTorch documents; tests/parallel/test_sharded.py pins it.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from phalanx.comm.join import device_of
+from phalanx.comm.ledger import Entry
+from phalanx.errors import StrategyError
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import data
+from phalanx.parallel.data import DataSplit
+from phalanx.parallel.recompute import RecomputeSplit
+from phalanx.parallel.reduce import GradientReducer, is_fused
+from phalanx.parallel.sharded import ShardedSplit
+from phalanx.parallel.split import Split, StateBytes, Target
+from phalanx.parallel.tensor.report import Row
+from phalanx.parallel.tensor.split import TensorSplit
+from phalanx.strategy import Strategy, require_built
+
+Model = TypeVar("Model", bound=nn.Module)
+
+FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
+"""Fills a shard of a parameter: (shard, name, full shape, where the shard begins in it)."""
+
+SPLITS: tuple[type[Split], ...] = (TensorSplit, RecomputeSplit, ShardedSplit, DataSplit)
+"""The axes, in the order in which they split a model: each splits what those before it leave.
+
+Recomputation runs again what tp has made of a block, and fsdp gathers a block before that.
+"""
+
+
+class Plan(Generic[Model]):
+    """A strategy on a model: what each rank holds and sends, and how the model is split.
+
+    Args:
+        strategy: how to split.
+        model: not split yet, on any device, meta too.
+        compute: data type of the arithmetic; that of the parameters if None.
+        roles: patterns of module names to roles for tp, see `parallel.tensor.roles`; they come
+            before those that are known for the model.
+
+    Raises:
+        StrategyError: a part of the strategy is not built yet, or the model does not allow it.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: Model,
+        *,
+        compute: torch.dtype | None = None,
+        roles: Mapping[str, str] | None = None,
+    ) -> None:
+        require_built(strategy)
+        self.strategy = strategy
+        self.model = model
+        target = Target(strategy, model, compute, roles)
+        self._splits: list[Split] = []
+        for split in SPLITS:
+            if split.is_asked(strategy):
+                self._splits.append(split(target))
+                target = dataclasses.replace(target, shapes=self._splits[-1].shapes())
+        self._unsharded = data.layout(target.sizes(), sum(target.sizes(is_trained=False)))
+
+    @property
+    def row_shards(self) -> int:
+        """In how many shards the rows of a microbatch are split; others are padded."""
+        return math.prod(split.row_shards for split in self._splits)
+
+    def holds(self, accumulation: int = 1) -> StateBytes:
+        """Return what the first rank holds of the trained state.
+
+        Args:
+            accumulation: microbatches a step.
+        """
+        held = self._unsharded
+        for split in self._splits:
+            held = split.holds(held, accumulation)
+        return held
+
+    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+        """Return what the first rank sends in one step.
+
+        Args:
+            microbatches: rows and positions of each of this rank's microbatches.
+        """
+        return [entry for split in self._splits for entry in split.traffic(microbatches)]
+
+    def table(self) -> list[Row]:
+        """Return what tp does to each parameter; empty without tp."""
+        return [row for split in self._splits for row in split.table()]
+
+    def build(
+        self, mesh: DeviceMesh, first_weights: FirstWeights | None = None
+    ) -> GradientReducer | None:
+        """Split the model, in place; every rank calls this together, once.
+
+        Args:
+            mesh: the mesh that `build_mesh(strategy)` made.
+            first_weights: what fills the parameters of a model on the meta device: each rank makes
+                its own shards alone, and never holds the whole. A model that is elsewhere has its
+                first weights already.
+
+        Returns:
+            What reduces the gradients, or None where there is nothing to reduce.
+        """
+        for split in self._splits:
+            split.apply(mesh)
+        if first_weights is not None:
+            self.model.to_empty(device=device_of(mesh))
+            _fill(self.model, first_weights)
+        reducer = None
+        for split in reversed(self._splits):
+            reducer = split.reducer(mesh, reducer)
+        return reducer
+
+
+def plan_decoder(
+    strategy: Strategy,
+    shape: ModelShape,
+    master: torch.dtype = torch.float32,
+    compute: torch.dtype | None = None,
+) -> Plan[Decoder]:
+    """Return the plan of a decoder on the meta device.
+
+    Args:
+        strategy: how to split it.
+        shape: of the decoder.
+        master: data type of its parameters.
+        compute: data type of the arithmetic; that of the parameters if None.
+
+    Raises:
+        StrategyError: see `Plan`.
+    """
+    with torch.device("meta"):
+        model = Decoder(shape).to(dtype=master)
+    model.compute_dtype = compute
+    return Plan(strategy, model, compute=compute)
+
+
+def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's shard of a parameter, without gradient, and where it begins in the whole.
+
+    A shard may be empty: rows that are fewer than ranks leave some ranks without.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), tuple(offset)
+
+
+def _fill(model: nn.Module, first_weights: FirstWeights) -> None:
+    for name, parameter in model.named_parameters():
+        if is_fused(parameter):
+            raise StrategyError(
+                f"tp: '{name}' holds several maps, each split by itself, so that a rank's shard "
+                "has no one place in the whole; give the model with its first weights, not on the "
+                "meta device"
+            )
+        shard, offset = shard_of(parameter)
+        if shard.numel():
+            first_weights(shard, name, tuple(parameter.shape), offset)

@@ -1,0 +1,133 @@
+"""What each way to split the work answers, as `plan.Plan` asks it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.comm.ledger import Entry
+from phalanx.parallel.reduce import GradientReducer
+from phalanx.strategy import Strategy
+
+if TYPE_CHECKING:
+    from phalanx.parallel.tensor.report import Row
+
+Shapes = Mapping[nn.Parameter, tuple[int, ...]]
+"""The shape of what one rank keeps of each parameter."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of trained state that one rank holds while it computes the gradients of a step.
+
+    Attributes:
+        parameter_bytes: this rank's shard of the parameters.
+        gathered_bytes: parameters gathered from other ranks, at most at one time.
+        gradient_bytes: gradients, from microbatch to microbatch.
+        unreduced_bytes: peak bytes of not yet reduced gradients, on top of gradient_bytes.
+        optimizer_bytes: the two moments of AdamW.
+    """
+
+    parameter_bytes: int
+    gathered_bytes: int
+    gradient_bytes: int
+    unreduced_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model, and how it is to be split.
+
+    Attributes:
+        strategy: how.
+        model: not split yet, on any device, meta too.
+        compute: data type of the arithmetic; that of the parameters if None.
+        roles: patterns of module names to roles for tp, see `parallel.tensor.roles`; they come
+            before those that are known for the model.
+        shapes: what the axes before this one leave the first rank of those parameters that they
+            have split.
+    """
+
+    strategy: Strategy
+    model: nn.Module
+    compute: torch.dtype | None = None
+    roles: Mapping[str, str] | None = None
+    shapes: Shapes = field(default_factory=dict[nn.Parameter, tuple[int, ...]])
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """Return the shape of the first rank's shard of a parameter."""
+        return self.shapes.get(parameter, tuple(parameter.shape))
+
+    def sizes(self, *, is_trained: bool = True) -> list[int]:
+        """Return the bytes of the first rank's shard of each parameter that is trained, or not."""
+        return [
+            math.prod(self.shape(parameter)) * parameter.itemsize
+            for parameter in self.model.parameters()
+            if parameter.requires_grad == is_trained
+        ]
+
+
+class Split:
+    """One axis of a strategy on one model; this one does nothing.
+
+    A constructor refuses, with a StrategyError, a model that the axis cannot split.
+    """
+
+    row_shards: int = 1
+    """In how many shards it splits the rows of a microbatch; others are padded."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    @staticmethod
+    def is_asked(strategy: Strategy) -> bool:
+        """Tell whether a strategy has this axis."""
+        raise NotImplementedError
+
+    def shapes(self) -> Shapes:
+        """Return the shape of the first rank's shard of each parameter that some axis has split."""
+        return self.target.shapes
+
+    def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
+        """Return what the first rank holds, given what it would without this axis.
+
+        Args:
+            held: what it would.
+            accumulation: microbatches a step.
+        """
+        _ = accumulation
+        return held
+
+    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+        """Return what the first rank sends for this axis in one step.
+
+        Args:
+            microbatches: rows and positions of each of this rank's microbatches.
+        """
+        _ = microbatches
+        return []
+
+    def table(self) -> list[Row]:
+        """Return what it does to each parameter, as far as that differs between parameters."""
+        return []
+
+    def apply(self, mesh: DeviceMesh) -> None:
+        """Split the model, in place; it may be on the meta device."""
+
+    def reducer(self, mesh: DeviceMesh, inner: GradientReducer | None) -> GradientReducer | None:
+        """Return what reduces the gradients of the model, now split and with its first weights.
+
+        Args:
+            mesh: that of the strategy.
+            inner: what reduces them over the axes within this one's reach: those after it in
+                `plan.SPLITS`.
+        """
+        _ = mesh
+        return inner

@@ -1,0 +1,66 @@
+"""The axis tp of a strategy on a model: roles and placements resolved once, then asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.comm.ledger import Entry
+from phalanx.parallel.reduce import GradientReducer, ReplicaReducer
+from phalanx.parallel.split import Shapes, Split, Target
+from phalanx.parallel.tensor import account, apply
+from phalanx.parallel.tensor.check import check
+from phalanx.parallel.tensor.layout import Extent, Layout
+from phalanx.parallel.tensor.placed import placed
+from phalanx.parallel.tensor.report import Row, report
+from phalanx.parallel.tensor.roles import sites_of
+from phalanx.strategy import Strategy
+
+
+class TensorSplit(Split):
+    """Tensor parallelism in the layout that the strategy names.
+
+    Attributes:
+        layout: without ranks; it only says what would be.
+        sites: the modules with a role.
+        placed: their parameters.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.layout = apply.layout_of(target.strategy)
+        self.sites = sites_of(target.model, target.roles)
+        self.placed = placed(target.model, self.sites, self.layout)
+        self.row_shards = self.layout.num_parts(self.layout.residual.rows)
+        check(self.sites, self.placed, self.layout, target.strategy)
+
+    @staticmethod
+    def is_asked(strategy: Strategy) -> bool:
+        """Tell whether several ranks share each product."""
+        return strategy.tp.degree > 1
+
+    def shapes(self) -> Shapes:
+        """Return the shards of all parameters."""
+        return {row.parameter: row.shard_shape for row in self.placed}
+
+    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+        """Return what layers and replicas send."""
+        extents = [Extent(*microbatch) for microbatch in microbatches]
+        return account.traffic(self.target, self.layout, self.sites, self.placed, extents)
+
+    def table(self) -> list[Row]:
+        """Return the shards, with the axes that split them."""
+        return report(self.placed)
+
+    def apply(self, mesh: DeviceMesh) -> None:
+        """Replace parameters by shards, and forwards by those of the layout."""
+        self.bind(apply.layout_of(self.target.strategy, mesh))
+
+    def bind(self, layout: Layout) -> None:
+        """Do as `apply` does, with a layout of ranks that the caller has made."""
+        apply.apply(self.target.model, layout, self.sites, self.placed)
+
+    def reducer(self, mesh: DeviceMesh, inner: GradientReducer | None) -> GradientReducer:
+        """Return what adds up, after `inner`, the gradients of what several ranks hold."""
+        return ReplicaReducer(self.target.model.parameters(), mesh, inner)
