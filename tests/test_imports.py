@@ -15,7 +15,7 @@ SOURCE = Path(phalanx.__file__).parent
 
 ROWS = [
     ["errors"],
-    ["strategy"],
+    ["strategy", "storage"],
     ["config"],
     ["models"],
     ["comm"],

@@ -26,13 +26,13 @@ import torch
 from torch.optim import AdamW
 
 from phalanx.checkpoint import index, manifest, state
-from phalanx.checkpoint.storage import checksum
 from phalanx.checkpoint.tensor_file import SUFFIX
 from phalanx.checkpoint.weights import open_checkpoint, sizes_of
 from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
+from phalanx.storage import checksum
 
 SHAPE = ModelShape(
     vocab_size=11, num_layers=1, hidden=8, num_heads=2, num_kv_heads=1, head_dim=4, ffn=12,

@@ -16,9 +16,9 @@ import runs
 import torch
 
 from phalanx.checkpoint import files, index, manifest, state
-from phalanx.checkpoint.storage import checksum
 from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
+from phalanx.storage import checksum
 
 FIRST = "rank-00000.safetensors"
 

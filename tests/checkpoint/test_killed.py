@@ -17,9 +17,9 @@ import pytest
 import runs
 
 from phalanx.checkpoint import files, manifest, tensor_file
-from phalanx.checkpoint.storage import PARTIAL
 from phalanx.errors import RankFailed
 from phalanx.launch.local import run_ranks
+from phalanx.storage import PARTIAL
 
 NUM_MOMENTS = 20
 

@@ -79,24 +79,6 @@ def test_place_that_cannot_be_written(tmp_path: Path) -> None:
         cache.publish(tmp_path / "file" / "x", write_hello, needed_bytes=5)
 
 
-def test_crash_leaves_no_folder_and_old_remains_are_swept(tmp_path: Path) -> None:
-    def crash(place: Path) -> dict[str, object]:
-        (place / "a.txt").write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cache.publish(tmp_path / "x", crash, needed_bytes=5)
-    assert list(tmp_path.iterdir()) == []
-    old, new, busy = (tmp_path / f".x.{name}" for name in ("00112233", "44556677", "8899aabb"))
-    for left in (old, new, busy):
-        left.mkdir()
-    (busy / "a.txt").write_text("made a while ago, still written to")
-    os.utime(old, (0, 0))
-    os.utime(busy, (0, 0))
-    cache.publish(tmp_path / "x", write_hello, needed_bytes=5)
-    assert not old.exists() and new.exists() and busy.exists()
-
-
 def test_cache_folder_follows_the_setting_then_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/some/where")
     assert cache.cache_folder("/a/b") == Path("/a/b")

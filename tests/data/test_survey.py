@@ -102,9 +102,9 @@ def test_the_tokens_are_hashed_once_a_host(corpus: Path, monkeypatch: pytest.Mon
     from phalanx.data import cache
 
     hashed: list[str] = []
-    digest = cache._digest
+    digest = cache._checksum
     prepared(corpus)
-    monkeypatch.setattr(cache, "_digest", lambda path: hashed.append(path.name) or digest(path))
+    monkeypatch.setattr(cache, "_checksum", lambda path: hashed.append(path.name) or digest(path))
     prepared(corpus)
     tokens = [name for name in hashed if name.endswith(".bin")]
     assert sorted(tokens) == ["train.bin", "validation.bin"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.storage import PARTIAL, checksum, sync
 from phalanx.errors import CheckpointError
+from phalanx.storage import PARTIAL, become, checksum, sync
 
 
 def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
@@ -87,11 +87,9 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
             )
     manifest.write(partial, about)
     sync(partial / manifest.NAME)
-    sync(partial)
     if final.exists():  # without a manifest, or make_partial would have refused
         shutil.rmtree(final)
-    partial.rename(final)
-    sync(final.parent)
+    become(partial, final)
 
 
 def remove_older(run: Path, keep: int | None) -> None:

@@ -21,16 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from phalanx.checkpoint.storage import (
-    Checksum,
-    brief,
-    harmless,
-    is_plain_name,
-    read_json,
-    write_json,
-)
+from phalanx.checkpoint.foreign import brief, harmless, is_plain_name, read_json, write_json
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
+from phalanx.storage import Checksum
 
 NAME = "manifest.json"
 

@@ -33,10 +33,10 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.plan import Sharding, WritePlan, file_of
 from phalanx.checkpoint.progress import SaveProgress
 from phalanx.checkpoint.state import Held, held_by, held_once_trained
-from phalanx.checkpoint.storage import PARTIAL
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.together import all_or_none, on_first_rank, reason_of
 from phalanx.errors import CheckpointError
+from phalanx.storage import PARTIAL
 
 NICENESS = 10
 """How far the writer stands back: beside a thread of ordinary priority, Linux gives it a tenth."""

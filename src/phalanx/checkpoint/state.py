@@ -20,10 +20,10 @@ from torch import nn
 
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.files import verify
+from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.plan import Sharding, one_row_each, sharding_of
-from phalanx.checkpoint.storage import brief
 from phalanx.comm.primitives import local_part
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError

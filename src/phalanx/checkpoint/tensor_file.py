@@ -22,8 +22,9 @@ from typing import Any, Final, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from phalanx.checkpoint.storage import Checksum, brief, check_plain
+from phalanx.checkpoint.foreign import brief, check_plain
 from phalanx.errors import CheckpointError
+from phalanx.storage import Checksum
 
 SUFFIX: Final = ".safetensors"
 

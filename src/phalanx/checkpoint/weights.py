@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint import files, index, manifest
+from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.storage import brief
 from phalanx.config.fields import check_type
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.decoder import Decoder

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any, Final
 from phalanx.data.cache import FORMAT, fingerprint, storage_errors
 from phalanx.data.corpus import documents, sources
 from phalanx.errors import DataError
+from phalanx.storage import replace_file
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, bytes done, and bytes in all (0 while those are not known)."""
@@ -152,6 +152,4 @@ def _write_record(file: Path, values: dict[str, Any]) -> None:
     """Write a file of the cache, all of it or nothing."""
     with storage_errors(file, 1000):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-        partial.write_text(json.dumps({"format": FORMAT, **values}), "utf-8")
-        partial.replace(file)
+        replace_file(file, json.dumps({"format": FORMAT, **values}).encode())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.storage import replace_file
+from phalanx.storage import replace_file
 
 TOKENIZER: Final = "tokenizer.json"
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.plan import Sharding, WritePlan, file_of
-from phalanx.checkpoint.storage import Checksum, check_free, checksum, published
 from phalanx.checkpoint.tensor_file import TensorInfo
 from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
 from phalanx.errors import CheckpointError, ConfigError, nearest
@@ -29,6 +28,7 @@ from phalanx.hugging_face.config import config_to_hf, family_of, shape_from_hf
 from phalanx.hugging_face.folder import TensorFiles
 from phalanx.hugging_face.names import locate, table, tied_copies
 from phalanx.models.shape import ModelShape
+from phalanx.storage import Checksum, check_free, checksum, published
 
 Kind = Literal["hugging face", "phalanx"]
 

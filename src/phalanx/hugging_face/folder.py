@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint import tensor_file
-from phalanx.checkpoint.storage import read_json
+from phalanx.checkpoint.foreign import read_json
 from phalanx.checkpoint.tensor_file import TensorInfo, open_file
 from phalanx.errors import CheckpointError
 

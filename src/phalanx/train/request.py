@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
-from phalanx.checkpoint.storage import brief
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.config.fields import check_value, settings
 from phalanx.data.corpus import sources

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
-from phalanx.checkpoint.storage import existing, free_bytes, replace_file
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError
 from phalanx.hugging_face.companions import keep_tokenizer
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
+from phalanx.storage import existing, free_bytes, replace_file
 from phalanx.strategy import Strategy
 from phalanx.train.precision import Precision
 from phalanx.train.resume import to_keep

@@ -1,0 +1,123 @@
+"""JSON and text that somebody else may have written: bounded when read, harmless when shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from phalanx.errors import CheckpointError
+from phalanx.storage import open_regular
+
+MAX_JSON_BYTES: Final = 1 << 28
+"""Largest JSON file that is read: Python takes some ten times its size in memory."""
+
+MAX_JSON_DEPTH: Final = 16
+"""Deepest nesting of a JSON file; what is deeper may not even be copied or printed."""
+
+_CONTROL: Final = re.compile(r"[^\t\n -~\xa0-\U0010ffff]")
+"""Characters by which a text could take over the terminal that shows it."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file that holds one object.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it cannot be read, is too large or too deeply nested, holds no object, a
+            name twice, or control characters.
+    """
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
+                raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
+            text = file.readall().decode()
+        content: Any = json.loads(text, object_pairs_hook=_named)
+        check_plain(content)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"cannot read {path}: it is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"cannot read {path}: it is no JSON object")
+    return cast("dict[str, Any]", content)
+
+
+def _named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        raise ValueError("it has a name twice")
+    return named
+
+
+def check_plain(content: Any) -> None:
+    """Refuse deep nesting, and text that no file or terminal could take.
+
+    Whatever a message may quote from a checkpoint has passed here.
+
+    Raises:
+        ValueError: says which.
+    """
+    level = [content]
+    for _ in range(MAX_JSON_DEPTH):
+        children: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                children += [*value, *value.values()]  # the names, too
+            elif isinstance(value, list):
+                children += value
+            elif isinstance(value, str):
+                value.encode()
+                if _CONTROL.search(value):
+                    raise ValueError(f"it has control characters in {brief(value)}")
+        if not children:
+            return
+        level = children
+    raise ValueError("it is nested too deeply")
+
+
+def write_json(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
+    """Write a file that `read_json` reads; control characters must have been taken out.
+
+    Raises:
+        CheckpointError: it would be too large to be read.
+        OSError: the disk is full, say.
+    """
+    text = json.dumps(content, indent=indent) + "\n"
+    if len(text) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{path.name} would have {len(text):,} bytes, and none of more than "
+            f"{MAX_JSON_BYTES:,} is read; save with fewer tensors, or on fewer ranks"
+        )
+    path.write_text(text, encoding="utf-8")
+
+
+def harmless(value: Any) -> Any:
+    """Return a value of JSON with every control character in its texts spelled out."""
+    match value:
+        case str():
+            return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
+        case dict():
+            return {harmless(k): harmless(v) for k, v in cast("dict[str, Any]", value).items()}
+        case list() | tuple():
+            return [harmless(inner) for inner in cast("list[Any]", value)]
+        case _:
+            return value
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether `name` is that of a file of a folder itself, on any system."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+
+
+def brief(value: object, limit: int = 80) -> str:
+    """Return how a value that somebody else wrote, or an error that quotes it, is shown."""
+    text = harmless(str(value)) if isinstance(value, Exception) else repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

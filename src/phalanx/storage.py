@@ -1,0 +1,190 @@
+"""Files and folders that are whole or absent, and that are what they are taken for when read.
+
+    new_folder      written under another name beside its place, synced, renamed: `become`
+    replace_file    likewise; a file of that name stays whole until the new one is
+
+A crash leaves a folder whose name ends with PARTIAL, which nothing reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from phalanx.errors import CheckpointError, ConfigError
+
+Checksum = tuple[int, str]
+"""Size of a file in bytes, and its sha256 in hexadecimal digits."""
+
+PARTIAL: Final = ".partial"
+"""What the name of a file or folder ends with while it is written."""
+
+STALE_S: Final = 24 * 3600.0
+"""How long nothing has changed in a folder that a process left half written."""
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """Open a file to read it; neither a link, nor a device, nor a pipe, which could block for ever.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    # Absent on Windows, which has no such pipes and few links.
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        file = io.FileIO(os.open(path, os.O_RDONLY | flags), closefd=True)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path} is a link, expected a regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError(f"{path} is no regular file")
+    return file
+
+
+def checksum(path: Path, algorithm: str = "sha256") -> Checksum:
+    """Return the size of a file in bytes and its hash, read from the disk.
+
+    Raises:
+        CheckpointError: it is no regular file.
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as raw, io.BufferedReader(raw, 1 << 20) as file:
+        num_bytes = os.fstat(raw.fileno()).st_size
+        return num_bytes, hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file; one of that name stays whole until the new one is.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    partial = _beside(path)
+    try:
+        partial.write_bytes(content)
+        sync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(final: Path) -> Generator[Path]:
+    """Give a folder to write files to, which becomes `final` at the end, or goes if that fails.
+
+    Raises:
+        OSError: the disk is full, say, or `final` is there and is no empty folder.
+    """
+    partial = _beside(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(final.parent)
+    try:
+        partial.mkdir()
+        yield partial
+        for path in partial.iterdir():
+            # Without this, a power cut could leave files of the right size that hold zeros.
+            sync(path)
+        become(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def become(partial: Path, final: Path) -> None:
+    """Give a folder, whose files the disk holds, the name under which it is taken for whole.
+
+    Raises:
+        OSError: `final` is there and is no empty folder.
+    """
+    sync(partial)
+    partial.rename(final)
+    sync(final.parent)
+
+
+def _beside(path: Path) -> Path:
+    """Return a name beside `path` that no other process uses."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders that crashed processes have left half written, a day or more ago."""
+    for path in parent.glob("*." + 8 * "[0-9a-f]" + PARTIAL):
+        try:
+            # The folder's own time is that of its making; the files tell of work that goes on.
+            newest = max(place.stat().st_mtime for place in (path, *path.iterdir()))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # its own process has just removed or renamed it
+        if time.time() - newest > STALE_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def check_free(source: Path, destination: Path) -> None:
+    """Refuse a destination that holds something, or that lies in the source.
+
+    Raises:
+        ConfigError: says which, and what to give instead.
+    """
+    if destination.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(
+            f"{destination} lies in {source}, which is read; give a folder outside of it"
+        )
+    if destination.exists() and not destination.is_dir():
+        raise ConfigError(f"{destination} is a file; give the name of a new folder")
+    if destination.exists() and any(destination.iterdir()):
+        raise ConfigError(f"{destination} is not empty; give another folder, or remove it first")
+
+
+@contextmanager
+def published(destination: Path, num_bytes: int) -> Generator[Path]:
+    """Give a folder to write to, which becomes `destination` at the end, or goes if that fails.
+
+    Raises:
+        CheckpointError: the disk cannot take what is written.
+    """
+    left_bytes = free_bytes(destination)
+    if left_bytes < num_bytes:
+        raise CheckpointError(
+            f"{destination} needs {num_bytes / 2**30:.2f} GiB, but {destination.resolve().parent} "
+            f"has {left_bytes / 2**30:.2f} GiB left; make room, or choose a folder on another disk"
+        )
+    try:
+        with new_folder(destination.resolve()) as partial:
+            yield partial
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {destination}, and nothing of it is left: "
+            f"{error.filename or destination}: {error.strerror}"
+        ) from error
+
+
+def existing(path: Path) -> Path:
+    """Return the path if it is there, else the nearest folder above that is."""
+    return next(place for place in (path, *path.resolve().parents) if place.exists())
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes left on the disk that a path is on, or would be."""
+    return shutil.disk_usage(existing(path)).free

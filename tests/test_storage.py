@@ -1,0 +1,66 @@
+"""Files and folders that are whole or absent, whatever happens."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx import storage
+
+
+def write_folder(final: Path, error: BaseException | None = None) -> None:
+    with storage.new_folder(final) as partial:
+        (partial / "a.txt").write_text("half")
+        if error is not None:
+            raise error
+        (partial / "a.txt").write_text("whole")
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is full"), KeyboardInterrupt()])
+def test_a_folder_is_whole_or_absent(tmp_path: Path, error: BaseException) -> None:
+    final = tmp_path / "deep" / "x"
+    with pytest.raises(type(error)):
+        write_folder(final, error)
+    assert list(final.parent.iterdir()) == []
+    write_folder(final)
+    assert [path.name for path in final.parent.iterdir()] == ["x"]
+    assert (final / "a.txt").read_text() == "whole"
+
+
+def test_a_folder_that_is_there_stays(tmp_path: Path) -> None:
+    write_folder(tmp_path / "x")
+    with pytest.raises(OSError, match="not empty"):
+        write_folder(tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_what_a_crash_left_a_day_ago_is_removed(tmp_path: Path) -> None:
+    names = ["x.00112233", "x.44556677", "x.8899aabb", "step-00000001", "x.thesis12"]
+    old, new, busy, *foreign = (tmp_path / f"{name}.partial" for name in names)
+    for left in (old, new, busy, *foreign):
+        left.mkdir()
+    (busy / "a.txt").write_text("made a while ago, still written to")
+    for left in (old, busy, *foreign):
+        os.utime(left, (0, 0))
+    write_folder(tmp_path / "y")
+    assert not old.exists()
+    assert all(left.exists() for left in (new, busy, *foreign))
+
+
+def test_a_file_stays_whole_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    storage.replace_file(file, b"first")
+
+    def fail(path: Path) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "sync", fail)
+        with pytest.raises(OSError, match="full"):
+            storage.replace_file(file, b"second")
+    assert file.read_bytes() == b"first"
+    storage.replace_file(file, b"third")
+    assert file.read_bytes() == b"third"
+    assert list(tmp_path.iterdir()) == [file]
