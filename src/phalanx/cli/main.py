@@ -19,6 +19,7 @@ from typing import Final
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of, nearest
 from phalanx.launch import signals
 from phalanx.launch.local import server_stopped
+from phalanx.launch.rank import is_reader_gone
 from phalanx.launch.scratch import scratch_folder
 
 VERBS: Final[Mapping[str, str]] = MappingProxyType(
@@ -83,7 +84,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.flush()
         return exit_code
     except PhalanxError as error:
-        if isinstance(error.__cause__, BrokenPipeError) and _reader_has_left():  # a rank's words
+        if is_reader_gone(error) and _reader_has_left():
             return READER_LEFT
         return _fail(message_of(error), error.exit_code, words)
     except KeyboardInterrupt as error:
@@ -95,7 +96,7 @@ def _run(words: list[str]) -> int:
         said = f"the environment's TORCH_LOGS is '{os.environ['TORCH_LOGS']}', which torch cannot"
         return _fail(f"{said} read; unset it, or see TORCH_LOGS=help", 2, words)
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_left():
+        if is_reader_gone(error) and _reader_has_left():
             return READER_LEFT
         advice = FILE_ERRORS.get(error.errno or 0)
         if advice is None:
@@ -134,7 +135,7 @@ def _dispatch(words: list[str]) -> int:
         with scratch_folder(), server_stopped():
             return import_module(f"phalanx.cli.{verb}").run(rest)
     except SystemExit as stop:  # --help has been printed, or a rich console found no reader
-        if isinstance(stop.__context__, BrokenPipeError):
+        if is_reader_gone(stop):
             return READER_LEFT
         return stop.code if isinstance(stop.code, int) else 0
 

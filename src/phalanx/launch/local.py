@@ -61,8 +61,7 @@ def run_ranks(
             is a rank of a job itself.
         PhalanxError: the error of the rank that failed first, if it was the user's to mend; it has
             that error's class.
-        RankFailed: any other failure, with that rank's own traceback; its cause is a
-            BrokenPipeError if nobody reads any more what the rank writes.
+        RankFailed: any other failure, with that rank's own traceback.
         TrainingError: a rank returned, and others still ran `uneven_s` later; or one was silent for
             `timeout_s`.
         Interrupted: SIGINT, SIGTERM or SIGHUP came, and was not heeded by the ranks (see
@@ -86,8 +85,8 @@ def run_ranks(
                 place = Place(rank, num_ranks, port, device, threads, timeout_s)
                 meeting = listener if rank == 0 else None
                 ranks.append(_start(context, place, meeting, function, args))
-        with collected() as requests:
-            supervisor = Supervisor(ranks, requests, timeout_s=timeout_s, uneven_s=uneven_s)
+        with collected() as signals:
+            supervisor = Supervisor(ranks, signals, timeout_s=timeout_s, uneven_s=uneven_s)
             return supervisor.watch()
     finally:
         with collected():  # a second Ctrl-C changes nothing

@@ -63,7 +63,6 @@ class Failure:
         time_s: when, by the host's clock.
         text: the message of a PhalanxError, else the traceback.
         kind: class of a PhalanxError; None for any other exception.
-        is_reader_gone: it wrote to a pipe that nobody reads any more.
         is_lost_peer: another rank did not come, or left: its failure says more.
     """
 
@@ -71,18 +70,14 @@ class Failure:
     time_s: float
     text: str
     kind: type[PhalanxError] | None = None
-    is_reader_gone: bool = False
     is_lost_peer: bool = False
 
     def as_error(self) -> PhalanxError:
         """Return what the caller of `run_ranks` is to catch."""
-        if self.kind is not None:
-            # Not by calling the class: some compose their message from other arguments.
-            error = self.kind.__new__(self.kind, self.text)
-        else:
-            error = RankFailed(self.rank, self.text)
-        error.__cause__ = BrokenPipeError() if self.is_reader_gone else None
-        return error
+        if self.kind is None:
+            return RankFailed(self.rank, self.text)
+        # Not by calling the class: some compose their message from other arguments.
+        return self.kind.__new__(self.kind, self.text)
 
 
 class Line:
@@ -159,18 +154,12 @@ def run_rank(
 
 
 def _describe(rank: int, error: BaseException) -> Failure:
+    kind, text = None, traceback.format_exc()
     if isinstance(error, PhalanxError):
         # The nearest class that every process knows: a user's own may be of a script.
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         text = message_of(error)
-        return Failure(rank, time.time(), text, kind, is_lost_peer=is_lost_peer(error))
-    return Failure(
-        rank,
-        time.time(),
-        traceback.format_exc(),
-        is_reader_gone=is_reader_gone(error),
-        is_lost_peer=is_lost_peer(error),
-    )
+    return Failure(rank, time.time(), text, kind, is_lost_peer(error))
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -180,13 +169,11 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def is_reader_gone(error: BaseException) -> bool:
-    """Return whether `error` came of writing to a pipe that nobody reads, as after `| head`.
+    """Return whether `error`, or what a rank says in it, came of writing to a pipe nobody reads.
 
     A rich console turns the BrokenPipeError into a SystemExit.
     """
-    if isinstance(error, SystemExit):
-        return isinstance(error.__context__, BrokenPipeError)
-    return isinstance(error, BrokenPipeError)
+    return "BrokenPipeError" in "".join(traceback.format_exception(error))
 
 
 def _join(place: Place, listener: socket.socket | None) -> None:

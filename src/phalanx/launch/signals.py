@@ -22,24 +22,6 @@ ENDING = tuple(
 """The signals that ask the program to end."""
 
 
-class Requests:
-    """The signals that have come inside `with collected()`.
-
-    Attributes:
-        signum: the first of them; None if there is none.
-        count: how many there were.
-    """
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        self.count = 0
-
-    def add(self, signum: int) -> None:
-        """Count a signal."""
-        self.signum = self.signum or signum
-        self.count += 1
-
-
 @contextmanager
 def raised() -> Generator[None]:
     """Raise Interrupted in the main thread for each of the signals that comes inside."""
@@ -53,11 +35,11 @@ def raised() -> Generator[None]:
 
 
 @contextmanager
-def collected() -> Generator[Requests]:
-    """Count the signals that come inside, and do nothing else; not in a thread of its own."""
-    requests = Requests()
-    with _handled(lambda signum, _: requests.add(signum)):
-        yield requests
+def collected() -> Generator[list[int]]:
+    """Yield a list that gets each signal that comes inside, of which nothing else comes."""
+    signals: list[int] = []
+    with _handled(lambda signum, _: signals.append(signum)):
+        yield signals
 
 
 @contextmanager

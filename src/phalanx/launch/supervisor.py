@@ -19,7 +19,6 @@ from typing import Any, Final
 from phalanx.errors import Interrupted, PhalanxError, TrainingError, named
 from phalanx.launch.rank import LEAVE, Failure
 from phalanx.launch.roll import SILENT_S, Roll
-from phalanx.launch.signals import Requests
 
 Rank = tuple[ForkServerProcess, Any]
 """A process, and the parent's end of the pipe to it (its class depends on the system)."""
@@ -44,18 +43,18 @@ class Supervisor:
     """Watches ranks until all have returned or one has failed."""
 
     def __init__(
-        self, ranks: list[Rank], requests: Requests, *, timeout_s: float, uneven_s: float
+        self, ranks: list[Rank], signals: list[int], *, timeout_s: float, uneven_s: float
     ) -> None:
         """Begin to watch.
 
         Args:
             ranks: the processes, in the order of the ranks.
-            requests: the signals that have come.
+            signals: those that have come.
             timeout_s: longest silence of a rank, in seconds.
             uneven_s: how long ranks may go on after the first has returned, in seconds.
         """
         self._ranks = ranks
-        self._requests = requests
+        self._signals = signals
         self._timeout_s = timeout_s
         self._uneven_s = uneven_s
         self._roll = Roll()
@@ -114,13 +113,11 @@ class Supervisor:
 
     def _obey_signals(self) -> None:
         """Ask the ranks to end after their step; those that would not, and at once, by raising."""
-        signum = self._requests.signum
-        if signum is None:
+        if not self._signals or (len(self._signals) == 1 and self._is_asked_to_stop):
             return
-        if self._requests.count > 1 or not (self._is_asked_to_stop or self._roll.heeds_stop()):
+        signum = self._signals[0]
+        if len(self._signals) > 1 or not self._roll.heeds_stop():
             raise Interrupted(signum)
-        if self._is_asked_to_stop:
-            return
         self._is_asked_to_stop = True
         for line in self._going:
             with suppress(OSError):  # it has ended: the next look finds that out

@@ -405,7 +405,8 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         leave(141)
     is_others = is_everyones and os.environ.get("LOCAL_RANK", "0") != "0"
     if isinstance(error, PeerFailed) or is_others:
-        time.sleep(QUIET_S)
+        with answered(lambda _: leave(1)):  # torchrun's signal says no more than is said
+            time.sleep(QUIET_S)
         leave(1)
     rank = os.environ["RANK"]
     if isinstance(error, PhalanxError):
