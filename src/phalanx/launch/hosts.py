@@ -12,10 +12,12 @@ changed, by the reader's own clock: the clocks of hosts differ.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from phalanx.errors import PhalanxError, TrainingError, message_of, named
@@ -164,9 +166,17 @@ class Watch:
         if self._last_word.acquire(blocking=False):
             if self._speaks():
                 print(f"rank {self._rank}: {_advised(message)}", file=sys.stderr, flush=True)  # noqa: T201
+                self._kill_silent()
             else:
                 time.sleep(1.0)  # torchrun ends all ranks of a host when the first leaves
             os._exit(1)
+
+    def _kill_silent(self) -> None:
+        """Kill who is silent on this host: torchrun would wait 30 s for one that is stopped."""
+        for rank in self._silent_for(self._timeout_s):
+            if rank in self._here and "TORCHELASTIC_RUN_ID" in os.environ:
+                with suppress(ProcessLookupError):
+                    os.kill(self._bulletin.processes[rank], signal.SIGKILL)
 
     def is_torn_down(self) -> bool:
         """Return whether torchrun ends this rank since another of its host has ended, and end it.

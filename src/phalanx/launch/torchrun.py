@@ -395,8 +395,6 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         error: what went wrong.
         is_everyones: every rank meets it by itself, so that one of each host says it.
     """
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     if isinstance(error, KeyboardInterrupt):
         if os.environ["RANK"] == "0":
             tell(str(error))
@@ -414,6 +412,8 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         print(f"rank {rank}: {message_of(error)}", file=sys.stderr)  # noqa: T201
         leave(error.exit_code)
     if isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
         handler = get_error_handler()  # torchrun shows what this writes in its own summary
         handler.initialize()
         handler.record_exception(error)
