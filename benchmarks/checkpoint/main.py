@@ -23,7 +23,7 @@ from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.state import state_of
 from phalanx.config import BatchConfig, CorpusConfig, ShapeConfig, TrainConfig
 from phalanx.launch.local import run_ranks
-from phalanx.train.job import Job, resolve
+from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.session import Session, open_session
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -85,7 +85,7 @@ def time_steps(job: Job, rounds: int) -> dict[str, Any]:
     with session.loader, session.saver:
         for _ in range(3):
             _step(session)
-        state = state_of(session.model, session.trainer.optimizer)
+        state = state_of(session.model, session.step.optimizer)
         state_bytes = sum(tensor.nbytes for tensor in state.values())
         del state
         for _ in range(rounds + 1):
@@ -124,7 +124,7 @@ def _round(session: Session) -> dict[str, float]:
 
 
 def _step(session: Session) -> None:
-    session.trainer.step([batch.to(session.device) for batch in next(session.loader)])
+    session.step([batch.to(session.device) for batch in next(session.loader)])
 
 
 def job_of(folder: Path, dtype: str) -> Job:

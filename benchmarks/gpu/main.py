@@ -35,7 +35,7 @@ from phalanx.planner.model_shape import num_parameters, step_flops
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 
 WARMUP, STEPS = 3, 10
 BUFFERS = 4 * 2**30
@@ -126,7 +126,7 @@ def time_steps(
         ),
     )
     config = OptimizerConfig()
-    trainer = Trainer(
+    step = Step(
         model, build_optimizer(model, config), NextToken(), config, mesh=mesh, num_steps=1000
     )
     if is_compiled:
@@ -140,7 +140,7 @@ def time_steps(
     begin_s = 0.0
     for step in range(WARMUP + STEPS):
         first_s = time.perf_counter()
-        trainer.step([batch.to(device)])
+        step([batch.to(device)])
         if is_cuda:
             torch.cuda.synchronize()
         last_s = time.perf_counter()

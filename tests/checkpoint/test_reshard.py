@@ -14,11 +14,12 @@ from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split as split_rows
 
@@ -103,19 +104,19 @@ def two_steps(
     model.initialize(3 + steps_done)  # other weights than those in the checkpoint
     reducer = Plan(strategy, model).build(mesh)
     config = OptimizerConfig(warmup_steps=1)
-    trainer = Trainer(
+    step = Step(
         model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
-        mesh=mesh, num_steps=2 * len(CHAIN), reducer=reducer,
+        mesh=mesh, num_steps=2 * len(CHAIN), run=Accumulate(reducer),
     )  # fmt: skip
     loaded: State = {}
     if steps_done:
-        state.load(manifest.find(run), model, trainer.optimizer)
-        loaded = runs.whole_state(model, trainer.optimizer)
-        trainer.steps_done = steps_done
+        state.load(manifest.find(run), model, step.optimizer)
+        loaded = runs.whole_state(model, step.optimizer)
+        step.steps_done = steps_done
     batches = decoder_batches(SHAPE, 99, 6, 9, 0, 3)[steps_done : steps_done + num_steps]
-    results = [trainer.step(split_rows(batch, *data_coordinate(mesh), 2)) for batch in batches]
-    runs.save(run, model, trainer.optimizer, trainer.steps_done)
-    saved = runs.whole_state(model, trainer.optimizer)
+    results = [step(split_rows(batch, *data_coordinate(mesh), 2)) for batch in batches]
+    runs.save(run, model, step.optimizer, step.steps_done)
+    saved = runs.whole_state(model, step.optimizer)
     return [(result.loss, result.grad_norm) for result in results], loaded, saved
 
 

@@ -14,7 +14,7 @@ from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
 from phalanx.launch.local import run_ranks
-from phalanx.train.job import Job, resolve
+from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.loop import train
 from phalanx.train.session import open_session
 from small_run import SHAPE, losses, small_run
@@ -69,7 +69,7 @@ def take_steps(job: Job, num_steps: int) -> list[int]:
         for _ in range(num_steps):
             microbatches = next(session.loader)
             rows += [int(row) for batch in microbatches for row in batch.rows_B if row >= 0]
-            session.trainer.step(microbatches)
+            session.step(microbatches)
         session.begin_save()
     return rows
 

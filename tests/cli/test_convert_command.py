@@ -27,7 +27,7 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.compare import compare_logits
 from phalanx.hugging_face.convert import convert
 from phalanx.launch.local import run_ranks
-from phalanx.train.job import Job, resolve
+from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.session import open_session
 from small_run import tokenizer_of
 
@@ -199,7 +199,7 @@ def step_and_save(job: Job) -> tuple[float, list[tuple[Tensor, Tensor]]]:
     session = open_session(job)
     with session.loader:
         batches = next(session.loader)
-        loss = session.trainer.step(batches).loss
+        loss = session.step(batches).loss
         session.begin_save()
         session.saver.finish()
     return loss, [(batch.tokens_BT, batch.labels_BT) for batch in batches]

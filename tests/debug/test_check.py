@@ -538,9 +538,9 @@ ONE_CALL_MORE = """
 import os, sys
 import torch, torch.distributed as dist
 from phalanx.cli.main import main
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 
-clip = Trainer.apply_gradients
+clip = Step.apply_gradients
 
 def apply_gradients(self, *args):
     if self.steps_done == 2:
@@ -548,7 +548,7 @@ def apply_gradients(self, *args):
     return clip(self, *args)
 
 if os.environ["RANK"] == "1":
-    Trainer.apply_gradients = apply_gradients
+    Step.apply_gradients = apply_gradients
 sys.exit(main(sys.argv[1:]))
 """
 

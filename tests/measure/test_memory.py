@@ -21,7 +21,7 @@ from phalanx.parallel.split import StateBytes
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches
 
 SHAPE = ModelShape(
@@ -220,7 +220,7 @@ def measure(
         model = Decoder(SHAPE)
     model.compute_dtype = compute
     plan = Plan(strategy, model, compute=compute)
-    trainer = Trainer(
+    step = Step(
         model,
         reducer=plan.build(mesh, lambda shard, *_: shard.normal_()),
         optimizer=build_optimizer(model, OptimizerConfig()),
@@ -230,9 +230,9 @@ def measure(
         num_steps=9,
     )
     batches = decoder_batches(SHAPE, 1, 1, 32, 0, 3) * accumulation
-    trainer.step(batches)
-    with MemoryLedger(model, trainer.optimizer, "cpu") as ledger, trainer.watched(ledger.phase):
-        trainer.step(batches)
+    step(batches)
+    with MemoryLedger(model, step.optimizer, "cpu") as ledger, step.watched(ledger.phase):
+        step(batches)
     return ledger.account(), plan.holds(accumulation)
 
 

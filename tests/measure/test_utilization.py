@@ -31,6 +31,12 @@ def utilization(
     )
 
 
+@pytest.mark.parametrize("number, words", [(1, "1 device)"), (2, "2 devices)")])
+def test_in_brief_it_says_of_how_many_devices(number: int, words: str) -> None:
+    brief = utilization(time_s=2.0, num_devices=number).brief()
+    assert brief is not None and f" TFLOP/s for {words}" in brief
+
+
 def test_shares_by_hand() -> None:
     found = utilization(time_s=2.0, num_devices=2)
     assert found.mfu("data sheet") == 330 / 2 / 2000

@@ -20,11 +20,12 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import reduce
+from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split
 
@@ -47,17 +48,17 @@ def trained(text: str, num_steps: int, is_spoiled: bool = False) -> Parts:
         reduce.ReplicaReducer.finish = finish_data_alone
     reducer = Plan(strategy, model).build(mesh)
     config = OptimizerConfig(warmup_steps=1)
-    trainer = Trainer(
+    step = Step(
         model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
-        mesh=mesh, num_steps=num_steps, reducer=reducer,
+        mesh=mesh, num_steps=num_steps, run=Accumulate(reducer),
     )  # fmt: skip
     for batch in decoder_batches(SHAPE, num_steps, 4, 9, 0, 3):
-        trainer.step(split(batch, *data_coordinate(mesh), 1))
+        step(split(batch, *data_coordinate(mesh), 1))
     held: dict[str, nn.Parameter | Tensor] = {}
     for name, parameter in model.named_parameters():
         held[name] = parameter
         for key in ("exp_avg", "exp_avg_sq"):
-            held[f"{name}.{key}"] = trainer.optimizer.state[parameter][key]
+            held[f"{name}.{key}"] = step.optimizer.state[parameter][key]
     parts: Parts = {}
     for name, tensor in held.items():
         part, offset = shard_of(tensor)

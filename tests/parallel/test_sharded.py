@@ -23,12 +23,13 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import sharded
+from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.groups import Group, Parameter, Place
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split
 
@@ -177,14 +178,14 @@ def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
     predicted = plan.traffic([(8 // strategy.data_ranks // 2, 12)] * 2)
     reducer = plan.build(mesh, fill)
     config = OptimizerConfig(warmup_steps=0)
-    trainer = Trainer(
+    step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        mesh=mesh, num_steps=20, reducer=reducer,
+        mesh=mesh, num_steps=20, run=Accumulate(reducer),
     )  # fmt: skip
     place, losses = data_coordinate(mesh)[0], []
     for batch in decoder_batches(SHAPE, 4, 8, 12, strategy.data_ranks, 1):
-        with Ledger(mesh) as ledger, trainer.watched(ledger.phase):
-            losses.append(trainer.step(split(batch, place, strategy.data_ranks, 2)).loss)
+        with Ledger(mesh) as ledger, step.watched(ledger.phase):
+            losses.append(step(split(batch, place, strategy.data_ranks, 2)).loss)
         entries = ledger.entries()
     assert all(p.dtype == torch.float32 for p in model.parameters())
     return losses, entries, predicted
@@ -301,17 +302,17 @@ def overflow(text: str) -> tuple[float, float]:
     model, mesh, reducer = new_decoder(Strategy.parse(text), torch.float32)
     config = OptimizerConfig(warmup_steps=0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    trainer = Trainer(
+    step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        mesh=mesh, num_steps=20, reducer=reducer, scaler=scaler,
+        mesh=mesh, num_steps=20, run=Accumulate(reducer), scaler=scaler,
     )  # fmt: skip
     batch = decoder_batches(SHAPE, 1, 4, 12, 2, 1)[0]
-    loss, num_valid = trainer.compute_gradients(split(batch, dist.get_rank(), 2, 1))
+    loss, num_valid = step.compute_gradients(split(batch, dist.get_rank(), 2, 1))
     before = scaler.get_scale()
     if dist.get_rank() == 0:
         part, _ = shard_of(model.embedding.weight.grad)
         part[0, 0] = torch.inf
-    assert trainer.apply_gradients(loss, num_valid).is_skipped
+    assert step.apply_gradients(loss, num_valid).is_skipped
     return before, scaler.get_scale()
 
 

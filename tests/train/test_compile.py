@@ -17,9 +17,9 @@ from phalanx.config import BatchConfig
 from phalanx.launch.local import run_ranks
 from phalanx.train import loop
 from phalanx.train.evaluate import evaluate
-from phalanx.train.job import Job, resolve
-from phalanx.train.observer import LEDGER_STEP, MEMORY_STEP
-from phalanx.train.step import Trainer
+from phalanx.train.job.resolve import Job, resolve
+from phalanx.train.report.records import LEDGER_STEP, MEMORY_STEP
+from phalanx.train.step import Step
 from small_run import losses, small_run
 
 
@@ -51,7 +51,7 @@ def graphs_run(job: Job) -> dict[str, Any]:
     evaluations: list[int] = []
     compile_ = nn.Module.compile
     nn.Module.compile = lambda self, **options: compile_(self, backend=counting, **options)
-    Trainer.step = counted(Trainer.step, steps)
+    Step.__call__ = counted(Step.__call__, steps)
     loop.evaluate = counted(evaluate, evaluations)
     summary = loop.train_rank(job)
     return {"steps": steps, "evaluations": evaluations, "after": runs, "summary": summary}

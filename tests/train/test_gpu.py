@@ -23,13 +23,14 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.loss import IGNORE, token_loss_sum
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
-from phalanx.train.job import Job, resolve
+from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.session import open_session
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split
 from small_run import small_run
@@ -63,9 +64,9 @@ def train(text: str, device: str, dtype: torch.dtype, compute: str, is_compiled:
         ),
     )
     config = OptimizerConfig(warmup_steps=0, clip_norm=0.5)
-    trainer = Trainer(
+    step = Step(
         model, build_optimizer(model, config), NextToken(0, SHAPE.dropout), config,
-        mesh=mesh, num_steps=9, reducer=reducer,
+        mesh=mesh, num_steps=9, run=Accumulate(reducer),
         scaler=torch.amp.GradScaler(device) if compute == "float16" else None,
     )  # fmt: skip
     if is_compiled:
@@ -75,7 +76,7 @@ def train(text: str, device: str, dtype: torch.dtype, compute: str, is_compiled:
     losses: list[float] = []
     for batch in decoder_batches(SHAPE, 3, 8, 32, 1, 5):
         microbatches = [part.to(device_of(mesh)) for part in split(batch, place, size, 2)]
-        losses.append(trainer.step(microbatches).loss)
+        losses.append(step(microbatches).loss)
     weights = {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().double().cpu()
         for name, p in model.named_parameters()
@@ -202,7 +203,7 @@ def take_steps(job: Job, num_steps: int, saves: bool) -> list[float]:
     session = open_session(job)
     with session.loader:
         found = [
-            session.trainer.step([b.to(session.device) for b in next(session.loader)]).loss
+            session.step([b.to(session.device) for b in next(session.loader)]).loss
             for _ in range(num_steps)
         ]
         if saves:

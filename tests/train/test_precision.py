@@ -9,8 +9,8 @@ import torch
 
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.train.job import Job
-from phalanx.train.job import resolve as resolve_job
+from phalanx.train.job.resolve import Job
+from phalanx.train.job.resolve import resolve as resolve_job
 from phalanx.train.precision import resolve
 from phalanx.train.session import open_session
 from small_run import small_run
@@ -34,9 +34,9 @@ def test_float16_is_refused_on_a_cpu() -> None:
 def types_after_a_step(job: Job) -> set[torch.dtype]:
     session = open_session(job)
     with session.loader:
-        session.trainer.step(next(session.loader))
+        session.step(next(session.loader))
     parameters = list(session.model.parameters())
-    states = [value for s in session.trainer.optimizer.state.values() for value in s.values()]
+    states = [value for s in session.step.optimizer.state.values() for value in s.values()]
     return {t.dtype for t in (*parameters, *(p.grad for p in parameters), *states)}
 
 

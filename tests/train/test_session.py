@@ -13,7 +13,7 @@ from phalanx.errors import CheckpointError
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.launch.local import run_ranks
 from phalanx.train import session as sessions
-from phalanx.train.job import Job, manifest_of, resolve
+from phalanx.train.job.resolve import Job, manifest_of, resolve
 from phalanx.train.precision import Precision
 from small_run import small_run
 
@@ -22,12 +22,11 @@ def state_after(job: Job, num_steps: int, save: bool) -> tuple[dict[str, Any], l
     """Take steps with a scaler; return its state, and the loss of each step."""
     sessions.resolve = lambda *_: Precision(torch.float32, torch.float32, needs_scaler=True)
     session = sessions.open_session(job)
-    scaler = session.trainer.scaler
-    assert scaler is not None
+    scaler = session.step.scaler
     if job.start is None:
         scaler.set_growth_interval(2)
     with session.loader:
-        losses = [session.trainer.step(next(session.loader)).loss for _ in range(num_steps)]
+        losses = [session.step(next(session.loader)).loss for _ in range(num_steps)]
         if save:
             session.begin_save()
             session.saver.finish()

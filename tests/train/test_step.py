@@ -26,13 +26,14 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import data
+from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train import step as steps
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer, learning_rate
-from phalanx.train.step import StepResult, Trainer
+from phalanx.train.step import Step, StepResult
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split
 
@@ -142,32 +143,32 @@ class Classes:
         return len(microbatch[0])
 
 
-def train_by_trainer(rows: torch.Tensor, targets: torch.Tensor, config: OptimizerConfig) -> list:
+def train_by_step(rows: torch.Tensor, targets: torch.Tensor, config: OptimizerConfig) -> list:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    trainer = Trainer(
+    step = Step(
         model,
         build_optimizer(model, config),
         Classes(),
         config,
         mesh=mesh,
         num_steps=4,
-        reducer=data.apply(model, mesh),
+        run=Accumulate(data.apply(model, mesh)),
     )
     mine = slice(0, 2) if dist.get_rank() == 0 else slice(2, None)  # 2 rows and 5
     share = list(zip(rows[mine].split(1), targets[mine].split(1), strict=True))
-    losses = [trainer.step(share).loss for _ in range(4)]
+    losses = [step(share).loss for _ in range(4)]
     return [*losses, *(p.detach() for p in model.parameters())]
 
 
 @pytest.mark.parametrize("clip_norm", [0.05, 100.0])
-def test_a_trainer_does_what_a_loop_written_by_hand_does(clip_norm: float) -> None:
+def test_a_step_does_what_a_loop_written_by_hand_does(clip_norm: float) -> None:
     rows = torch.linspace(-2, 2, 28, dtype=torch.float64).view(7, 4).sin()
     targets = torch.tensor([0, 1, 2, 0, 1, 1, 2])
     config = OptimizerConfig(lr=0.05, min_lr_ratio=0.1, warmup_steps=1, clip_norm=clip_norm)
     expected = train_by_hand(rows, targets, config)
-    for found in run_ranks(train_by_trainer, 2, rows, targets, config):
+    for found in run_ranks(train_by_step, 2, rows, targets, config):
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.allclose(torch.as_tensor(ours), torch.as_tensor(theirs), atol=1e-9)
 
@@ -177,14 +178,14 @@ def step_with_a_scaler() -> list[tuple[float, bool, float]]:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     model = nn.Linear(4, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
-    trainer = Trainer(
+    step = Step(
         model, build_optimizer(model, OptimizerConfig()), Sum(), OptimizerConfig(),
         mesh=mesh, num_steps=9, scaler=scaler,
     )  # fmt: skip
     found = []
     for factor in (1e9, 1.0):
         before = model.weight.detach().clone()
-        result = trainer.step([torch.full((2, 4), factor)])
+        result = step([torch.full((2, 4), factor)])
         moved = float((model.weight.detach() - before).abs().max())
         found.append((moved, result.is_skipped, scaler.get_scale()))
     return found
@@ -216,26 +217,26 @@ def step_over_a_nan(nonfinite: str) -> tuple[str, bool, list[float]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    trainer = Trainer(
+    step = Step(
         model,
         build_optimizer(model, OptimizerConfig()),
         Sum(),
         OptimizerConfig(),
         mesh=mesh,
         num_steps=4,
-        reducer=data.apply(model, mesh),
+        run=Accumulate(data.apply(model, mesh)),
         nonfinite=nonfinite,  # type: ignore[arg-type]
     )
     rows = torch.ones(2, 4)
     before = model.weight.detach().clone()
     bad = rows * (math.nan if dist.get_rank() == 1 else 1.0)
     try:
-        outcome = trainer.step([bad])
+        outcome = step([bad])
         words = "skipped" if outcome.is_skipped else "taken"
     except TrainingError as error:
         words = str(error)
     has_moved = not torch.equal(before, model.weight)
-    losses: list[StepResult] = [trainer.step([rows])]
+    losses: list[StepResult] = [step([rows])]
     return words, has_moved, [result.loss for result in losses]
 
 
@@ -278,9 +279,9 @@ def reads_of_a_step(text: str, needs_scaler: bool) -> tuple[int, list[int]]:
     model.initialize(0)
     reducer = Plan(strategy, model).build(mesh)
     config = OptimizerConfig(clip_norm=1e-3)
-    trainer = Trainer(
+    step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        mesh=mesh, num_steps=2, reducer=reducer,
+        mesh=mesh, num_steps=2, run=Accumulate(reducer),
         scaler=torch.amp.GradScaler("cpu", init_scale=2.0) if needs_scaler else None,
     )  # fmt: skip
     together: list[int] = []
@@ -299,7 +300,7 @@ def reads_of_a_step(text: str, needs_scaler: bool) -> tuple[int, list[int]]:
         together.clear()
         microbatches = split(batch, *data_coordinate(mesh), 2)
         with HostReads() as reads:
-            result = trainer.step(microbatches)
+            result = step(microbatches)
     assert result.num_valid_tokens == int((batches[-1].labels_BT != IGNORE).sum())
     return reads.count, together
 
@@ -332,18 +333,18 @@ def tensors_in_cycles(text: str, compute: torch.dtype | None) -> list[str]:
     model.compute_dtype = compute
     reducer = Plan(strategy, model, compute=compute).build(mesh)
     config = OptimizerConfig()
-    trainer = Trainer(
+    step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        mesh=mesh, num_steps=2, reducer=reducer,
+        mesh=mesh, num_steps=2, run=Accumulate(reducer),
     )  # fmt: skip
     batches = decoder_batches(TINY, 2, 8, 12, strategy.data_ranks, 1)
     first, second = (split(batch, *data_coordinate(mesh), 2) for batch in batches)
-    trainer.step(first)  # what is made once, cycles of PyTorch among it, is made now
+    step(first)  # what is made once, cycles of PyTorch among it, is made now
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
-    with trainer.watched(looked_at):
-        trainer.step(second)
+    with step.watched(looked_at):
+        step(second)
     gc.collect()
     return [str(each)[:80] for each in gc.garbage if isinstance(each, (torch.Tensor, FrameType))]
 

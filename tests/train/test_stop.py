@@ -16,10 +16,13 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.saver import Saver
 from phalanx.config import TrainConfig
 from phalanx.errors import Interrupted, RankFailed, message_of
+from phalanx.launch.local import run_ranks
+from phalanx.launch.pulse import PULSE
 from phalanx.train import loop
-from phalanx.train.job import resolve
+from phalanx.train.job.resolve import Job, resolve
 from small_run import losses, small_run
 
 
@@ -71,6 +74,24 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(config: TrainConfig, tmp_path
     error, whole = interrupted(reference, signal.SIGINT, last + 5)
     assert str(error).startswith("interrupted; step ")
     assert both[: last + 5] == whole[: last + 5]
+
+
+def stopped_in_the_last_save(job: Job) -> str:
+    finish = Saver.finish
+
+    def finish_late(self: Saver) -> None:
+        PULSE.stop_signal = signal.SIGTERM
+        finish(self)
+
+    Saver.finish = finish_late
+    return type(loop.train_rank(job)).__name__
+
+
+def test_a_signal_in_the_last_save_of_a_finished_run_takes_no_summary(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    job = resolve(dataclasses.replace(config, out=str(tmp_path), steps=2, strategy="dp1"))
+    assert run_ranks(stopped_in_the_last_save, 1, job, threads=1) == ["Summary"]
 
 
 def test_a_killed_rank_says_how_to_go_on(

@@ -149,10 +149,11 @@ def _moment_on_rank_1(key: str) -> Callable[[Any], Any]:
     """Only after the last step, so that no weight shows it."""
 
     def make(right: Any) -> Any:
-        def wrong(self: Any, *args: Any) -> None:
-            right(self, *args)
-            if dist.get_rank() == 1 and self.steps_done == self.num_steps - 1:
+        def wrong(self: Any, *args: Any) -> Any:
+            result = right(self, *args)
+            if dist.get_rank() == 1 and self.steps_done == self.num_steps:
                 next(iter(self.optimizer.state.values()))[key].mul_(1 + 1e-12)
+            return result
 
         return wrong
 
@@ -271,11 +272,11 @@ OF_DP: dict[str, Mutant] = {
         None, "norm over their shards",
     ),
     "a first moment that differs on rank 1 alone": (
-        "gpt2", [(step.Trainer, "_update", _moment_on_rank_1("exp_avg"))],
+        "gpt2", [(step.Step, "apply_gradients", _moment_on_rank_1("exp_avg"))],
         "embedding", "the first moment of embedding.weight on rank 1 is not that of its replica",
     ),
     "a second moment that differs on rank 1 alone": (
-        "llama", [(step.Trainer, "_update", _moment_on_rank_1("exp_avg_sq"))],
+        "llama", [(step.Step, "apply_gradients", _moment_on_rank_1("exp_avg_sq"))],
         "embedding", "the second moment of embedding.weight on rank 1 is not that of its replica",
     ),
 }  # fmt: skip

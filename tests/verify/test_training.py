@@ -21,7 +21,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.strategy import Strategy
 from phalanx.train import session
-from phalanx.train.job import Job, resolve
+from phalanx.train.job.resolve import Job, resolve
 from phalanx.verify import training
 from phalanx.verify.training import (
     compare_narrow,
@@ -68,7 +68,7 @@ def _from_step_0(right: Any) -> Any:
 
     def wrong(job: Job) -> Any:
         opened = right(job)
-        opened.trainer.steps_done = 0
+        opened.step.steps_done = 0
         return opened
 
     return wrong

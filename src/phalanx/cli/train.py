@@ -22,14 +22,14 @@ from phalanx.config.load import resolve as resolve_config
 from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:
-    from phalanx.train.job import Job
+    from phalanx.train.job.resolve import Job
 
 
 def run(argv: list[str]) -> int:
     """Train as the command line says and print what was measured."""
     from phalanx.launch import slurm
     from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
-    from phalanx.train.request import judge
+    from phalanx.train.job.request import judge
 
     slurm.adopt()
     try:
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
             print(f"{strategy_help()}\n\n{preset_help()}")
         raise
     if loaded.show_config:
-        from phalanx.train.job import choose_strategy
+        from phalanx.train.job.resolve import choose_strategy
 
         strategy, _ = choose_strategy(loaded.config)
         loaded = _as_before(loaded, strategy.data_ranks)
@@ -65,7 +65,7 @@ def _as_before(loaded: Loaded[TrainConfig], num_data_ranks: int) -> Loaded[Train
     if loaded.config.resume is None:
         return loaded
     from phalanx.checkpoint import manifest
-    from phalanx.train.resume import as_before
+    from phalanx.train.job.resume import as_before
 
     folder, about = manifest.find_and_read(Path(loaded.config.resume))
     config = as_before(loaded.config, about, num_data_ranks)
@@ -79,7 +79,7 @@ def _as_before(loaded: Loaded[TrainConfig], num_data_ranks: int) -> Loaded[Train
 def _run(config: TrainConfig, as_json: bool) -> int:
     from phalanx.launch.local import prepare_server
     from phalanx.launch.torchrun import is_under_torchrun
-    from phalanx.train.job import resolve
+    from phalanx.train.job.resolve import resolve
     from phalanx.train.loop import start, train
 
     console = screen()
@@ -101,7 +101,7 @@ def _run(config: TrainConfig, as_json: bool) -> int:
 
 def _announce(job: Job, console: Console) -> None:
     """Say what is about to run, and how that differs from the run it goes on with."""
-    from phalanx.train.job import remarks_on, words_of
+    from phalanx.train.job.resolve import remarks_on, words_of
 
     for line in words_of(job):
         console.print(Text(line), soft_wrap=True)

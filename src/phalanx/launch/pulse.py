@@ -87,7 +87,7 @@ class Pulse:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Note the phase of the step under way; a watcher of the trainer."""
+        """Note the phase of the step under way; a watcher of the step."""
         with self.doing(f"{name} of step {self.steps_done + 1}"):
             yield
 

@@ -107,7 +107,9 @@ class Utilization:
         for of in ("data sheet", "ceiling"):
             rate, share = self._rate(of), self.mfu(of)
             if rate is not None and share is not None:
-                words = f"{percent(share)} of the {of} ({_tera(rate)} for {self.num_devices})"
+                words = (
+                    f"{percent(share)} of the {of} ({_tera(rate)} for {_devices(self.num_devices)})"
+                )
                 return words + (f"; {self.grade()}" if of == "data sheet" else "")
         return None
 
@@ -196,6 +198,10 @@ def percent(share: float | None) -> str:
     if share is None or not -ROUNDING <= share <= 1 + ROUNDING:
         return "unknown"
     return f"{100 * share:.1f} %"
+
+
+def _devices(number: int) -> str:
+    return "1 device" if number == 1 else f"{number} devices"
 
 
 def _tera(flops_per_s: float) -> str:

@@ -1,1 +1,1 @@
-"""The training step and the loop around it."""
+"""The training step and the loop around it; `job` comes before them, `report` after."""

@@ -47,7 +47,7 @@ def evaluate(session: Session) -> Evaluation | None:
     batches = evaluation_batches(
         session.validation, rows, microbatch=job.batch.microbatch, rank=rank, num_ranks=num_ranks
     )
-    objective = session.trainer.objective
+    objective = session.step.objective
     session.model.eval()
     with said_if_long(f"evaluating on {len(rows):,} samples"):
         for batch in batches:

@@ -26,13 +26,13 @@ from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.torchrun import is_under_torchrun, run_here
 from phalanx.train.evaluate import evaluate
-from phalanx.train.job import Job, manifest_of, resolve
-from phalanx.train.observer import Observer
+from phalanx.train.job.resolve import Job, manifest_of, resolve
+from phalanx.train.job.run_folder import claim
 from phalanx.train.pace import Decision, Pace
 from phalanx.train.precision import resolve as resolve_precision
-from phalanx.train.run_folder import claim
+from phalanx.train.report.records import Records
+from phalanx.train.report.summary import Summary, summarize_run
 from phalanx.train.session import Session, open_session
-from phalanx.train.summary import Summary, summarize_run
 
 Announce = Callable[[Job], None]
 """Told the job before its first step."""
@@ -140,47 +140,52 @@ def how_to_go_on(out: Path) -> str:
 def train_rank(job: Job) -> Summary | Stopped:
     """Train on this rank, with the others of the job."""
     session = open_session(job)
-    with session.loader, session.saver, Observer(session, Console()) as observer:
+    step = session.step
+    with session.loader, session.saver, Records(session, Console()) as records:
         doing = PULSE.doing("the work between two steps")
-        with doing, PULSE.heeding(), _checked(session), session.trainer.watched(PULSE.phase):
-            stop_signal = _take_steps(session, observer)
-        if stop_signal:
-            return Stopped(stop_signal, session.trainer.steps_done)
+        with doing, PULSE.heeding(), _checked(session), step.watched(PULSE.phase):
+            stop_signal = _take_steps(session, records)
+        if stop_signal and step.steps_done < job.num_steps:
+            return Stopped(stop_signal, step.steps_done)
         with PULSE.doing("the summary"):
-            summary = summarize_run(observer)
+            summary = summarize_run(records)
     barrier()  # rank 0 writes for longer than the others; all return together
     return summary
 
 
-def _take_steps(session: Session, observer: Observer) -> int:
-    """Take all steps and save; return the signal that ended them early, or 0."""
-    config, num_steps = session.job.config, session.job.num_steps
+def _take_steps(session: Session, records: Records) -> int:
+    """Take all steps, evaluate and save; return the signal that ended them early, or 0."""
+    step, config, num_steps = session.step, session.job.config, session.job.num_steps
     pace = Pace(60 * config.save_every_minutes, session.is_first)
-    _evaluate(session, observer)
+    _evaluate(session, records)
     decision = Decision()
-    while (done := session.trainer.steps_done) < num_steps and not decision.stop_signal:
-        is_last = done + 1 == num_steps
-        with PULSE.doing(f"data of step {done + 1}"):
-            observer.step()
-        PULSE.steps_done = done + 1
+    while step.steps_done < num_steps and not decision.stop_signal:
+        with PULSE.doing(f"data of step {step.steps_done + 1}"):
+            with records.watching_data():
+                microbatches = [batch.to(session.device) for batch in next(session.loader)]
+            with records.watching():
+                result = step(microbatches)
+            records.keep(result)
+        PULSE.steps_done = done = step.steps_done
         session.saver.poll()
         decision = pace.after_step(can_save=not session.saver.is_writing)
-        is_saved = is_last or _is_due(done + 1, config.save_every)
+        is_last = done == num_steps
+        is_saved = is_last or _is_due(done, config.save_every)
         is_passing = not is_saved and (decision.is_save_due or decision.stop_signal > 0)
-        if is_last or (_is_due(done + 1, config.eval_every) and not decision.stop_signal):
-            _evaluate(session, observer)
+        if is_last or (_is_due(done, config.eval_every) and not decision.stop_signal):
+            _evaluate(session, records)
         if is_saved or is_passing:
-            with PULSE.doing(f"beginning the checkpoint after step {done + 1}"):
+            with PULSE.doing(f"beginning the checkpoint after step {done}"):
                 session.begin_save(is_passing=is_passing)
             pace.saved()
     with PULSE.doing("writing the last checkpoint"):
         session.saver.finish()
-    return pace.compare().stop_signal
+    return decision.stop_signal
 
 
-def _evaluate(session: Session, observer: Observer) -> None:
-    with PULSE.doing(f"evaluation after step {session.trainer.steps_done}"):
-        observer.evaluation(evaluate(session))
+def _evaluate(session: Session, records: Records) -> None:
+    with PULSE.doing(f"evaluation after step {session.step.steps_done}"):
+        records.evaluation(evaluate(session))
 
 
 @contextmanager
@@ -195,7 +200,7 @@ def _checked(session: Session) -> Generator[None]:
         named=dict(session.model.named_parameters()),
         limit_s=min(LIMIT_S, config.timeout_s),
     )
-    with collectives, session.trainer.watched(collectives.phase):
+    with collectives, session.step.watched(collectives.phase):
         yield
 
 

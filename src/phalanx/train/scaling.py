@@ -25,13 +25,14 @@ from phalanx.launch.local import run_ranks
 from phalanx.measure.environment import check_memory_for
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
 from phalanx.train.session import compile_blocks
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 
 WARMUP_STEPS = 2
 """Steps of each job that are not timed: buffers are made in them."""
@@ -196,23 +197,23 @@ def time_rank(text: str, case: ScalingCase) -> float:
     if case.compile:
         compile_blocks(model)
     config = OptimizerConfig()
-    trainer = Trainer(
+    step = Step(
         model,
         build_optimizer(model, config),
         NextToken(0, case.shape.dropout),
         config,
         mesh=mesh,
         num_steps=WARMUP_STEPS + case.steps,
-        reducer=reducer,
+        run=Accumulate(reducer),
     )
     num_rows = solve_batch(_batch_of(case), strategy.data_ranks).microbatch
     rank, _ = data_coordinate(mesh)
     batch = _random_batch(case, rank * num_rows, num_rows).to(device)
     times_s: list[float] = []
-    for _ in range(trainer.num_steps):
+    for _ in range(step.num_steps):
         barrier()
         begin_s = time.perf_counter()
-        trainer.step([batch])
+        step([batch])
         barrier()
         times_s.append(time.perf_counter() - begin_s)
     return statistics.median(times_s[WARMUP_STEPS:])

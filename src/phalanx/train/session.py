@@ -26,14 +26,15 @@ from phalanx.data.samples import Samples
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
+from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan, plan_decoder
-from phalanx.train.job import Job, manifest_of
+from phalanx.train.job.resolve import Job, manifest_of
+from phalanx.train.job.run_folder import check_unused, keep_origin
 from phalanx.train.notice import said_if_long
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import Precision, resolve
-from phalanx.train.run_folder import check_unused, keep_origin
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 
 RECOMPILE_LIMIT = 64
 """Graphs that a block may be compiled to."""
@@ -50,7 +51,7 @@ class Session:
         precision: data types.
         plan: how the model is split.
         model: the decoder; its blocks may be compiled in place.
-        trainer: takes the steps.
+        step: takes the steps.
         loader: gives the microbatches.
         validation: samples kept aside.
         saver: writes checkpoints while the run goes on.
@@ -62,7 +63,7 @@ class Session:
     precision: Precision
     plan: Plan[Decoder]
     model: Decoder
-    trainer: Trainer
+    step: Step
     loader: Loader
     validation: Samples
     saver: Saver
@@ -81,15 +82,11 @@ class Session:
         Raises:
             CheckpointError: the one before could not be written.
         """
-        scaler = self.trainer.scaler
-        about = manifest_of(
-            self.job,
-            self.trainer.steps_done,
-            self.loader.consumed,
-            scaler=None if scaler is None else scaler.state_dict(),
-        )
+        step = self.step
+        scaler = step.scaler.state_dict() or None  # empty where it is not enabled
+        about = manifest_of(self.job, step.steps_done, self.loader.consumed, scaler=scaler)
         about = dataclasses.replace(about, is_passing=is_passing)
-        self.saver.begin(self.model, self.trainer.optimizer, about)
+        self.saver.begin(self.model, step.optimizer, about)
 
 
 def open_session(job: Job) -> Session:
@@ -121,14 +118,14 @@ def open_session(job: Job) -> Session:
     if job.init is not None:
         with said_if_long(f"reading weights from {job.init}"):
             state.load_weights(job.init, model)
-    trainer = Trainer(
+    step = Step(
         model,
         build_optimizer(model, config.optimizer),
         NextToken(config.seed, job.shape.dropout),
         config.optimizer,
         mesh=mesh,
         num_steps=job.num_steps,
-        reducer=reducer,
+        run=Accumulate(reducer),
         scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
         nonfinite=config.nonfinite,
     )
@@ -136,13 +133,13 @@ def open_session(job: Job) -> Session:
     if job.start is not None:
         folder, about = job.start
         with said_if_long(f"reading {folder}"):
-            state.load(folder, model, trainer.optimizer)
-        if trainer.scaler is not None and about.scaler is not None:
-            trainer.scaler.load_state_dict(about.scaler)
-        trainer.steps_done, consumed = about.steps_done, about.consumed
+            state.load(folder, model, step.optimizer)
+        if about.scaler is not None:
+            step.scaler.load_state_dict(about.scaler)
+        step.steps_done, consumed = about.steps_done, about.consumed
     if config.compile:
         compile_blocks(model)
-    _reserve(saver, trainer)
+    _reserve(saver, step)
     return Session(
         job=job,
         mesh=mesh,
@@ -150,21 +147,21 @@ def open_session(job: Job) -> Session:
         precision=precision,
         plan=plan,
         model=model,
-        trainer=trainer,
+        step=step,
         loader=_loader(job, mesh, consumed),
         validation=_validation(job),
         saver=saver,
     )
 
 
-def _reserve(saver: Saver, trainer: Trainer) -> None:
+def _reserve(saver: Saver, step: Step) -> None:
     """Get the memory that checkpoints are copied to; it would be too late after the last step."""
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free_bytes = free_memory_bytes("cpu") // num_here
-    if not next(trainer.model.parameters()).is_cuda:  # gradients and moments will lie there, too
-        free_bytes -= 3 * sum(local_part(p).nbytes for p in trainer.model.parameters())
+    if not next(step.model.parameters()).is_cuda:  # gradients and moments will lie there, too
+        free_bytes -= 3 * sum(local_part(p).nbytes for p in step.model.parameters())
     barrier()  # all of a host have looked before one takes what it may
-    line = saver.reserve(trainer.model, trainer.optimizer, free_bytes)
+    line = saver.reserve(step.model, step.optimizer, free_bytes)
     if line is not None and dist.get_rank() == 0:
         Console().print(Text(line), soft_wrap=True)
 

@@ -26,7 +26,7 @@ from phalanx.comm.primitives import sum_over_data
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.measure.timer import Phase as Term
-from phalanx.parallel.reduce import GradientReducer
+from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import learning_rate
@@ -42,6 +42,9 @@ TERMS: dict[str, Term] = {
     "optimizer": "optimizer",
 }
 """Phase of the step -> term of the step ledger it is booked under."""
+
+SINGLE = Accumulate()
+"""The runner of one rank, which has nobody to sum gradients with."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,13 @@ class StepResult:
     is_skipped: bool
 
 
-class Trainer:
-    """A model, its optimizer and its reducer, and the number of steps taken."""
+class Step:
+    """Takes the steps of a model: batch -> loss -> gradients -> clip -> update.
+
+    Attributes:
+        steps_done: steps taken.
+        scaler: of the loss; one that is not enabled does nothing.
+    """
 
     def __init__(
         self,
@@ -75,7 +83,7 @@ class Trainer:
         *,
         mesh: DeviceMesh,
         num_steps: int,
-        reducer: GradientReducer | None = None,
+        run: Runner = SINGLE,
         scaler: torch.amp.GradScaler | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
     ) -> None:
@@ -85,11 +93,85 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.num_steps = num_steps
-        self.reducer = reducer
-        self.scaler = scaler
+        self.run = run
+        self.scaler = scaler or torch.amp.GradScaler(mesh.device_type, enabled=False)
         self.nonfinite = nonfinite
         self.steps_done = 0
         self._watchers: list[Phase] = []
+
+    def __call__(self, microbatches: Sequence[Any]) -> StepResult:
+        """Take one step over this rank's microbatches of one global batch.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop".
+        """
+        return self.apply_gradients(*self.compute_gradients(microbatches))
+
+    def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave in each `.grad` the gradient of the global batch's loss.
+
+        Returns:
+            The loss, and the valid tokens of the global batch; numbers on this rank's device.
+        """
+        device = device_of(self.mesh)
+        num_valid = torch.zeros((), dtype=torch.int64, device=device)
+        for microbatch in microbatches:
+            num_valid += self.objective.num_valid(microbatch)
+        with self.phase("count"):
+            sum_over_data(num_valid, self.mesh)
+        divisor = num_valid.clamp(min=1)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+
+        def loss_of(microbatch: Any) -> torch.Tensor:
+            part = self.objective.loss_sum(self.model, microbatch, self.steps_done)
+            loss_sum.add_(part.detach())
+            return self.scaler.scale(part / divisor)
+
+        self.optimizer.zero_grad(set_to_none=True)
+        self.run(microbatches, loss_of, self.phase)
+        with self.phase("metrics"):
+            loss = sum_over_data(loss_sum, self.mesh) / divisor
+        return loss, num_valid
+
+    def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
+        """Clip, update the weights, and count the step.
+
+        Args:
+            loss: of the global batch.
+            num_valid: valid tokens of the global batch.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop"; raised
+                on all ranks alike, before the weights change.
+        """
+        with self.phase("clip"):
+            self.scaler.unscale_(self.optimizer)
+            norm = gradient_norm(self.gradients(), self.config.clip_p)
+            # `get_scale` would wait for the device.
+            found = _read(loss, norm, num_valid, self.scaler.scale(torch.ones_like(loss)))
+        is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)
+        if not is_finite and self.nonfinite == "stop" and not self._is_overflow(found):
+            raise TrainingError(
+                f"step {self.steps_done + 1}: the loss is {found.loss} and the norm of the "
+                f"gradient {found.norm}; the weights are those of the step before. Lower "
+                "optimizer.lr, or go on past such steps with --nonfinite skip"
+            )
+        rate = learning_rate(self.config, self.steps_done, self.num_steps)
+        with self.phase("optimizer"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            if is_finite:
+                if 0 < self.config.clip_norm < found.norm:
+                    scale_to(self.gradients(), found.norm, self.config.clip_norm)
+                self.optimizer.step()
+            self.scaler.update()
+        self.steps_done += 1
+        return StepResult(found.loss, found.norm, rate, int(found.num_valid), not is_finite)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that there are."""
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        return [grad for grad in grads if grad is not None]
 
     @contextmanager
     def watched(self, watcher: Phase) -> Generator[None]:
@@ -111,98 +193,12 @@ class Trainer:
                 stack.enter_context(watcher(name))
             yield
 
-    def step(self, microbatches: Sequence[Any]) -> StepResult:
-        """Take one step over this rank's microbatches of one global batch.
+    def _is_overflow(self, found: _Found) -> bool:
+        """Return whether a gradient is only too large for float16, as it is now and then.
 
-        Raises:
-            TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop".
+        The scaler then skips the step and scales less; below a scale of 1 it is not to blame.
         """
-        return self.apply_gradients(*self.compute_gradients(microbatches))
-
-    def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Leave in each `.grad` the gradient of the global batch's loss.
-
-        Returns:
-            The loss, and the valid tokens of the global batch; numbers on this rank's device.
-        """
-        device = device_of(self.mesh)
-        num_valid = torch.zeros((), dtype=torch.int64, device=device)
-        for microbatch in microbatches:
-            num_valid += self.objective.num_valid(microbatch)
-        with self.phase("count"):
-            sum_over_data(num_valid, self.mesh)
-        divisor = num_valid.clamp(min=1)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        for index, microbatch in enumerate(microbatches):
-            with self.phase("forward"):
-                part = self.objective.loss_sum(self.model, microbatch, self.steps_done)
-                loss_sum += part.detach()
-            with self.phase("backward"):
-                if self.reducer is not None:
-                    self.reducer.before_backward(is_last=index == len(microbatches) - 1)
-                scaled = part / divisor
-                if self.scaler is not None:
-                    scaled = self.scaler.scale(scaled)
-                scaled.backward()
-        if self.reducer is not None:
-            self.reducer.finish(self.phase)
-        with self.phase("metrics"):
-            loss = sum_over_data(loss_sum, self.mesh) / divisor
-        return loss, num_valid
-
-    def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
-        """Clip, update the weights, and count the step.
-
-        Args:
-            loss: of the global batch.
-            num_valid: valid tokens of the global batch.
-
-        Raises:
-            TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop"; raised
-                on all ranks alike, before the weights change.
-        """
-        rate = learning_rate(self.config, self.steps_done, self.num_steps)
-        with self.phase("clip"):
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            norm = gradient_norm(self.gradients(), self.config.clip_p)
-            found = _read(loss, norm, num_valid, self._scale_of(loss))
-        is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)
-        # A float16 gradient overflows now and then: the scaler skips the step and scales less.
-        # Below a scale of 1 the scaler is not to blame.
-        is_overflow = self.scaler is not None and found.scale >= 1
-        is_excused = is_overflow and math.isfinite(found.loss)
-        if not is_finite and self.nonfinite == "stop" and not is_excused:
-            raise TrainingError(
-                f"step {self.steps_done + 1}: the loss is {found.loss} and the norm of the "
-                f"gradient {found.norm}; the weights are those of the step before. Lower "
-                "optimizer.lr, or go on past such steps with --nonfinite skip"
-            )
-        with self.phase("optimizer"):
-            self._update(rate, found.norm, is_finite)
-        self.steps_done += 1
-        return StepResult(found.loss, found.norm, rate, int(found.num_valid), not is_finite)
-
-    def _scale_of(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the present scale, on the device: `get_scale` would wait for it."""
-        one = torch.ones((), device=loss.device)
-        return one if self.scaler is None else self.scaler.scale(one)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that there are."""
-        grads = [parameter.grad for parameter in self.model.parameters()]
-        return [grad for grad in grads if grad is not None]
-
-    def _update(self, rate: float, norm: float, is_finite: bool) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if is_finite:
-            if 0 < self.config.clip_norm < norm:
-                scale_to(self.gradients(), norm, self.config.clip_norm)
-            self.optimizer.step()
-        if self.scaler is not None:
-            self.scaler.update()
+        return self.scaler.is_enabled() and found.scale >= 1 and math.isfinite(found.loss)
 
 
 class _Found(NamedTuple):

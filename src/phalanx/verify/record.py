@@ -21,12 +21,13 @@ from phalanx.comm.ledger import Entry, Ledger, Phase
 from phalanx.comm.primitives import local_part
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
+from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.strategy import Strategy
 from phalanx.train.clip import gradient_norm
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import Trainer
+from phalanx.train.step import Step
 from phalanx.verify.batches import cast_batch, count_rows, rows_of, split
 from phalanx.verify.reference import NORMS, StepRecord
 
@@ -99,14 +100,14 @@ class SplitRun:
         self.place = data_coordinate(mesh)
         # Before the optimizer takes the parameters.
         reducer = Plan(strategy, self.model, roles=case.roles).build(mesh)
-        self._trainer = Trainer(
+        self._step = Step(
             self.model,
             build_optimizer(self.model, case.optimizer),
             case.objective,
             case.optimizer,
             mesh=mesh,
             num_steps=len(case.batches),
-            reducer=reducer,
+            run=Accumulate(reducer),
             nonfinite="skip",  # what is not finite is compared and named
         )
 
@@ -126,26 +127,26 @@ class SplitRun:
         """Take the steps one by one; every rank does so together.
 
         Args:
-            phase: watches the trainer's phases.
+            phase: watches the phases of each step.
         """
-        trainer = self._trainer
-        for step, batch in enumerate(self._case.batches):
-            moved = cast_batch(batch, self._dtype, device_of(trainer.mesh))
+        step = self._step
+        for number, batch in enumerate(self._case.batches, start=1):
+            moved = cast_batch(batch, self._dtype, device_of(step.mesh))
             with ExitStack() as watching:
-                if step == len(self._case.batches) - 1:
+                if number == len(self._case.batches):
                     watching.enter_context(self._ledger)
-                    watching.enter_context(trainer.watched(self._ledger.phase))
+                    watching.enter_context(step.watched(self._ledger.phase))
                 if phase is not None:
-                    watching.enter_context(trainer.watched(phase))
+                    watching.enter_context(step.watched(phase))
                 microbatches = split(moved, *self.place, self._case.accumulation)
-                loss, num_valid = trainer.compute_gradients(microbatches)
-            norms = {p: float(gradient_norm(trainer.gradients(), p)) for p in NORMS}
+                loss, num_valid = step.compute_gradients(microbatches)
+            norms = {p: float(gradient_norm(step.gradients(), p)) for p in NORMS}
             found = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
             gradients = {name: _full(grad) for name, grad in found}
             bits = _bits("gradient", found)
             nonfinite = [n for n, g in found if not bool(local_part(g).isfinite().all())]
-            result = trainer.apply_gradients(loss, num_valid)
-            norms[trainer.config.clip_p] = result.grad_norm
+            result = step.apply_gradients(loss, num_valid)
+            norms[step.config.clip_p] = result.grad_norm
             moments = [self._state("exp_avg"), self._state("exp_avg_sq"), self._state("step")]
             for quantity, state in zip(_MOMENTS, moments, strict=True):
                 bits |= _bits(quantity, state)
@@ -159,7 +160,7 @@ class SplitRun:
             yield record, RankFacts(result.loss, norms, bits, names, tuple(nonfinite))
 
     def _state(self, key: str) -> list[tuple[str, Tensor]]:
-        state = self._trainer.optimizer.state
+        state = self._step.optimizer.state
         return [(n, state[p][key]) for n, p in self.model.named_parameters() if p in state]
 
 

@@ -1,4 +1,4 @@
-"""The reference: a training step in plain PyTorch, which shares no code with the trainer.
+"""The reference: a training step in plain PyTorch, which shares no code with `train.step`.
 
 One process takes each global batch whole. The loss law, the norm, clipping and the schedule are
 written anew, AdamW is torch's own, and a decoder is `PlainDecoder`. So a fault that a strategy and

@@ -31,7 +31,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Axis, Strategy
 from phalanx.train.evaluate import evaluate
-from phalanx.train.job import Job, resolve
+from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.session import Session, open_session
 from phalanx.verify.cases import awkward_shapes
 from phalanx.verify.compare import Difference, compare_named, compare_scalar
@@ -163,7 +163,7 @@ def train_part(job: Job) -> Part:
         for _ in range(STEPS):
             batches = next(session.loader)
             part.rows.append([int(row) for batch in batches for row in batch.rows_B])
-            result = session.trainer.step([batch.to(session.device) for batch in batches])
+            result = session.step([batch.to(session.device) for batch in batches])
             part.losses.append(result.loss)
             part.norms.append(result.grad_norm)
         hook.remove()
@@ -183,14 +183,14 @@ def _note_output(part: Part, module: nn.Module, args: object, output: Tensor) ->
 
 def _note_position(part: Part, session: Session) -> None:
     part.consumed.append(session.loader.consumed)
-    part.steps_done.append(session.trainer.steps_done)
+    part.steps_done.append(session.step.steps_done)
 
 
 def _note_dtypes(part: Part, session: Session) -> None:
     parameters = list(session.model.parameters())
     part.dtypes["weights"] = {str(p.dtype) for p in parameters}
     part.dtypes["gradients"] = {str(p.grad.dtype) for p in parameters if p.grad is not None}
-    states = session.trainer.optimizer.state.values()
+    states = session.step.optimizer.state.values()
     part.dtypes["moments"] = {
         str(s[key].dtype) for s in states for key in ("exp_avg", "exp_avg_sq")
     }
@@ -209,7 +209,7 @@ def _evaluate(part: Part, session: Session) -> None:
 def _state_of(session: Session) -> State:
     """Gather the state; every rank calls this together."""
     named = session.model.state_dict(keep_vars=True)  # FSDP2 puts back its shards
-    optimizer = session.trainer.optimizer
+    optimizer = session.step.optimizer
     tables: list[dict[str, Tensor]] = [{}, {}, {}]
     for name, parameter in named.items():
         state = optimizer.state.get(parameter, {})

@@ -21,7 +21,7 @@ from phalanx.hugging_face import companions
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
-from phalanx.train.request import DEFAULT_MODEL, name_of_sizes
+from phalanx.train.job.request import DEFAULT_MODEL, name_of_sizes
 
 _SILENT: Final = (
     *keys_for(TrainConfig, Use.LOCAL | Use.PATH | Use.FRESH | Use.OF_TOKENIZER),

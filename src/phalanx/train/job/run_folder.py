@@ -19,11 +19,11 @@ from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
 from phalanx.storage import existing, free_bytes, replace_file
 from phalanx.strategy import Strategy
+from phalanx.train.job.resume import to_keep
 from phalanx.train.precision import Precision
-from phalanx.train.resume import to_keep
 
 if TYPE_CHECKING:
-    from phalanx.train.job import Job
+    from phalanx.train.job.resolve import Job
 
 TENSORS_PER_PARAMETER: Final = 3
 """What a checkpoint keeps of each parameter: the weight and the two moments of AdamW."""

@@ -18,7 +18,7 @@ from phalanx.measure.utilization import percent
 from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:
-    from phalanx.train.summary import Summary
+    from phalanx.train.report.summary import Summary
 
 SAMPLE_LINES = 8
 """Lines of the model's own text that are shown; all of it is in the records."""

@@ -16,8 +16,8 @@ from phalanx.measure.summary import StepSummary, advice, summarize, summary_tabl
 from phalanx.measure.timer import TERMS, StepTimes
 from phalanx.measure.utilization import percent
 from phalanx.strategy import Strategy
-from phalanx.train.result import hsdp_text
-from phalanx.train.summary import Summary
+from phalanx.train.report.result import hsdp_text
+from phalanx.train.report.summary import Summary
 
 SECONDS = st.floats(1e-9, 1e4)
 

@@ -21,10 +21,10 @@ from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.activations import activations
 from phalanx.planner.model_shape import num_parameters
-from phalanx.train import result
 from phalanx.train.notice import said_if_long
-from phalanx.train.observer import Observer
-from phalanx.train.sample import opening, write_text
+from phalanx.train.report import result
+from phalanx.train.report.records import Records
+from phalanx.train.report.sample import opening, write_text
 
 
 @dataclass(frozen=True)
@@ -98,50 +98,50 @@ class Summary:
         return result.render(self, report=report)
 
 
-def summarize_run(observer: Observer) -> Summary:
+def summarize_run(records: Records) -> Summary:
     """Put together what the run measured; every rank calls this together."""
-    session, job = observer.session, observer.session.job
-    times = observer.measured()
-    scores = [evaluation.bits_per_byte for _, evaluation in observer.evaluations]
+    session, job = records.session, records.session.job
+    times = records.measured()
+    scores = [evaluation.bits_per_byte for _, evaluation in records.evaluations]
     steps = summarize(times) if times else None
     is_timed = steps is not None and steps.doubt() is None
     wall_s = steps.wall_s if steps is not None and is_timed else None
-    memory = _memory(observer)
-    sample = _sample(observer)
+    memory = _memory(records)
+    sample = _sample(records)
     master_bytes = num_parameters(job.shape).total * session.precision.master.itemsize
     summary = Summary(
         text=(
             f"{job.name} ({num_parameters(job.shape).total:,} parameters), {job.strategy} on "
             f"{job.device}, {session.precision.name}, {job.batch}, "
-            f"{session.trainer.steps_done} steps"
+            f"{session.step.steps_done} steps"
         ),
-        num_steps=observer.num_steps,
-        seconds=observer.seconds,
+        num_steps=records.num_steps,
+        seconds=records.seconds,
         steps=steps,
-        utilization=observer.utilization() if is_timed else None,
-        tokens_per_s=None if wall_s is None else observer.step_tokens / wall_s,
+        utilization=records.utilization() if is_timed else None,
+        tokens_per_s=None if wall_s is None else records.step_tokens / wall_s,
         batches_per_s=None if wall_s is None else 1 / wall_s,
-        loss=observer.last.loss if observer.last is not None else None,
+        loss=records.last.loss if records.last is not None else None,
         bits_per_byte=(scores[0], scores[-1]) if scores else None,
-        sent=observer.entries,
-        sent_text=result.hsdp_text(observer.entries, job.strategy, master_bytes),
+        sent=records.entries,
+        sent_text=result.hsdp_text(records.entries, job.strategy, master_bytes),
         memory=memory,
-        no_memory=None if memory is not None else observer.no_account,
+        no_memory=None if memory is not None else records.no_account,
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
         sample=sample,
-        paths=_paths(observer),
+        paths=_paths(records),
         go_on=(
             f"phalanx train --resume {shlex.quote(str(job.out))} "
-            f"--steps {2 * max(1, session.trainer.steps_done)}"
+            f"--steps {2 * max(1, session.step.steps_done)}"
         ),
     )
-    observer.note("summary", summary.as_dict())
+    records.note("summary", summary.as_dict())
     return summary
 
 
-def _memory(observer: Observer) -> MemoryReport | None:
+def _memory(records: Records) -> MemoryReport | None:
     """Put what was measured beside what the strategy's layout says; all ranks call this."""
-    account, session, job = observer.memory, observer.session, observer.session.job
+    account, session, job = records.memory, records.session, records.session.job
     if account is None:
         return None
     largest = torch.tensor(account.peak_bytes, device=session.device)
@@ -162,11 +162,11 @@ def _memory(observer: Observer) -> MemoryReport | None:
     return MemoryReport(account, predicted, int(largest), resident_peak_bytes())
 
 
-def _paths(observer: Observer) -> dict[str, str]:
+def _paths(records: Records) -> dict[str, str]:
     """Return what was written, by name; a run that had nothing left to do saved no checkpoint."""
-    job = observer.session.job
+    job = records.session.job
     paths = {
-        "checkpoint": manifest.folder_of(job.out, observer.session.trainer.steps_done),
+        "checkpoint": manifest.folder_of(job.out, records.session.step.steps_done),
         "metrics": job.out / "metrics.jsonl",
         "tensorboard": job.out / "tensorboard",
         "tokenizer": job.out / TOKENIZER,
@@ -174,8 +174,8 @@ def _paths(observer: Observer) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items() if path.exists()}
 
 
-def _sample(observer: Observer) -> str:
-    job = observer.session.job
+def _sample(records: Records) -> str:
+    job = records.session.job
     tokenizer = load_tokenizer(job.tokens.tokenizer)
     prompt = job.config.prompt
     if prompt is None:
@@ -184,7 +184,7 @@ def _sample(observer: Observer) -> str:
     is_eager = torch.compiler.set_stance("force_eager") if job.config.compile else nullcontext()
     with said_if_long("the model writes a sample"), is_eager:
         return write_text(
-            observer.session.model,
+            records.session.model,
             tokenizer,
             prompt,
             first_id=job.tokens.train.end_id,

@@ -11,8 +11,8 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.config import TrainConfig
 from phalanx.errors import CheckpointError
 from phalanx.models.registry import shape_of
-from phalanx.train.request import checkpoint_of
-from phalanx.train.resume import as_before
+from phalanx.train.job.request import checkpoint_of
+from phalanx.train.job.resume import as_before
 
 OF_A_RUN = {"model": "demo", "batch.global_size": 8, "batch.microbatch": 4}
 

@@ -22,7 +22,7 @@ from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face.companions import TOKENIZER, keep_tokenizer
 from phalanx.launch.torchrun import check_same
 from phalanx.planner.model_shape import num_parameters
-from phalanx.train.job import (
+from phalanx.train.job.resolve import (
     DEFAULT_STEPS,
     choose_strategy,
     manifest_of,
@@ -30,9 +30,9 @@ from phalanx.train.job import (
     resolve,
     words_of,
 )
+from phalanx.train.job.run_folder import checkpoint_bytes, count_checkpoints
 from phalanx.train.loop import facts_of, train
 from phalanx.train.precision import resolve as resolve_precision
-from phalanx.train.run_folder import checkpoint_bytes, count_checkpoints
 from small_run import SHAPE, small_run
 
 

@@ -20,10 +20,8 @@ from phalanx.measure.environment import check_memory_for
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
-from phalanx.train.precision import Precision
-from phalanx.train.precision import resolve as resolve_precision
-from phalanx.train.request import DEFAULT_MODEL, check_memory, check_positions, checkpoint_of
-from phalanx.train.resume import (
+from phalanx.train.job.request import DEFAULT_MODEL, check_memory, check_positions, checkpoint_of
+from phalanx.train.job.resume import (
     as_before,
     check_stream,
     name_of,
@@ -34,7 +32,7 @@ from phalanx.train.resume import (
     stream_of,
     tokenizer_of,
 )
-from phalanx.train.run_folder import (
+from phalanx.train.job.run_folder import (
     check_space,
     check_unused,
     check_writable,
@@ -42,6 +40,8 @@ from phalanx.train.run_folder import (
     count_checkpoints,
     out_folder,
 )
+from phalanx.train.precision import Precision
+from phalanx.train.precision import resolve as resolve_precision
 
 DEFAULT_STEPS = 560
 """Optimizer steps of a run that names neither steps nor epochs: as many as suit the demo."""

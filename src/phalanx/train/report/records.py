@@ -1,12 +1,12 @@
-"""Watch a run on one rank: time, bytes, utilization, and the records that rank 0 keeps."""
+"""Watch the steps of a run on one rank: time, bytes, memory; rank 0 keeps and shows records."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -41,8 +41,17 @@ MEASURED_STEPS = 10_000
 """Steps whose times are kept, the latest."""
 
 
-class Observer:
-    """Measures each step of a session; as a context it keeps the records open.
+class Records:
+    """Measures each step of a session, and never takes one; as a context it keeps the files open.
+
+        with records.watching_data():
+            microbatches = ...
+        with records.watching():
+            result = step(microbatches)
+        records.keep(result)
+
+    A step lasts from the end of the one before it, so that what is done between two steps, such as
+    keeping their records, is part of the rate; an evaluation is not.
 
     Attributes:
         session: what is watched.
@@ -66,6 +75,7 @@ class Observer:
         with said_if_long("measuring the rate of matrix products on all ranks"):
             self.ceiling_flops_per_s = self._measure_ceiling()
         self.num_steps = 0
+        self._consumed = session.loader.consumed
         self._begins_anew = True
         self._watching = ExitStack()
         self._log: RunLog | None = None
@@ -74,61 +84,62 @@ class Observer:
             self._log.note("environment", environment())
             self._log.note("config", asdict(session.job.config))
 
-    def __enter__(self) -> Observer:
+    def __enter__(self) -> Records:
         self._watching.enter_context(
-            self.session.trainer.watched(lambda name: self.timer.phase(TERMS[name]))
+            self.session.step.watched(lambda name: self.timer.phase(TERMS[name]))
         )
         if self.session.device.type == "cpu":  # a GPU's stream waits, not this thread
             self._watching.enter_context(told_to(lambda: self.timer.phase("communication")))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._watching.close()
         if self._log is not None:
             self._log.close()
 
-    def step(self) -> None:
-        """Take the next step of the session and record it.
-
-        A step lasts from the end of the one before it, so that what is done between two steps,
-        such as keeping their records, is part of the rate; an evaluation is not.
-        """
-        trainer, loader = self.session.trainer, self.session.loader
+    @contextmanager
+    def watching_data(self) -> Generator[None]:
+        """Book what runs inside as the data of the step that begins."""
         if self._begins_anew:
             self.timer.begin_step()
             self._begins_anew = False
-        consumed = loader.consumed
         with self.timer.phase("data"):
-            microbatches = [batch.to(self.session.device) for batch in next(loader)]
+            yield
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Measure the step that is taken inside; one is counted, and one accounted for."""
+        step = self.session.step
         if self.num_steps == LEDGER_STEP:
-            with Ledger(self.session.mesh) as ledger, trainer.watched(ledger.phase):
-                self.last = trainer.step(microbatches)
+            with Ledger(self.session.mesh) as ledger, step.watched(ledger.phase):
+                yield
             self.entries = ledger.entries()
         elif self.num_steps == MEMORY_STEP and self._blind_spot is None:
-            memory = MemoryLedger(trainer.model, trainer.optimizer, self.session.device)
-            with memory, trainer.watched(memory.phase):
-                self.last = trainer.step(microbatches)
+            memory = MemoryLedger(step.model, step.optimizer, self.session.device)
+            with memory, step.watched(memory.phase):
+                yield
             self.memory = memory.account()
         else:
             is_compiling = self.session.job.config.compile and self.num_steps == 0
             with said_if_long("compiling the blocks") if is_compiling else nullcontext():
-                self.last = trainer.step(microbatches)
+                yield
+
+    def keep(self, result: StepResult) -> None:
+        """Keep the record of the step that has just been watched."""
+        self.last = result
         times = self.timer.end_step()
         self.num_steps += 1
+        consumed = self.session.loader.consumed
+        num_rows, self._consumed = consumed - self._consumed, consumed
         if self._log is not None:
-            self._log.step(self._record(self.last, times, loader.consumed - consumed))
+            self._log.step(self._record(result, times, num_rows))
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
         """Record a measurement on the validation text, which has just been made."""
         self._begins_anew = True
         if evaluation is None:
             return
-        steps_done = self.session.trainer.steps_done
+        steps_done = self.session.step.steps_done
         self.evaluations.append((steps_done, evaluation))
         if self._log is not None:
             self._log.evaluation(
@@ -217,7 +228,7 @@ class Observer:
         num_tokens = num_rows * self.session.job.config.corpus.seq_len
         of = "ceiling" if use.peak is None else "data sheet"
         return StepRecord(
-            step=self.session.trainer.steps_done,
+            step=self.session.step.steps_done,
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.learning_rate,

@@ -23,9 +23,9 @@ from phalanx.config.law import check
 from phalanx.config.load import load_config
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.train.job import Job, remarks_on, resolve
+from phalanx.train.job.resolve import Job, remarks_on, resolve
+from phalanx.train.job.run_folder import claim
 from phalanx.train.loop import train
-from phalanx.train.run_folder import claim
 from phalanx.train.session import open_session
 from small_run import losses, records, small_run
 
@@ -70,7 +70,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "run.toml").write_text(TOML)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        assert main([*TRAIN, "--out", "runs/whole"]) == 0
+        assert main([*TRAIN, "--out", "runs/whole", "--report"]) == 0
     assert len(losses(home / "runs/whole")) == STEPS
     return home
 
@@ -116,7 +116,7 @@ def test_a_killed_run_goes_on_alone_to_the_bit(
     last = {record["step"]: record["loss"] for record in records(killed, "step")}
     assert list(last.values()) == losses(home / "runs/whole")
     expected, ours = (records(run, "config")[-1] for run in (home / "runs/whole", killed))
-    for name in ("time", "out", "resume"):
+    for name in ("time", "out", "resume", "report"):
         del expected[name], ours[name]
     assert ours == expected
 
@@ -174,7 +174,7 @@ def test_the_file_of_a_run_is_whole_and_says_all(home: Path) -> None:
     assert values["corpus"]["cache"] == str(home / "cache")
     assert values["batch"] == {"global_size": 8, "microbatch": 2}
     assert values["optimizer"]["lr"] == 0.003
-    assert not {"out", "resume", "nproc", "init"} & set(values)
+    assert not {"out", "resume", "nproc", "init", "report"} & set(values)
     (config,) = records(folder, "config")
     assert (config["precision"], config["nproc"], config["out"]) == ("float32", 2, str(folder))
     assert config["batch"] == {**values["batch"], "accumulation": 2}
@@ -190,7 +190,7 @@ def test_the_file_of_a_run_begins_another(
     wider = resolved("--config", str(home / "runs/whole/config.toml"), "--strategy", "dp4")
     assert (wider.batch.global_size, wider.batch.accumulation) == (8, 1)
     now = json.loads(json.dumps(dataclasses.asdict(job.config)))
-    assert now == {key: before[key] for key in now} | {"out": None}
+    assert now == {key: before[key] for key in now} | {"out": None, "report": False}
 
 
 def test_what_is_given_beside_replaces_and_is_named(run: Path, tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def rows_of(job: Job, num_steps: int) -> list[int]:
         for _ in range(num_steps):
             microbatches = next(session.loader)
             rows += [int(row) for batch in microbatches for row in batch.rows_B]
-            session.trainer.step(microbatches)
+            session.step(microbatches)
         session.begin_save()
     return rows
 
