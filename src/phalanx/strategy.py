@@ -178,6 +178,12 @@ class Strategy:
         for name in AXES:
             yield name, getattr(self, name)
 
+    def named(self) -> Iterator[tuple[str, Axis | Recompute]]:
+        """Yield (name, part) of each part that its text names, outer to inner, recompute last."""
+        for name in KINDS:
+            if (part := getattr(self, name)) != _unnamed(name):
+                yield name, part
+
     def grid(self) -> dict[str, int]:
         """Return the sub-axes that the ranks of tp stand in, outer to inner, and their sizes.
 
@@ -213,16 +219,7 @@ class Strategy:
         return self.dp.degree * self.fsdp.degree
 
     def __str__(self) -> str:
-        parts = [
-            f"{name}{axis.degree}" + _suffix(name, axis.kind, axis.option)
-            for name, axis in self.axes()
-            if not _is_plain(name, axis)
-        ]
-        if self.recompute != Recompute():
-            parts.append(
-                "recompute" + _suffix("recompute", self.recompute.kind, self.recompute.option)
-            )
-        return ",".join(parts) or "dp1"
+        return ",".join(_text(name, part) for name, part in self.named()) or "dp1"
 
 
 def require_built(strategy: Strategy) -> None:
@@ -231,24 +228,17 @@ def require_built(strategy: Strategy) -> None:
     Raises:
         StrategyError: names the part that is not built and what is.
     """
-    missing = [
-        f"{name}{axis.degree}" + _suffix(name, axis.kind, axis.option)
-        for name, axis in strategy.axes()
-        if not _is_plain(name, axis) and (name, axis.kind) not in BUILT
-    ]
-    recompute = strategy.recompute
-    if recompute.kind != "none" and ("recompute", recompute.kind) not in BUILT:
-        missing.append("recompute" + _suffix("recompute", recompute.kind, recompute.option))
+    missing = [_text(*each) for each in strategy.named() if (each[0], each[1].kind) not in BUILT]
     if missing:
         raise StrategyError(
             f"strategy '{strategy}': {', '.join(missing)} is not built yet; built: {_built_text()}"
         )
-    for name, axis in strategy.axes():
-        if axis.degree == 1 and not _is_plain(name, axis):
-            text = f"{name}1" + _suffix(name, axis.kind, axis.option)
+    for name, part in strategy.named():
+        if isinstance(part, Axis) and part.degree == 1:
+            wider = dataclasses.replace(part, degree=2)
             raise StrategyError(
-                f"strategy '{strategy}': {text} splits nothing, so its kind would be ignored; "
-                f"leave it out, or write {text.replace('1', '2', 1)}"
+                f"strategy '{strategy}': {_text(name, part)} splits nothing, so its kind would be "
+                f"ignored; leave it out, or write {_text(name, wider)}"
             )
     dp = strategy.dp
     if strategy.fsdp.degree > 1 and dp.degree > 1 and dp.kind != "bucketed":
@@ -364,29 +354,32 @@ def _check_arrangement(tp: Axis) -> None:
     legal = [depth * q**power for q in range(max(1, root - 1), root + 2)]
     if tp.degree not in legal:
         best = min(legal, key=lambda degree: (abs(degree - tp.degree), degree))
-        suffix = _suffix("tp", tp.kind, tp.option)
         raise StrategyError(
-            f"tp{tp.degree}{suffix}: the degree must be {form}; the nearest is tp{best}{suffix}"
+            f"{_text('tp', tp)}: the degree must be {form}; the nearest is "
+            f"{_text('tp', dataclasses.replace(tp, degree=best))}"
         )
 
 
-def _is_plain(name: str, axis: Axis) -> bool:
-    """Return whether the axis is as if it had not been named."""
-    return axis == Axis(1, next(iter(KINDS[name])))
+def _unnamed(name: str) -> Axis | Recompute:
+    """Return what a part is that the text does not name."""
+    return Recompute() if name == "recompute" else Axis(1, next(iter(KINDS[name])))
 
 
-def _suffix(name: str, kind: str, option: int | None) -> str:
-    """Return ':KIND/OPTION' as far as it says more than the default."""
-    if option is not None:
-        return f":{kind}/{option}"
-    return "" if kind == next(iter(KINDS[name])) else f":{kind}"
+def _text(name: str, part: Axis | Recompute) -> str:
+    """Return NAME DEGREE[:KIND[/OPTION]], of which the end is left out where it is the default."""
+    text = f"{name}{part.degree}" if isinstance(part, Axis) else name
+    if part.option is not None:
+        return f"{text}:{part.kind}/{part.option}"
+    return text if part.kind == _unnamed(name).kind else f"{text}:{part.kind}"
 
 
 def _built_text() -> str:
     """Return what is built as text, such as 'dp2, dp2:naive'."""
-    return ", ".join(
-        name + ("" if name == "recompute" else "2") + _suffix(name, kind, rule and rule.least)
-        for name, kinds in KINDS.items()
-        for kind, rule in kinds.items()
-        if (name, kind) in BUILT
-    )
+    texts: list[str] = []
+    for name, kinds in KINDS.items():
+        for kind, rule in kinds.items():
+            option = rule and rule.least
+            part = Recompute(kind, option) if name == "recompute" else Axis(2, kind, option)
+            if (name, kind) in BUILT:
+                texts.append(_text(name, part))
+    return ", ".join(texts)

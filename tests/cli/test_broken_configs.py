@@ -119,8 +119,11 @@ CASES = {
     "heads that do not divide": Broken(
         "train --shape.num-heads 4 --shape.num-kv-heads 3", "num_heads 4", "num_kv_heads 3"
     ),
+    "float16 on a CPU": Broken(
+        f"train {SMALL} --precision float16 --device cpu", "precision is float16", "is bfloat16"
+    ),
     "sequence longer than the positions": Broken(
-        "train --model demo --corpus.seq-len 128 --shape.max-seq-len 64", "is 128", "nearest is 64"
+        "train --model demo --corpus.seq-len 128 --shape.max-seq-len 64", "is 128", "at most 64"
     ),
     # The data.
     "missing data": Broken("train --data txt.text", "txt.text does not exist", "text.txt"),

@@ -254,7 +254,7 @@ def _plain(
 def _lecture(
     device: torch.device, dtype: torch.dtype, num_layers: int, width: int, compile: bool
 ) -> Steps:
-    master = torch.float64 if dtype == torch.float64 else torch.float32
+    master = torch.promote_types(dtype, torch.float32)
     layers: list[nn.Module] = []
     for _ in range(num_layers):
         layers += [nn.Linear(width, width, device=device, dtype=master), nn.ReLU()]

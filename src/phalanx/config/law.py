@@ -36,12 +36,8 @@ def _check_contradictions(config: TrainConfig) -> None:
             f"steps is {config.steps} and epochs is {config.epochs:g}, but each fixes the length "
             "of the run; give one of them ('--epochs none' unsets the other)"
         )
-    warmup_steps = config.optimizer.warmup_steps
-    if config.steps is not None and warmup_steps is not None and warmup_steps >= config.steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps is {warmup_steps}, but the run has {config.steps} steps; the "
-            f"nearest is {config.steps - 1}"
-        )
+    if config.steps is not None:
+        check_warmup(config, config.steps)
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but each says where the weights "
@@ -52,16 +48,15 @@ def _check_contradictions(config: TrainConfig) -> None:
             f"corpus.vocab_size is {config.corpus.vocab_size}, the size of a tokenizer to train, "
             f"but tokenizer is {config.tokenizer}, which is trained; give one of them"
         )
-    longest = config.shape.max_seq_len
-    if longest is not None and config.corpus.seq_len > longest:
+
+
+def check_warmup(config: TrainConfig, num_steps: int) -> None:
+    """Raise ConfigError unless the warm-up ends before the last of the run's steps."""
+    warmup_steps = config.optimizer.warmup_steps
+    if warmup_steps is not None and warmup_steps >= num_steps > 0:
         raise ConfigError(
-            f"corpus.seq_len is {config.corpus.seq_len}, longer than shape.max_seq_len {longest}; "
-            f"the nearest is {longest}"
-        )
-    if config.precision == "float16" and config.device == "cpu":
-        raise ConfigError(
-            "precision is float16 and device is cpu; float16 needs a GPU, bfloat16 is the nearest "
-            "for a CPU"
+            f"optimizer.warmup_steps is {warmup_steps}, but the run has {num_steps} steps and the "
+            f"warm-up must end before the last; the nearest is {num_steps - 1}"
         )
 
 

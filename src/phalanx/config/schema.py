@@ -16,6 +16,9 @@ from phalanx.config.fields import OneOf, Range, Use
 MOST_ROWS: Final = 2**20
 """Most sequences of one rank in one step: their numbers and tokens are in memory at once."""
 
+SMALLEST_VOCABULARY: Final = 257
+"""Tokens of a byte-level tokenizer at least: one for each byte, and the end of a text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeConfig:
@@ -49,8 +52,9 @@ class CorpusConfig:
 
     seq_len: Annotated[int, Use.STREAM, Range(2)] = 256
     """Tokens in one sample."""
-    # At least the 256 bytes and the end of a document.
-    vocab_size: Annotated[int | None, Use.RESOLVED | Use.OF_TOKENIZER, Range(257)] = None
+    vocab_size: Annotated[
+        int | None, Use.RESOLVED | Use.OF_TOKENIZER, Range(SMALLEST_VOCABULARY)
+    ] = None
     """Size of the tokenizer that is trained when none is given; the model's vocabulary, at most
     8192, if unset."""
     validation: Annotated[float, Use.STREAM, Range(0, 1)] = 0.02

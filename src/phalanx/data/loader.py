@@ -34,16 +34,8 @@ nothing, or a batch padded with samples from the start of the last epoch."""
 
 
 def stream_length(num_samples: int, epochs: float | None) -> int | None:
-    """Return the positions in `epochs` passes over the data; None, without end, for None.
-
-    Raises:
-        ConfigError: epochs is not above 0.
-    """
-    if epochs is None:
-        return None
-    if not epochs > 0:
-        raise ConfigError(f"epochs is {epochs}; it must be above 0, such as 1")
-    return max(1, round(epochs * num_samples))
+    """Return the positions in `epochs` passes over the data; None, without end, for None."""
+    return None if epochs is None else max(1, round(epochs * num_samples))
 
 
 def total_steps(

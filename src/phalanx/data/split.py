@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.data.corpus import Document
-from phalanx.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,7 @@ def split_documents(names: Sequence[str], sizes_bytes: Sequence[int], share: flo
         names: name of each document.
         sizes_bytes: bytes of each document.
         share: the part of all bytes that is wanted, in [0, 1).
-
-    Raises:
-        ConfigError: the share is out of range.
     """
-    if not 0.0 <= share < 1.0:
-        raise ConfigError(
-            f"corpus.validation is {share}; expected a share of the text of at least 0 and "
-            f"less than 1, such as 0.02"
-        )
     wanted = round(share * sum(sizes_bytes))
     order = sorted(range(len(names)), key=lambda number: (_digest(names[number]), number))
     chosen: set[int] = set()

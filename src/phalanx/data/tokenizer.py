@@ -26,9 +26,6 @@ from phalanx.errors import ConfigError, DataError
 END_OF_TEXT = "<|endoftext|>"
 """The token that stands before each document and after the last."""
 
-SMALLEST_VOCABULARY = 257
-"""One token for each byte, and END_OF_TEXT."""
-
 # The names that published tokenizers give to the same idea, the commonest first.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
@@ -51,13 +48,10 @@ def train_tokenizer(
 
     Args:
         texts: what to learn from.
-        vocab_size: largest number of tokens; a small corpus gives fewer.
+        vocab_size: largest number of tokens, at least one for each byte; a small corpus gives
+            fewer.
         waiting: called now and then once all texts are read.
-
-    Raises:
-        ConfigError: vocab_size has no room for the single bytes.
     """
-    check_wanted_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -104,15 +98,6 @@ def _cut_words(text: str) -> Iterator[str]:
 
 
 _LONG_WORD = re.compile(rf"\S{{{_WORD_CHARACTERS}}}|\s{{{_WORD_CHARACTERS}}}")
-
-
-def check_wanted_size(vocab_size: int, setting: str = "corpus.vocab_size") -> None:
-    """Raise ConfigError, which names the setting, if a byte-level BPE cannot have so few tokens."""
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(
-            f"{setting} is {vocab_size}; a byte-level tokenizer needs one token for each "
-            f"byte and {END_OF_TEXT}: at least {SMALLEST_VOCABULARY}"
-        )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

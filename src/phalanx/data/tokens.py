@@ -21,15 +21,16 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from phalanx.config import CorpusConfig
+from phalanx.config.schema import SMALLEST_VOCABULARY
 from phalanx.data.cache import cache_folder, fingerprint, publish, read_facts
 from phalanx.data.corpus import documents
 from phalanx.data.split import Split, split_documents
 from phalanx.data.survey import Corpus, Progress, Text
 from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file
 from phalanx.data.tokenizer import (
+    END_OF_TEXT,
     Spelling,
     check_vocabulary,
-    check_wanted_size,
     count_ids,
     count_token_bytes,
     cut_pieces,
@@ -109,19 +110,9 @@ def prepare(
             written.
         ConfigError: a size is out of range, or the tokenizer does not fit the model.
     """
-    if not 0.0 <= corpus.validation < 1.0:
-        split_documents((), (), corpus.validation)  # says what is wrong with it
-    if tokenizer is not None and corpus.vocab_size is not None:
-        raise ConfigError(
-            f"corpus.vocab_size {corpus.vocab_size} is for a tokenizer that is trained on the "
-            f"data, but tokenizer {tokenizer} is given; leave one of the two out"
-        )
-    wanted = _wanted_vocabulary(corpus, model_vocab_size)
     given = None if tokenizer is None else load_tokenizer(tokenizer)
-    if given is None:
-        is_given = corpus.vocab_size is not None
-        check_wanted_size(wanted, "corpus.vocab_size" if is_given else "shape.vocab_size")
-    else:
+    wanted = _wanted_vocabulary(corpus, model_vocab_size) if given is None else 0
+    if given is not None:
         check_vocabulary(given, model_vocab_size, f"tokenizer {tokenizer}")
         end_of_text_id(given)
     source = Corpus(data, corpus.max_bytes, progress or _ignore_progress)
@@ -180,6 +171,11 @@ def open_tokens(folder: str | Path) -> TokenFiles:
 
 def _wanted_vocabulary(corpus: CorpusConfig, model_vocab_size: int) -> int:
     if corpus.vocab_size is None:
+        if model_vocab_size < SMALLEST_VOCABULARY:
+            raise ConfigError(
+                f"shape.vocab_size is {model_vocab_size}; a byte-level tokenizer needs one token "
+                f"for each byte and {END_OF_TEXT}: at least {SMALLEST_VOCABULARY}"
+            )
         return min(model_vocab_size, _LARGEST_TRAINED_VOCABULARY)
     if corpus.vocab_size > model_vocab_size:
         raise ConfigError(

@@ -200,7 +200,7 @@ def rotation(
     if shape.rope_scaling is not None:
         frequency = _scaled(frequency, *shape.rope_scaling)
     angle = positions_BT[:, :, None, None].to(torch.float64) * frequency
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(dtype, torch.float32)
     return angle.cos().to(wide), angle.sin().to(wide)
 
 

@@ -98,10 +98,6 @@ def _like_queries(q_BTHK: Tensor, *_: Tensor | None) -> Tensor:
     return q_BTHK.new_empty(q_BTHK.shape)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _blocks(num_rows: int, width: int) -> Iterator[slice]:
     size = max(1, _BLOCK_ELEMENTS // width)
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
@@ -112,7 +108,7 @@ class _RMSNorm(Function):
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x_ND = x.reshape(-1, x.shape[-1])
         num_rows, width = x_ND.shape
-        wide = _wide(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
         y_ND, scale_N1 = torch.empty_like(x_ND), x.new_empty(num_rows, 1, dtype=wide)
         for rows in _blocks(num_rows, width):
             x_nD = torch.empty_like(x_ND[rows], dtype=wide).copy_(x_ND[rows])
@@ -201,7 +197,7 @@ def _row_backward(
     dq_HTK = torch.empty_like(q_HTK)
     sums_HTK: tuple[Tensor, Tensor] | None = None
     if q_HTK.shape[1] > _QUERY_BLOCK:
-        wide = _wide(q_HTK.dtype)
+        wide = torch.promote_types(q_HTK.dtype, torch.float32)
         sums_HTK = torch.zeros_like(k_HTK, dtype=wide), torch.zeros_like(v_HTK, dtype=wide)
     parts_HTK = (k_HTK, v_HTK)
     for queries, keys, bias_tT in blocks:

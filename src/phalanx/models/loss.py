@@ -75,7 +75,7 @@ class _ChunkedLoss(Function):
         num_rows: int,
         needs_grad: bool,
     ) -> Tensor:
-        wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         compute_VD = weight_VD.to(hidden_ND.dtype)
         on_device = hidden_ND.device.type
         block_loss = _block_loss_in_cache if on_device == "cpu" else _block_loss

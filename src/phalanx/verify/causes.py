@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from phalanx.errors import named
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import Difference
 from phalanx.verify.record import RankFacts
@@ -39,7 +40,7 @@ def _from_values(wrong: Sequence[Difference], facts: Sequence[RankFacts]) -> Ite
         yield f"{_list(missing)}: the gradient is missing, as if the parameter had not been used"
     ranks = [rank for rank, of_rank in enumerate(facts) if of_rank.nonfinite]
     if ranks:
-        where = f"rank {', '.join(map(str, ranks))}" if len(ranks) < len(facts) else "all ranks"
+        where = named(ranks) if len(ranks) < len(facts) else "all ranks"
         yield f"the gradient of {_list(facts[ranks[0]].nonfinite)} is not finite on {where}"
 
 

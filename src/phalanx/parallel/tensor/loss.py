@@ -60,7 +60,7 @@ class _SplitLoss(Function):
         ctx: Any, logits_NV: Tensor, labels_N: Tensor, num_ids: int, layout: Layout
     ) -> Tensor:
         logits_NV = logits_NV.detach()
-        wide = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
         first, size = layout.feature_range(layout.inner, num_ids)
         axis = layout.inner.features
         assert axis is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.checkpoint.manifest import Checkpoint, Manifest, not_whole_after
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
+from phalanx.config.law import check_warmup
 from phalanx.data.loader import total_steps
 from phalanx.data.samples import Samples
 from phalanx.data.survey import Progress
@@ -174,7 +175,7 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
             f"at most {tokens.train.num_tokens - 1}"
         )
     num_steps = count_steps(config, batch, num_samples, None if start is None else start.about)
-    _check_warmup(config, num_steps)
+    check_warmup(config, num_steps)
     steps_done = 0 if start is None else start.about.steps_done
     num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=steps_done)
     check_space(out, num_checkpoints, config, checkpoint_bytes(shape, precision))
@@ -260,15 +261,6 @@ def _precision_of(config: TrainConfig, device: str) -> Precision:
     """
     is_open = config.precision == "auto" and device == "cuda"
     return resolve_precision("float32" if is_open else config.precision, device)
-
-
-def _check_warmup(config: TrainConfig, num_steps: int) -> None:
-    warmup_steps = config.optimizer.warmup_steps
-    if warmup_steps is not None and warmup_steps >= num_steps > 0:
-        raise ConfigError(
-            f"optimizer.warmup_steps is {warmup_steps}, but the run has {num_steps} steps and the "
-            f"warm-up must end before the last; the nearest is {num_steps - 1}"
-        )
 
 
 def manifest_of(
