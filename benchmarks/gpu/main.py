@@ -5,6 +5,7 @@ python benchmarks/gpu/main.py table --out FOLDER
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -72,8 +73,8 @@ def measure_decoder(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return what one step takes, or why it cannot be taken."""
     shape = TINY if chosen.model == "tiny" else shape_of(chosen.model)
     seq_len = min(chosen.seq_len, shape.max_seq_len)
-    recompute = Strategy.parse(f"recompute:{chosen.recompute}").recompute
-    kept = activations(shape, seq_len, 1, "bfloat16", recompute, device=chosen.device)
+    strategy = Strategy.parse(f"recompute:{chosen.recompute}")
+    kept = activations(shape, strategy, seq_len, 1, "bfloat16", device=chosen.device)
     need_bytes = 16 * num_parameters(shape).total + kept.peak + BUFFERS
     free_bytes = free_memory_bytes(chosen.device)
     facts: dict[str, Any] = {
@@ -120,10 +121,7 @@ def time_steps(
         model = Decoder(shape)
     model.compute_dtype = torch.bfloat16
     Plan(strategy, model, compute=torch.bfloat16).build(
-        mesh,
-        lambda shard, name, full, offset: fill_initial(
-            shard, shape, name, 0, whole=full, offset=offset
-        ),
+        mesh, functools.partial(fill_initial, shape, 0)
     )
     config = OptimizerConfig()
     step = Step(

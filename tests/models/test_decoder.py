@@ -176,7 +176,7 @@ def test_initial_weights_by_parts_and_in_fp64(shape: ModelShape) -> None:
         half = whole.shape[0] // 2
         part = torch.empty_like(whole[half:])
         offset = [half] + [0] * (whole.ndim - 1)
-        fill_initial(part, shape, name, 7, whole=whole.shape, offset=offset)
+        fill_initial(shape, 7, part, name, whole.shape, offset)
         assert torch.equal(part, whole[half:]), name
     other = Decoder(shape)
     other.initialize(8)

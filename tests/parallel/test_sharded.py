@@ -4,6 +4,7 @@ That each computes what one process computes, and sends what traffic() says, is 
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_rows_are_padded_on_their_way() -> None:
 
 
 def fill(part: torch.Tensor, name: str, whole: tuple[int, ...], offset: tuple[int, ...]) -> None:
-    fill_initial(part, SHAPE, name, 5, whole=whole, offset=offset)
+    fill_initial(SHAPE, 5, part, name, whole, offset)
 
 
 def new_decoder(strategy: Strategy, dtype: torch.dtype = torch.float64):
@@ -152,12 +153,7 @@ def most_held_in_creation(shape: ModelShape) -> tuple[int, int]:
         model = Decoder(shape)
     nothing = torch.optim.SGD([torch.ones(1)])
     with MemoryLedger(nn.Identity(), nothing, "cpu") as ledger:
-        Plan(strategy, model).build(
-            mesh,
-            lambda shard, name, full, offset: fill_initial(
-                shard, shape, name, 5, whole=full, offset=offset
-            ),
-        )
+        Plan(strategy, model).build(mesh, functools.partial(fill_initial, shape, 5))
     return sum(p.nbytes for p in model.parameters()), ledger.account().peak_bytes
 
 

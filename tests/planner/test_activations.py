@@ -167,8 +167,9 @@ def test_predicted_within_5_percent_with_documents(precision: str, text: str) ->
 
 
 def check(shape: ModelShape, precision: str, text: str, *, has_documents: bool) -> None:
+    strategy = Strategy(recompute=policy(text))
     predicted = activations(
-        shape, SEQ_LEN, NUM_ROWS, precision, policy(text), has_documents=has_documents
+        shape, strategy, SEQ_LEN, NUM_ROWS, precision, has_documents=has_documents
     )
     kept, live = measure(shape, precision, text, has_documents=has_documents)
     tokens_bytes = 8 * NUM_ROWS * SEQ_LEN  # made before, and so not seen
@@ -197,7 +198,10 @@ def test_what_is_held_grows_with_the_root_of_the_depth() -> None:
 @pytest.mark.parametrize("num_layers", [4, 16])
 def test_full_holds_an_input_a_block_and_one_block(num_layers: int) -> None:
     shape = dataclasses.replace(LLAMA, num_layers=num_layers)
-    one, all_kept = (activations(shape, 64, 2, "float32", policy(t)) for t in ("full", "none"))
+    one, all_kept = (
+        activations(shape, Strategy(recompute=policy(t)), 64, 2, "float32")
+        for t in ("full", "none")
+    )
     stream_bytes = 64 * 2 * shape.hidden * 4
     assert one.blocks == num_layers * stream_bytes
     assert one.recomputed == all_kept.blocks // num_layers - stream_bytes
@@ -205,12 +209,13 @@ def test_full_holds_an_input_a_block_and_one_block(num_layers: int) -> None:
 
 def test_no_casts_where_weights_are_gathered_in_the_compute_dtype() -> None:
     with_casts, without = (
-        activations(LLAMA, 8, 1, "bfloat16", has_casts=has_casts) for has_casts in (None, False)
+        activations(LLAMA, Strategy.parse(text), 8, 1, "bfloat16") for text in ("dp2", "fsdp2")
     )
+    assert activations(LLAMA, Strategy(), 8, 1, "bfloat16", has_casts=False) == without
     matrices = 4 * 64 * 64 + 3 * 64 * 176
     assert with_casts.kept - without.kept == LLAMA.num_layers * matrices * 2
 
 
 def test_a_segment_longer_than_the_model_is_refused() -> None:
     with pytest.raises(StrategyError, match="4 blocks"):
-        activations(LLAMA, 8, 1, "float32", policy("every/5"))
+        activations(LLAMA, Strategy(recompute=policy("every/5")), 8, 1, "float32")

@@ -58,10 +58,7 @@ def train(text: str, device: str, dtype: torch.dtype, compute: str, is_compiled:
     model.compute_dtype = getattr(torch, compute)
     model.train()
     reducer = Plan(strategy, model, compute=model.compute_dtype).build(
-        mesh,
-        lambda shard, name, full, offset: fill_initial(
-            shard, SHAPE, name, 3, whole=full, offset=offset
-        ),
+        mesh, functools.partial(fill_initial, SHAPE, 3)
     )
     config = OptimizerConfig(warmup_steps=0, clip_norm=0.5)
     step = Step(

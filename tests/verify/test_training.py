@@ -36,8 +36,8 @@ from phalanx.verify.verdict import Verdict
 
 def _first_rows_everywhere(right: Any) -> Any:
     """A rank's shard begins with the first rows of the whole."""
-    return lambda part, shape, name, seed, *, whole, offset: right(
-        part, shape, name, seed, whole=whole, offset=(0,) * len(offset)
+    return lambda shape, seed, shard, name, full, offset: right(
+        shape, seed, shard, name, full, (0,) * len(offset)
     )
 
 

@@ -335,7 +335,7 @@ class SplitBlock:
         self.model.to_empty(device="cpu")
         for name, parameter in self.model.named_parameters():
             shard, offset = shard_of(parameter)
-            fill_initial(shard, shape, name, 0, whole=parameter.shape, offset=offset)
+            fill_initial(shape, 0, shard, name, parameter.shape, offset)
         self.angles = rotation(shape, torch.arange(size.length)[None], dtype)
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(size.num_rows, size.length, size.hidden, generator=generator)

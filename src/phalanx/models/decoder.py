@@ -160,7 +160,7 @@ class Decoder(nn.Module):
     def initialize(self, seed: int) -> None:
         """Draw every weight from (seed, parameter name, flat index); see `fill_initial`."""
         for name, parameter in self.named_parameters():
-            fill_initial(parameter, self.shape, name, seed)
+            fill_initial(self.shape, seed, parameter, name)
 
     def forward(
         self,

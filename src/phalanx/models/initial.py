@@ -16,15 +16,14 @@ _INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
 
 
 def fill_initial(
-    out: Tensor,
     shape: ModelShape,
-    name: str,
     seed: int,
-    *,
-    whole: Sequence[int] | None = None,
+    out: Tensor,
+    name: str,
+    full: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> Tensor:
-    """Fill a parameter of a Decoder, or a part of one, with its initial values.
+    """Fill a parameter of a Decoder, or a shard of one, with its initial values.
 
     Matrices are normal with a standard deviation of 0.02; those that write into the residual stream
     are divided by sqrt(2 num_layers), one for each of the 2 num_layers branches that add up there
@@ -33,12 +32,12 @@ def fill_initial(
     which learn faster so. Norms begin at 1, biases at 0.
 
     Args:
-        out: the part to fill, in place.
         shape: shape of the decoder.
-        name: the parameter's name in the decoder, such as "blocks.3.attention.q.weight".
         seed: seed of the run.
-        whole: shape of the whole parameter; that of `out` if None.
-        offset: where `out` begins in the whole parameter; zeros if None.
+        out: the shard to fill, in place.
+        name: the parameter's name in the decoder, such as "blocks.3.attention.q.weight".
+        full: shape of the full parameter; that of `out` if None.
+        offset: where `out` begins in the full parameter; zeros if None.
 
     Returns:
         `out`.
@@ -53,4 +52,4 @@ def fill_initial(
         std = _STD / math.sqrt(2 * shape.num_layers)
     else:
         std = _STD
-    return fill_normal(out, key(seed, name), std, shape=whole, offset=offset)
+    return fill_normal(out, key(seed, name), std, shape=full, offset=offset)

@@ -81,12 +81,14 @@ def traffic(parameter_sizes: Sequence[int], num_ranks: int, kind: Kind) -> list[
 class DataSplit(Split):
     """The axis dp without fsdp beside it, which has its own way with copies."""
 
+    axis = "dp"
+
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._kind: Kind = cast(Kind, target.strategy.dp.kind)
 
-    @staticmethod
-    def is_asked(strategy: Strategy) -> bool:
+    @classmethod
+    def is_asked(cls, strategy: Strategy) -> bool:
         """Tell whether dp alone gives ranks other samples."""
         return strategy.dp.degree > 1 and strategy.fsdp.degree == 1
 

@@ -121,12 +121,14 @@ def check(model: nn.Module, recompute: Recompute) -> int:
 class RecomputeSplit(Split):
     """The setting recompute; it splits nothing, and is applied to what tp has made of a block."""
 
+    axis = "recompute"
+
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         check(target.model, target.strategy.recompute)
 
-    @staticmethod
-    def is_asked(strategy: Strategy) -> bool:
+    @classmethod
+    def is_asked(cls, strategy: Strategy) -> bool:
         """Tell whether anything is run again."""
         return strategy.recompute.kind != "none"
 

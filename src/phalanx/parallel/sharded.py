@@ -47,7 +47,6 @@ from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.groups import Group, Sums, groups_of, most_gathered, most_gradients
 from phalanx.parallel.reduce import GradientReducer, add_up_in_parts
 from phalanx.parallel.split import Split, StateBytes, Target
-from phalanx.strategy import Strategy
 
 Kind = Literal["zero1", "zero2", "zero3"]
 
@@ -130,17 +129,14 @@ def traffic(
 class ShardedSplit(Split):
     """The axis fsdp, and dp beside it: across dp stand copies of the shares."""
 
+    axis = "fsdp"
+
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._groups = groups_of(target.model, target.compute, target.shapes)
         self._kind: Kind = cast(Kind, target.strategy.fsdp.kind)
         if target.strategy.tp.degree > 1:
             mesh_dims()
-
-    @staticmethod
-    def is_asked(strategy: Strategy) -> bool:
-        """Tell whether ranks hold shares."""
-        return strategy.fsdp.degree > 1
 
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
         """Return the shares, and what is gathered and not yet reduced."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -80,16 +80,19 @@ class Split:
     A constructor refuses, with a StrategyError, a model that the axis cannot split.
     """
 
+    axis: ClassVar[str]
+    """Its name in the strategy."""
+
     row_shards: int = 1
     """In how many shards it splits the rows of a microbatch; others are padded."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
 
-    @staticmethod
-    def is_asked(strategy: Strategy) -> bool:
-        """Tell whether a strategy has this axis."""
-        raise NotImplementedError
+    @classmethod
+    def is_asked(cls, strategy: Strategy) -> bool:
+        """Tell whether a strategy splits by this axis."""
+        return getattr(strategy, cls.axis).degree > 1
 
     def shapes(self) -> Shapes:
         """Return the shape of the first rank's shard of each parameter that some axis has split."""

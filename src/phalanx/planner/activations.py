@@ -36,14 +36,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from phalanx.models.shape import ModelShape
-from phalanx.planner.model_shape import KEEP_ALL, num_parameters
-from phalanx.strategy import Axis, Recompute
+from phalanx.planner.model_shape import num_parameters
+from phalanx.strategy import Axis, Strategy
 
 ITEM_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by data type."""
-
-UNSPLIT: Final = Axis(1, "1d")
-"""No tensor parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,35 +72,34 @@ class Activations:
 
 def activations(
     shape: ModelShape,
+    strategy: Strategy,
     seq_len: int,
     num_sequences: int,
     precision: str,
-    recompute: Recompute = KEEP_ALL,
     *,
     device: Literal["cpu", "cuda"] = "cpu",
     has_documents: bool = False,
     has_casts: bool | None = None,
-    tp: Axis = UNSPLIT,
 ) -> Activations:
     """Count what one rank holds; see [Note: What a block keeps].
 
     Args:
         shape: the decoder.
+        strategy: how the work is split, and what is run again.
         seq_len: tokens in one sequence.
         num_sequences: sequences in one microbatch of one rank.
         precision: data type of the arithmetic, such as "bfloat16".
-        recompute: the policy.
         device: where; only a CPU has attention of its own.
         has_documents: several documents stand in a row.
-        has_casts: whether blocks cast their weights; if None, where precision is below 32 bits.
-            Sharding that gathers weights in the compute dtype leaves nothing to cast.
-        tp: the ranks that share each activation, and how; its products keep no casts.
+        has_casts: whether blocks keep casts of their weights; if None, where precision is below 32
+            bits, and neither fsdp gathers them in it nor tp has products of its own.
 
     Raises:
         StrategyError: segments of more blocks than there are.
     """
+    tp, recompute = strategy.tp, strategy.recompute
     if has_casts is None:
-        has_casts = ITEM_BYTES[precision] < 4 and tp.degree == 1
+        has_casts = ITEM_BYTES[precision] < 4 and tp.degree == strategy.fsdp.degree == 1
     of = _block(shape, seq_len * num_sequences, precision, device, has_documents, tp)
     if has_casts:
         of["remade"] += _casts(shape) * ITEM_BYTES[precision]

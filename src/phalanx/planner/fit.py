@@ -75,15 +75,7 @@ def need_of(load: Load) -> Need:
     share = split // strategy.fsdp.degree
     kept = 0
     if not load.is_compiled:
-        kept = activations(
-            shape,
-            load.seq_len,
-            load.microbatch,
-            precision,
-            strategy.recompute,
-            has_casts=False if strategy.fsdp.degree > 1 else None,
-            tp=strategy.tp,
-        ).peak
+        kept = activations(shape, strategy, load.seq_len, load.microbatch, precision).peak
     return Need(
         weights=share,
         moments=2 * share,

@@ -8,6 +8,7 @@ machine did other work meanwhile, and no figure is given.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -187,12 +188,7 @@ def time_rank(text: str, case: ScalingCase) -> float:
     mesh = build_mesh(strategy, case.device)
     device, precision = device_of(mesh), resolve(case.precision, case.device)
     plan = plan_decoder(strategy, case.shape, precision.master, precision.compute)
-    reducer = plan.build(
-        mesh,
-        lambda shard, name, full, offset: fill_initial(
-            shard, case.shape, name, 0, whole=full, offset=offset
-        ),
-    )
+    reducer = plan.build(mesh, functools.partial(fill_initial, case.shape, 0))
     model = plan.model
     if case.compile:
         compile_blocks(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import threading
 from contextlib import suppress
@@ -109,12 +110,8 @@ def open_session(job: Job) -> Session:
     plan = plan_decoder(job.strategy, job.shape, precision.master, precision.compute)
     model = plan.model.train()
     with said_if_long("building the model"):
-        reducer = plan.build(
-            mesh,
-            lambda shard, name, full, offset: fill_initial(
-                shard, job.shape, name, config.seed, whole=full, offset=offset
-            ),
-        )
+        fill = functools.partial(fill_initial, job.shape, config.seed)
+        reducer = plan.build(mesh, fill)
     if job.init is not None:
         with said_if_long(f"reading weights from {job.init}"):
             state.load_weights(job.init, model)

@@ -26,7 +26,7 @@ SHAPE = ModelShape(
 
 
 def fill(part: Tensor, name: str, whole: tuple[int, ...], offset: tuple[int, ...]) -> None:
-    fill_initial(part, SHAPE, name, 5, whole=whole, offset=offset)
+    fill_initial(SHAPE, 5, part, name, whole, offset)
 
 
 def parts_made(text: str) -> tuple[int, list[tuple[str, list[int], Tensor]], dict[str, Tensor]]:

@@ -85,5 +85,5 @@ def test_a_rank_holds_its_share(
         assert moments == pytest.approx(alone[1] / weight_parts, rel=0.05)
         assert holding.parameter_bytes == weights
         assert kept[1] - kept[0] == pytest.approx(one_block / activation_parts, rel=0.05)
-        predicted = activations(SHAPE, LENGTH, ROWS, "float32", tp=Strategy.parse(text).tp)
+        predicted = activations(SHAPE, Strategy.parse(text), LENGTH, ROWS, "float32")
         assert kept[1] - kept[0] == pytest.approx(predicted.blocks / SHAPE.num_layers, rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -60,12 +61,11 @@ def _folded(rows: Iterable[Row]) -> list[Row]:
     numbers: dict[Row, list[int]] = {}
     for row in rows:
         number = _NUMBER.search(row.name)
-        name = row.name if number is None else _NUMBER.sub("*", row.name, count=1)
-        alike = Row(name, row.role, row.whole, row.part, row.axes, row.tied)
+        alike = dataclasses.replace(row, name=_NUMBER.sub("*", row.name, count=1))
         numbers.setdefault(alike, []).extend([] if number is None else [int(number[0])])
     return [
-        Row(r.name.replace("*", _ranges(found), 1), r.role, r.whole, r.part, r.axes, r.tied)
-        for r, found in numbers.items()
+        dataclasses.replace(row, name=row.name.replace("*", _ranges(found), 1))
+        for row, found in numbers.items()
     ]
 
 

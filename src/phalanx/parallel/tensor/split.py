@@ -15,7 +15,6 @@ from phalanx.parallel.tensor.layout import Extent, Layout
 from phalanx.parallel.tensor.placed import placed
 from phalanx.parallel.tensor.report import Row, report
 from phalanx.parallel.tensor.roles import sites_of
-from phalanx.strategy import Strategy
 
 
 class TensorSplit(Split):
@@ -27,6 +26,8 @@ class TensorSplit(Split):
         placed: their parameters.
     """
 
+    axis = "tp"
+
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self.layout = apply.layout_of(target.strategy)
@@ -34,11 +35,6 @@ class TensorSplit(Split):
         self.placed = placed(target.model, self.sites, self.layout)
         self.row_shards = self.layout.num_parts(self.layout.residual.rows)
         check(self.sites, self.placed, self.layout, target.strategy)
-
-    @staticmethod
-    def is_asked(strategy: Strategy) -> bool:
-        """Tell whether several ranks share each product."""
-        return strategy.tp.degree > 1
 
     def shapes(self) -> Shapes:
         """Return the shards of all parameters."""

@@ -150,14 +150,13 @@ def _memory(records: Records) -> MemoryReport | None:
     predicted = predicted_bytes(session.plan.holds(job.batch.accumulation))
     predicted["activations"] = activations(
         job.shape,
+        job.strategy,
         job.config.corpus.seq_len,
         job.batch.microbatch,
         session.precision.name,
-        job.strategy.recompute,
         device="cuda" if session.device.type == "cuda" else "cpu",
         has_documents=job.config.corpus.document_mask,
         has_casts=False,  # they have a row of their own
-        tp=job.strategy.tp,
     ).peak
     return MemoryReport(account, predicted, int(largest), resident_peak_bytes())
 
