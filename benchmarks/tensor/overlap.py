@@ -20,16 +20,16 @@ from phalanx.parallel.tensor.two_d import TwoD
 class FetchesLate(TwoD):
     """Fetches each panel when it is needed."""
 
-    def panels(self, axis: str, *parts: Tensor) -> Iterator[list[Tensor]]:
-        for turn in range(self.sizes[axis]):
-            yield [one.wait() for one in self._fetch(axis, turn, parts)]
+    def panels(self, axis: str, *shards: Tensor) -> Iterator[list[Tensor]]:
+        for turn in range(self.comm.size(axis)):
+            yield [one.wait() for one in self._fetch(axis, turn, shards)]
 
 
 class WaitsForSums(two_d._Reductions):
     """Waits for each sum before the next product."""
 
-    def add(self, part: Tensor) -> None:
-        super().add(part)
+    def add(self, term: Tensor) -> None:
+        super().add(term)
         self._finish()
         self._pending = None
 
@@ -37,16 +37,18 @@ class WaitsForSums(two_d._Reductions):
 class Arriving(OneD):
     """Multiplies each part while the others travel, and sends each as it is made."""
 
-    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        size, num_ranks = x.shape[1], self.sizes["tp"]
+    def column_parallel_linear(
+        self, x: Tensor, weights: Sequence[Tensor], length: int
+    ) -> list[Tensor]:
+        size, num_ranks = x.shape[1], self.comm.size("tp")
         casts = [weight.to(x.dtype) for weight in weights]
         ys = [x.new_empty(x.shape[0], num_ranks * size, len(w)) for w in casts]
         for source, part in self.arriving(x):
             for y, weight in zip(ys, casts, strict=True):
                 y[:, source * size : (source + 1) * size] = F.linear(part, weight)
-        return [y[:, : self.extent.length] for y in ys]
+        return [y[:, :length] for y in ys]
 
-    def columns_backward(
+    def column_parallel_linear_backward(
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         parts = self.arriving(x)
@@ -63,11 +65,13 @@ class Arriving(OneD):
         whole = torch.cat([by_source[s] for s in sorted(by_source)], 1)
         return d_x, [weight_gradient(d, whole, w.dtype) for d, w in zip(d_ys, weights, strict=True)]
 
-    def back(self, x: Tensor, weight: Tensor) -> Tensor:
-        weight, size = weight.to(x.dtype), x.shape[1] // self.sizes["tp"]
+    def row_parallel_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        weight, size = weight.to(x.dtype), x.shape[1] // self.comm.size("tp")
         return self.leaving(lambda t: F.linear(x[:, t * size : (t + 1) * size], weight))
 
-    def back_backward(self, x: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    def row_parallel_linear_backward(
+        self, x: Tensor, weight: Tensor, d_y: Tensor
+    ) -> tuple[Tensor, Tensor]:
         d_x, size, cast = torch.empty_like(x), d_y.shape[1], weight.to(x.dtype)
         d_weight = torch.zeros_like(weight)
         for source, part in self.arriving(d_y):
@@ -78,7 +82,7 @@ class Arriving(OneD):
 
     def arriving(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its part), this rank's own first, while the others travel."""
-        group, part = self.mesh.get_group("tp"), part.detach().contiguous()
+        group, part = self.comm.mesh.get_group("tp"), part.detach().contiguous()
         num_ranks, coord = group.size(), group.rank()
         received, sent = [], []
         for distance in range(1, num_ranks):
@@ -95,7 +99,7 @@ class Arriving(OneD):
 
     def leaving(self, part_of) -> Tensor:
         """Sum part_of(rank) over ranks for each rank; what is for others leaves as it is made."""
-        group = self.mesh.get_group("tp")
+        group = self.comm.mesh.get_group("tp")
         num_ranks, coord = group.size(), group.rank()
         received, sent = [], []
         for distance in range(1, num_ranks):

@@ -15,8 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from phalanx.bench.tensor import parse_layout
-from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.layout import Extent, Layout, Matrix, Spread
+from phalanx.comm.comm import Counting
+from phalanx.parallel.tensor.apply import LAYOUTS
+from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.spec import BatchShape, Spec
 
 FORMS = {
     "tp4": "1d, with sequence parallelism",
@@ -27,33 +29,30 @@ FORMS = {
 }
 NUM_ROWS, LENGTH, HIDDEN, INNER = 4, 4, 8, 8
 PANELS = (
-    ("x, residual", "rows x places", "hidden"),
+    ("x, residual", "rows x positions", "hidden"),
     ("column weight", "inner", "hidden"),
-    ("y, inner", "rows x places", "inner"),
+    ("y, inner", "rows x positions", "inner"),
     ("row weight", "hidden", "inner"),
 )
 Cell = tuple[int, int, int, int]
 """First line, number of lines, first column, number of columns; in parts of 16 and 8."""
 
 
-def activation_cells(layout: Layout, spread: Spread, num_features: int) -> list[Cell]:
-    """Return what this rank holds of an activation whose lines are rows, and in them places."""
-    number, count = layout.place(spread.rows)
-    num_rows = NUM_ROWS // count
-    first, size = layout.feature_range(spread, num_features)
-    first_place, num_places = layout.place_range(spread)
+def activation_cells(layout: Layout, spec: Spec, num_features: int) -> list[Cell]:
+    """Return what this rank holds of an activation whose lines are rows, and in them positions."""
+    batch = BatchShape(NUM_ROWS, LENGTH)
+    rows, positions, features = layout.held(spec, batch, num_features)
     return [
-        (row * LENGTH + first_place, num_places, first, size)
-        for row in range(number * num_rows, (number + 1) * num_rows)
+        (row * LENGTH + positions.start, len(positions), features.start, len(features))
+        for row in rows
     ]
 
 
-def weight_cells(layout: Layout, matrix: Matrix) -> list[Cell]:
+def weight_cells(layout: Layout, spec: Spec) -> list[Cell]:
     """Return what this rank holds of a weight, stretched to as many lines as activations have."""
-    out, num_outs = layout.place(matrix.out)
-    inner, num_inners = layout.place(matrix.inner)
-    lines, columns = NUM_ROWS * LENGTH // num_outs, HIDDEN // num_inners
-    return [(out * lines, lines, inner * columns, columns)]
+    out = spec.shard(0, NUM_ROWS * LENGTH, layout.comm)
+    inner = spec.shard(1, HIDDEN, layout.comm)
+    return [(out.start, len(out), inner.start, len(inner))]
 
 
 def holders(text: str) -> list[dict[Cell, list[int]]]:
@@ -61,9 +60,8 @@ def holders(text: str) -> list[dict[Cell, list[int]]]:
     sizes = parse_layout(text).grid()
     panels: list[dict[Cell, list[int]]] = [defaultdict(list) for _ in PANELS]
     for rank, coords in enumerate(product(*map(range, sizes.values()))):
-        layout = layout_of(parse_layout(text))
-        layout.extent = Extent(NUM_ROWS, LENGTH)
-        layout.coords = dict(zip(sizes, coords, strict=True))
+        comm = Counting(sizes, dict(zip(sizes, coords, strict=True)))
+        layout = LAYOUTS[parse_layout(text).tp.kind](comm)
         held = (
             activation_cells(layout, layout.residual, HIDDEN),
             weight_cells(layout, layout.column),

@@ -127,7 +127,7 @@ def test_the_verb_prints_both_and_keeps_json(
         ("--sizes 0x8x8", "HIDDENxROWSxPLACES"),
         ("--sizes 100x8x8", "multiple of 64.*128 is the nearest"),
         ("--layouts tp4:2d --sizes 256x5x8", "splits rows in 2.*nearest is 4"),
-        ("--layouts tp4 --sizes 256x4x9", "splits places in 4.*nearest is 8"),
+        ("--layouts tp4 --sizes 256x4x9", "splits positions in 4.*nearest is 8"),
         ("--layouts tp8:3d --sizes 256x6x8", "splits rows in 4.*nearest is 8"),
         ("--layouts tp8 --sizes 256x4x8", "4 heads.*nearest is tp4"),
         ("--layouts dp2,tp4:2d", "tp alone.*tp4:2d"),
@@ -159,4 +159,4 @@ def test_every_layout_runs_the_same_block() -> None:
 def squares(text: str) -> float:
     """Return the sum of squares of this rank's part of the block's result."""
     block = SplitBlock(parse_layout(text), BlockSize.parse(SIZE), "float64")
-    return block.model(block.x, block.angles).square().sum().item()
+    return block.forward().square().sum().item()

@@ -44,8 +44,9 @@ from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import ReplicaReducer
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.layout import Extent, Layout
 from phalanx.parallel.tensor.roles import Patterns
+from phalanx.parallel.tensor.scope import batch_scope
+from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Axis, Strategy, require_built
 
@@ -291,11 +292,8 @@ def check_size(strategy: Strategy, size: BlockSize, item: ItemBytes) -> None:
         ConfigError: see above.
     """
     layout = TensorSplit(Target(strategy, OneBlock(size.shape), roles=_PATTERNS)).layout
-    places = layout.residual.places
-    for what, number, parts in (
-        ("rows", size.num_rows, layout.num_parts(layout.residual.rows)),
-        ("places", size.length, layout.sizes[places] if places else 1),
-    ):
+    for dim, (what, number) in enumerate((("rows", size.num_rows), ("positions", size.length))):
+        parts = layout.residual.num_shards(dim, layout.comm)
         if number % parts:
             raise ConfigError(
                 f"size {size}: {strategy} splits {what} in {parts}, and {number} is not a multiple "
@@ -325,13 +323,13 @@ class SplitBlock:
     def __init__(self, strategy: Strategy, size: BlockSize, precision: Precision) -> None:
         """Split it, and make its weights and a microbatch; every rank calls this."""
         self.strategy, self.size, self.precision = strategy, size, precision
-        mesh = build_mesh(strategy)
+        mesh = self.mesh = build_mesh(strategy)
         dtype: torch.dtype = getattr(torch, precision)
         shape = size.shape
         self.model = OneBlock(shape).to(torch.promote_types(dtype, torch.float32))
         self.layout = layout_of(strategy, mesh)
         TensorSplit(Target(strategy, self.model, roles=_PATTERNS)).bind(self.layout)
-        self.layout.extent = Extent(size.num_rows, size.length)
+        self.batch = BatchShape(size.num_rows, size.length)
         self.model.to_empty(device="cpu")
         for name, parameter in self.model.named_parameters():
             shard, offset = shard_of(parameter)
@@ -339,16 +337,21 @@ class SplitBlock:
         self.angles = rotation(shape, torch.arange(size.length)[None], dtype)
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(size.num_rows, size.length, size.hidden, generator=generator)
-        self.x = _residual_part(self.layout, whole).to(dtype).requires_grad_()
+        self.x = self.layout.shard(whole, self.layout.residual).to(dtype).requires_grad_()
         self.d_y = torch.randn(self.x.shape, generator=generator).to(dtype)
         self.reducer = ReplicaReducer(self.model.parameters(), mesh, None)
+
+    def forward(self) -> Tensor:
+        """Run the block, which has no embedding that would know the batch."""
+        with batch_scope(self.batch):
+            return self.model(self.x, self.angles)
 
     def step(self, phase: Phase = no_phase) -> None:
         """Run forward and backward, and add up the gradients of what several ranks hold."""
         self.x.grad = None
         self.model.zero_grad()
         with phase("forward"):
-            y = self.model(self.x, self.angles)
+            y = self.forward()
         with phase("backward"):
             y.backward(self.d_y)
         self.reducer.finish(phase)
@@ -361,7 +364,7 @@ class SplitBlock:
             kept.append(local_part(tensor))
             return tensor
 
-        ledger = Ledger(self.layout.mesh)
+        ledger = Ledger(self.mesh)
         with ledger, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             self.step(ledger.phase)
         weights = [local_part(parameter) for parameter in self.model.parameters()]
@@ -427,14 +430,6 @@ def time_in_turns(blocks: Sequence[SplitBlock], repeats: int) -> list[list[float
             if turn:
                 own_times_s.append(time.perf_counter() - begin_s)
     return times_s
-
-
-def _residual_part(layout: Layout, whole: Tensor) -> Tensor:
-    """Return this rank's part of a residual [B, T, D]."""
-    rows = layout.rows_of(whole, layout.residual)
-    first, size = layout.feature_range(layout.residual, whole.shape[2])
-    places = layout.places_of(rows, layout.residual, 1)
-    return places[:, :, first : first + size].clone(memory_format=torch.contiguous_format)
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:

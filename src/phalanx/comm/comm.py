@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm import exchange
@@ -210,11 +211,13 @@ class Ranks(Comm):
         mesh: for FSDP2, DTensor, the ledger and the debugger; all else names axes.
     """
 
-    def __init__(self, split: Strategy | Mapping[str, int], device: str = "cpu") -> None:
+    def __init__(
+        self, split: Strategy | Mapping[str, int] | DeviceMesh, device: str = "cpu"
+    ) -> None:
         """Lay out the ranks of the job; every rank calls this.
 
         Args:
-            split: a strategy, or sizes of axes, for as many ranks as the job has.
+            split: a strategy, or sizes of axes, for as many ranks as the job has; or their mesh.
             device: "cpu" or "cuda", then that of `torch.cuda.set_device`.
 
         Raises:
@@ -224,7 +227,11 @@ class Ranks(Comm):
         if isinstance(split, Strategy):
             check_ranks(split, dist.get_world_size())
             split = split.mesh_axes()
-        self.mesh = open_mesh(split, device)
+        if isinstance(split, DeviceMesh):
+            self.mesh, device = split, split.device_type
+            split = dict(zip(split.mesh_dim_names or (), split.shape, strict=True))
+        else:
+            self.mesh = open_mesh(split, device)
         coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
         super().__init__(split, coords, torch.device(here))

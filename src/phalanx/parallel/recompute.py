@@ -46,6 +46,7 @@ from torch.utils.flop_counter import flop_registry
 from phalanx.errors import StrategyError
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.split import Split, Target
+from phalanx.parallel.tensor.scope import carried
 from phalanx.strategy import Recompute, Strategy
 
 
@@ -62,7 +63,7 @@ class Segmented(Protocol):
     run_segment: Callable[..., Any]
 
 
-def apply(model: nn.Module, recompute: Recompute) -> None:
+def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | None = None) -> None:
     """Make `model`, in place, keep for backward only what `recompute` says.
 
     Without gradients, as in evaluation, it runs as before.
@@ -70,6 +71,8 @@ def apply(model: nn.Module, recompute: Recompute) -> None:
     Args:
         model: a module whose blocks are elements of ModuleLists; see `blocks_of`.
         recompute: the policy.
+        carry: called with each function before its first run, to return one that knows the same
+            when it runs again, outside of the model's forward; see `tensor.scope`.
 
     Raises:
         StrategyError: the model has no blocks, fewer than a segment, or cannot run segments.
@@ -81,6 +84,8 @@ def apply(model: nn.Module, recompute: Recompute) -> None:
     if recompute.kind == "selective":
         keep = functools.partial(create_selective_checkpoint_contexts, _policy)
         run_again = functools.partial(run_again, context_fn=keep)
+    if carry is not None:
+        run_again = functools.partial(_run_carried, run_again, carry)
     if segment_size > 1:
         segmented = cast(Segmented, model)
         segmented.segment_size = segment_size
@@ -134,7 +139,18 @@ class RecomputeSplit(Split):
 
     def apply(self, mesh: DeviceMesh) -> None:
         """Replace forwards by those that keep less."""
-        apply(self.target.model, self.target.strategy.recompute)
+        has_tensors = self.target.strategy.tp.degree > 1
+        apply(self.target.model, self.target.strategy.recompute, carried if has_tensors else None)
+
+
+def _run_carried(
+    run: Callable[..., Any],
+    carry: Callable[..., Any],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return run(carry(function), *args, **kwargs)
 
 
 def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:

@@ -20,7 +20,8 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from phalanx.parallel.tensor.layout import Extent, Layout, Spread
+from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.spec import BatchShape, Spec
 
 INPUT, OUTPUT = "input", "output"
 OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of the output", "gradient of the input"
@@ -212,8 +213,8 @@ class Aligner:
         if is_other_kind or self._is_placeholder(event.key):
             return None
         for full in self._of_rows(reference, rows):
-            for spread in self._spreads(event.key):
-                found = self._cut(full, local, spread)
+            for spec in self._specs(event.key):
+                found = self._cut(full, local, spec)
                 if found is not None:
                     return found
         return None
@@ -224,12 +225,12 @@ class Aligner:
             yield by_row[rows].flatten(0, 1)
         yield reference
 
-    def _spreads(self, key: Key) -> Sequence[Spread]:
-        layout = self._layout
+    def _specs(self, key: Key) -> Sequence[Spec]:
+        layout, full = self._layout, Spec("B T D")
         if layout is None:
-            return [Spread()]
+            return [full]
         residual, inner = layout.residual, layout.inner
-        rows_only = Spread(rows=inner.rows)
+        rows_only = Spec.of(inner.axes[0], (), ())
         role = self._roles.get(key.module)
         is_input = key.kind in (INPUT, INPUT_GRADIENT)
         is_inner = role in ("local", "column") or (role == "row" and is_input)
@@ -239,38 +240,24 @@ class Aligner:
                 for outer, of_outer in self._roles.items()
             )
         order = [inner, residual] if is_inner else [residual, inner]
-        return [*order, rows_only, Spread()]
+        return [*order, rows_only, full]
 
-    def _cut(self, full: Tensor, local: Tensor, spread: Spread) -> tuple[Tensor, Tensor] | None:
-        if self._layout is None or spread == Spread():
+    def _cut(self, full: Tensor, local: Tensor, spec: Spec) -> tuple[Tensor, Tensor] | None:
+        if self._layout is None or spec.is_full:
             return (local, full) if local.shape == full.shape else None
         if full.ndim != local.ndim or full.ndim < 2:
             return None
-        self._layout.extent = Extent(*full.shape[:2])
-        ranges = _ranges(self._layout, spread, full)
-        index = tuple(slice(first, first + size) for first, size in ranges)
-        sizes = (*(size for _, size in ranges), *full.shape[len(ranges) :])
-        if tuple(local.shape) != sizes:
+        num_rows, length, num_features = (*full.shape, 1)[:3]
+        held = self._layout.held(spec, BatchShape(num_rows, length), num_features)[: full.ndim]
+        if tuple(local.shape) != (*map(len, held), *full.shape[len(held) :]):
             return None
-        part = full[index]
-        return local[tuple(slice(0, size) for size in part.shape)], part
+        shard = full[tuple(slice(indices.start, indices.stop) for indices in held)]
+        return local[tuple(slice(0, size) for size in shard.shape)], shard
 
     def _is_placeholder(self, key: Key) -> bool:
         """Under tp a column map is given a placeholder: its product was made before."""
         is_input = key.kind in (INPUT, INPUT_GRADIENT)
         return self._roles.get(key.module) == "column" and is_input
-
-
-def _ranges(layout: Layout, spread: Spread, full: Tensor) -> list[tuple[int, int]]:
-    """Return the first index and the number of this rank's rows, positions and features."""
-    number, count = layout.place(spread.rows)
-    num_rows = layout.padded_rows // count
-    ranges = [(number * num_rows, num_rows)]
-    if spread.places is not None or spread.features is not None:
-        ranges.append(layout.place_range(spread))
-    if spread.features is not None and full.ndim > 2:
-        ranges.append(layout.feature_range(spread, full.shape[2]))
-    return ranges
 
 
 def gap(ours: Tensor, reference: Tensor) -> float:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm.join import build_mesh
 from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.layout import Extent, Layout
+from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Strategy
 
 TEXTS = (
@@ -24,10 +25,10 @@ TEXTS = (
 """Most have an outer axis, so that a rank's number in tp is not its number in the job."""
 
 B, T, D, F = 5, 7, 12, 24
-"""Rows and places that few sizes divide; features that all do."""
+"""Rows and positions that few sizes divide; features that all do."""
 
 AXES = {
-    # kind: rows, places, features of the residual; the same of inner; rows of what is looked up;
+    # kind: rows, positions, features of the residual; the same of inner; rows of what is looked up;
     # out and in of a column weight; of a row weight
     "1d": (("", "tp", ""), ("", "", "tp"), "", ("tp", ""), ("", "tp")),
     "megatron": (("", "", ""), ("", "", "tp"), "", ("tp", ""), ("", "tp")),
@@ -51,11 +52,11 @@ class Cut:
         self.strategy = Strategy.parse(text)
         self.mesh: DeviceMesh = build_mesh(self.strategy)
         self.layout: Layout = layout_of(self.strategy, self.mesh)
-        self.layout.extent = Extent(num_rows, length)
+        self.batch = BatchShape(num_rows, length)
         self.residual, self.inner, self.entry, self.column, self.row = AXES[self.strategy.tp.kind]
         self.copy = self.mesh.get_local_rank("dp") if self.strategy.dp.degree > 1 else 0
 
-    def place(self, axes: str) -> tuple[int, int]:
+    def position(self, axes: str) -> tuple[int, int]:
         """Return this rank's number among the parts over `axes`, and their number."""
         number, count = 0, 1
         for name in axes.split():
@@ -66,22 +67,22 @@ class Cut:
 
     def padded(self, whole: Tensor, dim: int, axes: str) -> Tensor:
         """Return the part of a dimension that is padded to a multiple."""
-        number, count = self.place(axes)
+        number, count = self.position(axes)
         missing = -whole.shape[dim] % count
         shape = [*whole.shape[:dim], missing, *whole.shape[dim + 1 :]]
         return torch.cat((whole, whole.new_zeros(shape)), dim).chunk(count, dim)[number]
 
     def short(self, whole: Tensor, dim: int, axes: str) -> Tensor:
         """Return the part of a dimension whose last parts are short."""
-        number, count = self.place(axes)
+        number, count = self.position(axes)
         size = math.ceil(whole.shape[dim] / count)
         first = min(whole.shape[dim], number * size)
         return whole.narrow(dim, first, min(size, whole.shape[dim] - first))
 
-    def activation(self, whole: Tensor, spread: tuple[str, str, str]) -> Tensor:
+    def activation(self, whole: Tensor, axes: tuple[str, str, str]) -> Tensor:
         """Return the part of an activation [B, T, D], contiguous and of its own."""
-        rows, places, features = spread
-        whole = self.padded(self.padded(whole, 0, rows), 1, places)
+        rows, positions, features = axes
+        whole = self.padded(self.padded(whole, 0, rows), 1, positions)
         return self.short(whole, 2, features).clone(memory_format=torch.contiguous_format)
 
     def matrix(self, whole: Tensor, axes: tuple[str, str]) -> Tensor:

@@ -15,12 +15,12 @@ from phalanx.parallel.plan import Plan
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.layout import Extent
 from phalanx.parallel.tensor.placed import placed
 from phalanx.parallel.tensor.roles import sites_of
+from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Strategy
 
-B, T, D, F = 5, 10, 16, 24
+B, T, D, F = 5, 10, 16, 48
 FP32, BF16 = 4, 2
 
 
@@ -45,16 +45,16 @@ class Pair(nn.Module):
 PATTERNS = {"branch": "branch", "branch.up": "column", "branch.down": "row"}
 
 
-def traffic(target: Target, extent: Extent) -> list[Entry]:
+def traffic(target: Target, batch: BatchShape) -> list[Entry]:
     """Return what is sent over tp, of sizes too that a plan refuses."""
     layout, sites = layout_of(target.strategy), sites_of(target.model, target.roles)
-    return account.traffic(target, layout, sites, placed(target.model, sites, layout), [extent])
+    return account.traffic(target, layout, sites, placed(target.model, sites, layout), [batch])
 
 
 def sent_by_pair(text: str, compute: torch.dtype | None = None) -> dict[str, float]:
     """Return the bytes that a rank sends in each phase of one microbatch of B rows of T places."""
     target = Target(Strategy.parse(text), Pair(), compute, PATTERNS)
-    entries = traffic(target, Extent(B, T))
+    entries = traffic(target, BatchShape(B, T))
     phases = {entry.phase for entry in entries}
     return {phase: sum(e.sent_bytes for e in entries if e.phase == phase) for phase in phases}
 
@@ -134,9 +134,9 @@ def test_three_dimensions(q: int, rows: int) -> None:
 def test_two_dimensions_send_an_q_plus_first_of_the_activations_of_one() -> None:
     for q in (2, 4):
         weights = 6 * (q - 1) / q * D * F / q * FP32
-        extent = Extent(4 * q, 4 * q * q)
+        batch = BatchShape(4 * q, 4 * q * q)
         sent = [
-            sum(e.sent_bytes for e in traffic(Target(s, Pair(), roles=PATTERNS), extent))
+            sum(e.sent_bytes for e in traffic(Target(s, Pair(), roles=PATTERNS), batch))
             for s in (Strategy.parse(f"tp{q * q}"), Strategy.parse(f"tp{q * q}:2d"))
         ]
         assert sent[1] - weights == pytest.approx(sent[0] / (q + 1))
@@ -150,7 +150,7 @@ def test_when_more_dimensions_send_less() -> None:
         with torch.device("meta"):
             pair = Pair(1024, ratio * 1024)
         sent[ratio] = [
-            sum(e.sent_bytes for e in traffic(target, Extent(256, 1024)))
+            sum(e.sent_bytes for e in traffic(target, BatchShape(256, 1024)))
             for target in (Target(Strategy.parse(t), pair, roles=PATTERNS) for t in texts)
         ]
     to_others = (3 / 4) / (7 / 8)  # of 4 ranks on each axis, and of 8

@@ -257,7 +257,7 @@ def test_masks_and_positions_are_those_it_makes_itself(
         ({"use_cache": True}, "use_cache is on"),
         ({"output_hidden_states": True}, "output_hidden_states is on"),
         ({"token_type_ids": torch.zeros(2, 5)}, "token_type_ids cannot be given"),
-        ({"attention_mask": torch.ones(2, 5, 5)}, r"of shape \(2, 5, 5\); expected \[rows, places"),
+        ({"attention_mask": torch.ones(2, 5, 5)}, r"of shape \(2, 5, 5\); expected \[rows, pos"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 32)}, "expected input_ids"),
     ],
 )

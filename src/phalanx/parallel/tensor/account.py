@@ -1,27 +1,62 @@
-"""What tensor parallelism sends, said before any process starts: by its layers and replicas."""
+"""What tensor parallelism sends, said before any process starts: by its layers and replicas.
+
+Nothing is written down twice: the layout's own methods run on meta tensors, over a communicator
+that counts. What one kind of layer sends is counted once, for a model has many and a plan is asked
+for thousands of strategies.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from phalanx.comm.comm import Counting
 from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.models.decoder import Head
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.reduce import BUCKET_BYTES, buckets
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.layers import is_transposed, subtracts_mean
-from phalanx.parallel.tensor.layout import Extent, Layout, Move
+from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.loss import token_loss_sum
+from phalanx.parallel.tensor.norm import split_norm
 from phalanx.parallel.tensor.placed import Placed
-from phalanx.parallel.tensor.roles import Role, Site, reads_residual
+from phalanx.parallel.tensor.roles import Site, reads_residual
+from phalanx.parallel.tensor.spec import BatchShape, Spec
 from phalanx.parallel.tensor.transformers_models import gathered_bases
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a layer does with one microbatch, and what decides how much that sends.
+
+    Attributes:
+        kind: what it does, a case of `_run`.
+        sizes: numbers of features: what it reads first, then what it makes.
+        compute: data type of the arithmetic.
+        master: data type of the weights.
+    """
+
+    kind: Literal[
+        "columns", "row", "embedding", "gather", "scatter", "token", "logits", "norm", "loss"
+    ]
+    sizes: tuple[int, ...]
+    compute: torch.dtype
+    master: torch.dtype
+
+    def phases(self, entry: Entry, recompute: str) -> tuple[str, ...]:
+        """Return the phases of a step in which a collective runs."""
+        # `selective` keeps the results of products, and what brought them about.
+        kept = ("none",) if self.kind in ("norm", "loss") else ("none", "selective")
+        is_again = entry.phase == "forward" and recompute not in kept
+        return ("forward", "backward") if is_again else (entry.phase,)
 
 
 def traffic(
@@ -29,7 +64,7 @@ def traffic(
     layout: Layout,
     sites: Sequence[Site],
     parameters: Sequence[Placed],
-    extents: Sequence[Extent],
+    batches: Sequence[BatchShape],
 ) -> list[Entry]:
     """Return what the first rank of tp sends over tp in one step.
 
@@ -38,106 +73,131 @@ def traffic(
         layout: that of the strategy.
         sites: the modules with a role.
         parameters: where theirs lie.
-        extents: of each microbatch of the step.
+        batches: of each microbatch of the step.
     """
-    strategy, model = target.strategy, target.model
-    master = next(model.parameters()).dtype
-    compute = target.compute or master
-    blocks = tuple(f"{name}." for name, _ in blocks_of(model))
-    sums: Counter[tuple[str, str, str]] = Counter()
-    calls: Counter[tuple[str, str, str]] = Counter()
-
-    def count(phase: str, move: Move, item_bytes: int) -> None:
-        if layout.sizes.get(move.axis, strategy.tp.degree) > 1 and move.elements:
-            calls[phase, move.axis, move.op] += move.calls
-            sums[phase, move.axis, move.op] += move.elements * item_bytes
-
-    for extent, site in itertools.product(extents, sites):
-        layout.extent = extent
-        again = strategy.recompute.kind if site.name.startswith(blocks) else "none"
-        for move in _product_moves(site, sites, layout):
-            # fsdp gathers the weights of blocks in the data type of the arithmetic.
-            is_narrow = strategy.fsdp.degree > 1 and site.name.startswith(blocks)
-            item_bytes = (master if move.is_master and not is_narrow else compute).itemsize
-            count(move.phase, move, item_bytes)
-            if move.phase == "forward" and again not in ("none", "selective"):
-                count("backward", move, item_bytes)
-        for move in _statistic_moves(site, layout):
-            item_bytes = torch.promote_types(compute, torch.float32).itemsize
-            count(move.phase, move, item_bytes)
-            if move.phase == "forward" and again != "none":
-                count("backward", move, item_bytes)
-    for extent in extents:
-        layout.extent = extent
-        for _ in gathered_bases(model, functools.partial(reads_residual, sites)):
-            for move in layout.whole_moves(layout.residual, _width(sites)):
-                count(move.phase, move, compute.itemsize)
-    for axes, sizes in _replicas(parameters, strategy.fsdp.degree).items():
+    grid = tuple((axis, layout.comm.size(axis)) for axis in layout.axes)
+    works = Counter(_works(target, sites))
+    sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for batch, num_batches in Counter(batches).items():
+        for (work, recompute), number in works.items():
+            for entry in _entries(type(layout), grid, work, batch):
+                for phase in work.phases(entry, recompute):
+                    pair = sums[phase, entry.axis, entry.op]
+                    pair[0] += num_batches * number * entry.calls
+                    pair[1] += num_batches * number * entry.payload_bytes
+    for axes, sizes in _replicas(parameters, target.strategy.fsdp.degree).items():
         for axis in axes:
-            move = Move("reduce", axis, "all_reduce", len(buckets(sizes, BUCKET_BYTES)), sum(sizes))
-            count("reduce", move, 1)
-    degrees = {"tp": strategy.tp.degree, **layout.sizes}
+            sums["reduce", axis, "all_reduce"][0] += len(buckets(sizes, BUCKET_BYTES))
+            sums["reduce", axis, "all_reduce"][1] += sum(sizes)
     return [
-        Entry(*key, calls[key], payload, sent_bytes(key[2], payload, degrees[key[1]]))
-        for key, payload in sums.items()
+        Entry(*key, calls, payload, sent_bytes(key[2], payload, layout.comm.size(key[1])))
+        for key, (calls, payload) in sums.items()
     ]
 
 
-def _product_moves(site: Site, sites: Sequence[Site], layout: Layout) -> list[Move]:
-    """Return what the products and the look-up of a module move."""
+def _works(target: Target, sites: Sequence[Site]) -> Iterator[tuple[_Work, str]]:
+    """Yield the work of each layer, and how it is recomputed."""
+    strategy = target.strategy
+    master = next(target.model.parameters()).dtype
+    compute = target.compute or master
+    blocks = tuple(f"{name}." for name, _ in blocks_of(target.model))
+    width = _width(sites)
+    for site in sites:
+        is_block = site.name.startswith(blocks)
+        # fsdp gathers the weights of blocks in the data type of the arithmetic.
+        dtype = compute if is_block and strategy.fsdp.degree > 1 else master
+        recompute = strategy.recompute.kind if is_block else "none"
+        for kind, sizes in _kinds(site, sites, width):
+            yield _Work(kind, sizes, compute, dtype), recompute
+    for _ in gathered_bases(target.model, functools.partial(reads_residual, sites)):
+        yield _Work("gather", (width,), compute, master), "none"
+
+
+def _kinds(site: Site, sites: Sequence[Site], width: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Yield each kind of work of a module, with its sizes."""
     if site.role == "branch":
         shapes = [_matrix_shape(column.module) for column in site.columns]
-        return layout.columns_moves(shapes[0][1], [num_out for num_out, _ in shapes])
-    if site.role == "row":
+        yield "columns", (shapes[0][1], *(num_out for num_out, _ in shapes))
+    elif site.role == "row":
         num_out, num_in = _matrix_shape(site.module)
-        return layout.back_moves(num_in, num_out)
-    if site.role == "embedding":
-        return layout.enter_moves(_matrix_shape(site.module)[1])
-    if site.role == "head":
+        yield "row", (num_in, num_out)
+    elif site.role == "head":
         num_ids, num_in = _matrix_shape(_table(site, sites))
-        moves = layout.columns_moves(num_in, [num_ids])
-        is_loss = isinstance(site.module, Head)
-        return moves if is_loss else moves + layout.whole_moves(layout.inner, num_ids)
-    if site.role in ("token", "gather", "scatter"):
-        return _whole_moves(site.role, _width(sites), layout)
-    return []
+        yield "columns", (num_in, num_ids)
+        yield "loss" if isinstance(site.module, Head) else "logits", (num_ids,)
+    elif site.role == "norm":
+        yield "norm", (width, int(subtracts_mean(site.module)))
+    elif site.role in ("embedding", "gather", "scatter", "token"):
+        yield site.role, (width,)
 
 
-def _whole_moves(role: Role, num_features: int, layout: Layout) -> list[Move]:
-    """Return what brings the residual together for a module that takes it whole, or back."""
-    moves = layout.whole_moves(layout.residual, num_features)
-    if role == "scatter":
-        return [dataclasses.replace(move, phase="backward") for move in moves]
-    if role == "gather":
-        return moves
-    features = [move for move in moves if move.axis == layout.residual.features]
-    back = [dataclasses.replace(m, phase="backward", op="reduce_scatter") for m in features]
-    return features + back
+@functools.lru_cache(maxsize=1 << 14)
+def _entries(
+    kind: type[Layout], grid: tuple[tuple[str, int], ...], work: _Work, batch: BatchShape
+) -> list[Entry]:
+    """Return what a layer sends of one microbatch."""
+    comm = Counting(dict(grid))
+    _run(kind(comm), comm, work, batch)
+    return comm.entries()
 
 
-def _width(sites: Sequence[Site]) -> int:
-    """Return the number of features of the residual."""
-    site = next(site for site in sites if site.role in ("row", "embedding"))
-    return _matrix_shape(site.module)[1 if site.role == "embedding" else 0]
+def _run(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> None:
+    """Do what the layer does, forward and backward, on nothing."""
+    residual, inner, (width, *others) = layout.residual, layout.inner, work.sizes
 
+    def activation(spec: Spec, num_features: int) -> Tensor:
+        held = layout.held(spec, batch, num_features)
+        return torch.empty([len(one) for one in held], dtype=work.compute, device="meta")
 
-def _statistic_moves(site: Site, layout: Layout) -> list[Move]:
-    """Return the sums over features of norms, and those of the loss."""
-    if site.role == "norm" and layout.residual.features is not None:
-        axis = layout.residual.features
-        num_rows = layout.elements(layout.residual, layout.sizes[axis])
-        count = 2 if subtracts_mean(site.module) else 1
-        return [
-            Move("forward", axis, "all_reduce", count, count * num_rows),
-            Move("backward", axis, "all_reduce", 1, count * num_rows),
-        ]
-    if isinstance(site.module, Head):
-        axis = layout.inner.features
-        assert axis is not None
-        num_rows = layout.elements(layout.inner, layout.sizes[axis])
-        of_rows = [Move("forward", row, "all_reduce", 1, 1) for row in layout.inner.rows]
-        return [Move("forward", axis, "all_reduce", 2, 3 * num_rows), *of_rows]
-    return []
+    def weight(spec: Spec, *shape: int) -> Tensor:
+        return torch.empty(spec.shard_shape(shape, comm), dtype=work.master, device="meta")
+
+    forward, backward = comm.phase("forward"), comm.phase("backward")
+    if work.kind == "columns":
+        x = activation(residual, width)
+        weights = [weight(layout.column, num_out, width) for num_out in others]
+        with forward:
+            ys = layout.column_parallel_linear(x, weights, batch.length)
+        with backward:
+            layout.column_parallel_linear_backward(x, weights, ys)
+    elif work.kind == "row":
+        x, w = activation(inner, width), weight(layout.row, others[0], width)
+        with forward:
+            y = layout.row_parallel_linear(x, w)
+        with backward:
+            layout.row_parallel_linear_backward(x, w, y)
+    elif work.kind == "embedding":
+        share = layout.column.shard(1, width, comm)
+        num_rows = len(layout.rows(layout.entry, batch))
+        partial = torch.empty(num_rows, batch.length, len(share), dtype=work.master, device="meta")
+        with forward:
+            x = layout.reduce_embedding(partial)
+        with backward:
+            layout.reduce_embedding_backward(x, batch.length)
+    elif work.kind in ("gather", "scatter"):
+        with forward if work.kind == "gather" else backward:
+            layout.unshard(activation(residual, width), residual, batch, width)
+    elif work.kind == "token":
+        if residual.features is not None:
+            with forward:
+                full = comm.all_gather(activation(residual, width), residual.features, 2)
+            with backward:
+                comm.reduce_scatter(full, residual.features, 2)
+    elif work.kind == "logits":
+        with forward:
+            layout.unshard(activation(inner, width), inner, batch, width)
+    elif work.kind == "norm":
+        x = activation(residual, width).requires_grad_()
+        w = weight(Spec.of(residual.axes[2]), width)
+        with forward:
+            y = split_norm(x, w, None, 0.0, width, bool(others[0]), layout)
+        with backward:
+            y.backward(y)
+    else:
+        logits = activation(inner, width).flatten(0, 1)
+        labels = torch.empty(len(logits), dtype=torch.int64, device="meta")
+        with forward:
+            token_loss_sum(logits, labels, width, layout)
 
 
 def _replicas(parameters: Sequence[Placed], num_shares: int) -> dict[tuple[str, ...], list[int]]:
@@ -154,6 +214,12 @@ def _replicas(parameters: Sequence[Placed], num_shares: int) -> dict[tuple[str, 
             share = -(-num_rows // num_shares) * math.prod(rest)
             sizes[row.partial_axes].append(share * row.parameter.itemsize)
     return sizes
+
+
+def _width(sites: Sequence[Site]) -> int:
+    """Return the number of features of the residual."""
+    site = next(site for site in sites if site.role in ("row", "embedding"))
+    return _matrix_shape(site.module)[1 if site.role == "embedding" else 0]
 
 
 def _matrix_shape(module: nn.Module) -> tuple[int, int]:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     Placement,
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
-from phalanx.comm.primitives import broadcast
+from phalanx.comm.comm import Counting, Ranks
 from phalanx.parallel.tensor import layers, transformers_models
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.megatron import Megatron
 from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.placed import Placed
 from phalanx.parallel.tensor.roles import Site, reads_residual
+from phalanx.parallel.tensor.scope import batch_scope
 from phalanx.parallel.tensor.three_d import ThreeD
 from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
 from phalanx.parallel.tensor.two_d import TwoD
@@ -50,8 +50,8 @@ def apply(
     """
     shards = {row.parameter: _shard(row, layout) for row in parameters}
     for buffer in model.buffers():
-        for axis in layout.sizes if not buffer.is_meta else ():
-            broadcast(buffer, layout.mesh, axis)
+        if not buffer.is_meta:
+            layout.comm.broadcast(buffer, "tp")
     for module in model.modules():
         named = module.named_parameters(recurse=False, remove_duplicate=False)
         for name, parameter in list(named):
@@ -59,32 +59,30 @@ def apply(
     for site in sites:
         _bind(site, layout)
     transformers_models.bind(model, layout, functools.partial(reads_residual, sites))
+    _bind_model(model)
 
 
 def layout_of(strategy: Strategy, mesh: DeviceMesh | None = None) -> Layout:
-    """Return the layout of a strategy; without a mesh, one that only says what would be."""
-    return LAYOUTS[strategy.tp.kind](strategy.grid(), mesh)
+    """Return the layout of a strategy; without a mesh, one that only counts."""
+    comm = Counting(strategy.mesh_axes()) if mesh is None else Ranks(mesh)
+    return LAYOUTS[strategy.tp.kind](comm)
 
 
 def _shard(placed: Placed, layout: Layout) -> nn.Parameter:
-    """Return this rank's shard of a parameter, as a DTensor of the whole mesh."""
-    mesh, full = layout.mesh, placed.parameter.detach()
+    """Return this rank's shard of a parameter, as a DTensor of the job's mesh."""
+    full, spec, mesh = placed.parameter.detach(), placed.spec, cast(Ranks, layout.comm).mesh
     if not full.is_meta:
-        for axis in layout.sizes:
-            broadcast(full, mesh, axis)
-    stride, known = full.stride(), placed.placements
+        layout.comm.broadcast(full, "tp")
+    stride, placements = full.stride(), spec.placements(layout.comm.axes)
     if placed.site.parts > 1:
-        full, known = _interleaved(full, placed, layout)
-    placements, known = (
-        tuple(of_axis.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ())
-        for of_axis in (dict(zip(layout.sizes, p, strict=True)) for p in (placed.placements, known))
-    )
-    shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
-    index = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+        full, placements = _interleaved(full, placed, layout)
+    held = (spec.shard(dim, size, layout.comm) for dim, size in enumerate(full.shape))
     shard = DTensor.from_local(
-        full[index].clone(memory_format=torch.contiguous_format),
+        full[tuple(slice(indices.start, indices.stop) for indices in held)].clone(
+            memory_format=torch.contiguous_format
+        ),
         mesh,
-        known,
+        placements,
         run_check=False,
         shape=full.shape,
         stride=stride,
@@ -100,15 +98,27 @@ def _interleaved(
     Returns:
         The reordered tensor, and the placements by which DTensor knows the shards of `full` itself.
     """
-    known = list(placed.placements)
-    for number, (axis, placement) in enumerate(zip(layout.sizes, placed.placements, strict=True)):
-        if axis in layout.column.out and isinstance(placement, Shard):
-            dim = placement.dim
-            split = full.unflatten(dim, (placed.site.parts, layout.sizes[axis], -1))
+    axes, num_maps = layout.comm.axes, placed.site.parts
+    known = list(placed.spec.placements(axes))
+    for dim, names in enumerate(placed.spec.axes):
+        for axis in set(names).intersection(layout.column.axes[0]):
+            split = full.unflatten(dim, (num_maps, layout.comm.size(axis), -1))
             full = split.transpose(dim, dim + 1).flatten(dim, dim + 2)
             # Private; tests/parallel/tensor/test_transformers.py pins it.
-            known[number] = _StridedShard(dim, split_factor=placed.site.parts)
+            known[list(axes).index(axis)] = _StridedShard(dim, split_factor=num_maps)
     return full, tuple(known)
+
+
+def _bind_model(model: nn.Module) -> None:
+    """Let each forward of the model know its own batch alone."""
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with batch_scope():
+            return own(*args, **kwargs)
+
+    model.forward = forward
 
 
 def _bind(site: Site, layout: Layout) -> None:

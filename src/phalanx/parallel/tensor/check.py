@@ -125,7 +125,7 @@ def _problem(sites: Sequence[Site], parameters: Sequence[Placed], layout: Layout
     own: dict[str, list[Placed]] = defaultdict(list)
     for row in parameters:
         own[row.site.name].append(row)
-    num_shards = layout.num_parts(layout.column.out)
+    num_shards = layout.column.num_shards(0, layout.comm)
     for site in sites:
         for row in own[site.name]:
             if (problem := _uneven(row)) is not None:

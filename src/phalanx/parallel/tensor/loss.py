@@ -18,9 +18,9 @@ from torch.autograd import Function
 
 from phalanx.models.loss import IGNORE
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.products import first_order
+from phalanx.parallel.tensor.operators import once_differentiable
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 17}
+_BLOCK_ELEMENTS = {"cpu": 1 << 17, "meta": 1 << 62}
 """Logits held in fp32 at a time, by device type: what stays in cache; elsewhere 8 M."""
 
 
@@ -30,6 +30,8 @@ def check_range(ids: Tensor, num_ids: int, what: str) -> None:
     Raises:
         IndexError: an id is out of [0, num_ids); on a GPU, which is not waited for, an assertion.
     """
+    if ids.is_meta:
+        return
     if ids.is_cuda:
         torch._assert_async(((ids >= 0) & (ids < num_ids)).all())  # pyright: ignore[reportPrivateUsage]
     elif ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < num_ids):
@@ -43,9 +45,9 @@ def token_loss_sum(logits_NV: Tensor, labels_N: Tensor, num_ids: int, layout: La
     """Sum the cross-entropy of the rows of all ranks whose label is not IGNORE.
 
     Args:
-        logits_NV: this rank's rows and part of the vocabulary, as `layout.inner` says; overwritten.
+        logits_NV: this rank's rows and shard of the ids, as `layout.inner` says; overwritten.
         labels_N: int64 in [0, num_ids), or IGNORE, of this rank's rows.
-        num_ids: size of the whole vocabulary.
+        num_ids: size of the full vocabulary.
         layout: how the logits lie.
 
     Returns:
@@ -61,26 +63,26 @@ class _SplitLoss(Function):
     ) -> Tensor:
         logits_NV = logits_NV.detach()
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
-        first, size = layout.feature_range(layout.inner, num_ids)
+        ids = layout.features(layout.inner, num_ids)
         axis = layout.inner.features
         assert axis is not None
         top_N = logits_NV.new_full((len(logits_NV),), -torch.inf, dtype=wide)
-        if size:
+        if ids:
             top_N = logits_NV.amax(1).to(wide)
-        layout.reduce(top_N, axis, "max")
+        layout.comm.all_reduce(top_N, axis, "max")
         is_valid_N = labels_N != IGNORE
         check_range(labels_N.where(is_valid_N, 0), num_ids, "a label")
-        is_mine_N = is_valid_N & (labels_N >= first) & (labels_N < first + size)
-        target_N1 = (labels_N - first).where(is_mine_N, 0)[:, None]
-        step = max(1, _BLOCK_ELEMENTS.get(logits_NV.device.type, 1 << 23) // max(1, size))
-        blocks = [slice(n, n + step) for n in range(0, len(logits_NV) if size else 0, step)]
+        is_mine_N = is_valid_N & (labels_N >= ids.start) & (labels_N < ids.stop)
+        target_N1 = (labels_N - ids.start).where(is_mine_N, 0)[:, None]
+        step = max(1, _BLOCK_ELEMENTS.get(logits_NV.device.type, 1 << 23) // max(1, len(ids)))
+        blocks = [slice(n, n + step) for n in range(0, len(logits_NV) if ids else 0, step)]
         sums_2N = logits_NV.new_zeros((2, len(logits_NV)), dtype=wide)
         for rows in blocks:
             x_bV = logits_NV[rows] - top_N[rows, None]
             at_target_b = x_bV.gather(1, target_N1[rows])[:, 0]
             sums_2N[1, rows] = at_target_b.where(is_mine_N[rows], 0)
             sums_2N[0, rows] = x_bV.exp_().sum(1)
-        layout.reduce(sums_2N, axis)
+        layout.comm.all_reduce(sums_2N, axis)
         sum_N, at_target_N = sums_2N
         loss = (sum_N.log() - at_target_N).where(is_valid_N, 0).sum()
         if ctx.needs_input_grad[0]:
@@ -93,7 +95,7 @@ class _SplitLoss(Function):
         return layout.sum_rows(loss, layout.inner)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_logits_NV: Tensor | None = ctx.d_logits_NV
         if d_logits_NV is None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism in one dimension, with whole activations: Megatron's first form.
+"""Tensor parallelism in one dimension, with full activations: Megatron's first form.
 
 Idea      Two products in a row, the first split by columns, the second by rows, need one sum
           between ranks (Shoeybi et al., Megatron-LM, 2019, arXiv 1909.08053, section 3). Columns
@@ -14,7 +14,7 @@ Backward  column  dW[F_tp] = dy^T x;  dx{sum tp} = dy W -> f: all_reduce -> dx
           in which the other sums. `one_d.py` splits each sum into its two halves.
 Cost      A rank sends (N-1)/N of B T D elements four times for a column and a row product, once
           less than `one_d.py`, which gathers the input again for backward. For that the residual,
-          its norms and their dropout masks are held, and computed, whole on each rank.
+          its norms and their dropout masks are held, and computed, in full on each rank.
 Limits    N divides heads, key-value heads and F. B, D, T and V may be any.
 """
 
@@ -26,54 +26,46 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, total, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, total, weight_gradient
+from phalanx.parallel.tensor.spec import Spec
 
 
 class Megatron(Layout):
-    """Activations whole, sums by all-reduce; see the head of this file."""
+    """Activations in full, sums by all-reduce; see the head of this file."""
 
-    residual = Spread()
-    inner = Spread(features="tp")
-    column = Matrix(out=("tp",), inner=())
-    row = Matrix(out=(), inner=("tp",))
+    residual = Spec("B T D")
+    inner = Spec("B T F[tp]")
+    column = Spec("F[tp] D")
+    row = Spec("D F[tp]")
 
     @override
-    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    def column_parallel_linear(
+        self, x: Tensor, weights: Sequence[Tensor], length: int
+    ) -> list[Tensor]:
         return [F.linear(x, weight.to(x.dtype)) for weight in weights]
 
     @override
-    def columns_backward(
+    def column_parallel_linear_backward(
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         pairs = list(zip(d_ys, weights, strict=True))
-        d_x = self.reduce(total([d_y @ weight.to(x.dtype) for d_y, weight in pairs]), "tp")
+        d_x = self.comm.all_reduce(total([d_y @ weight.to(x.dtype) for d_y, weight in pairs]), "tp")
         return d_x, [weight_gradient(d_y, x, weight.dtype) for d_y, weight in pairs]
 
     @override
-    def back(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.reduce(F.linear(x, weight.to(x.dtype)), "tp")
+    def row_parallel_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.comm.all_reduce(F.linear(x, weight.to(x.dtype)), "tp")
 
     @override
-    def back_backward(self, x: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    def row_parallel_linear_backward(
+        self, x: Tensor, weight: Tensor, d_y: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return d_y @ weight.to(x.dtype), weight_gradient(d_y, x, weight.dtype)
 
     @override
-    def enter(self, partial: Tensor) -> Tensor:
-        return self.reduce(partial.clone(), "tp")
+    def reduce_embedding(self, partial: Tensor) -> Tensor:
+        return self.comm.all_reduce(partial.clone(), "tp")
 
     @override
-    def enter_backward(self, d_x: Tensor) -> Tensor:
+    def reduce_embedding_backward(self, d_x: Tensor, length: int) -> Tensor:
         return d_x
-
-    @override
-    def columns_moves(self, num_in: int, nums_out: Sequence[int]) -> list[Move]:
-        return [Move("backward", "tp", "all_reduce", 1, self.elements(self.residual, num_in))]
-
-    @override
-    def back_moves(self, num_in: int, num_out: int) -> list[Move]:
-        return [Move("forward", "tp", "all_reduce", 1, self.elements(self.residual, num_out))]
-
-    @override
-    def enter_moves(self, num_features: int) -> list[Move]:
-        whole = self.elements(self.residual, num_features)
-        return [Move("forward", "tp", "all_reduce", 1, whole, is_master=True)]

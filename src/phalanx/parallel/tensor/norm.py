@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.products import first_order
+from phalanx.parallel.tensor.operators import once_differentiable
 
 
 def split_norm(
@@ -28,11 +28,11 @@ def split_norm(
     is_centred: bool,
     layout: Layout,
 ) -> Tensor:
-    """Normalise this rank's part of the residual over the features of all ranks.
+    """Normalise this rank's shard of the residual over the features of all ranks.
 
     Args:
         x: [B, T, D], split as `layout.residual` says.
-        weight: [D], this rank's part.
+        weight: [D], this rank's shard.
         bias: as weight, or None.
         eps: added to the mean of squares.
         num_features: D of all ranks.
@@ -71,7 +71,7 @@ class _SplitNorm(Function):
         return y.to(x.dtype)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         wide = scale.dtype

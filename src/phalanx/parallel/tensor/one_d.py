@@ -10,7 +10,7 @@ Idea      Two products in a row, the first split by columns, the second by rows,
 Layout    residual x[B, T_tp, D]    inner y[B, T, F_tp]    column W[F_tp, D]    row W[D, F_tp]
 Forward   column  x[T_tp] -> all_gather -> x;  y[F_tp] = x W^T
           row     z{sum tp} = y[F_tp] W^T -> reduce_scatter -> z[T_tp]
-Backward  column  all_gather x again, for only its part was kept;  dW[F_tp] = dy^T x;
+Backward  column  all_gather x again, for only its shard was kept;  dW[F_tp] = dy^T x;
                   dx{sum tp} = dy W -> reduce_scatter -> dx[T_tp]
           row     dz[T_tp] -> all_gather -> dz;  dy[F_tp] = dz W;  dW[F_tp] = dz^T y
 Cost      A rank sends (N-1)/N of B T D elements five times for a column and a row product: twice
@@ -27,79 +27,58 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.comm.primitives import all_gather, reduce_scatter
-from phalanx.parallel.tensor.layout import Layout, Matrix, Move, Spread, total, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, total, weight_gradient
+from phalanx.parallel.tensor.spec import Spec
 
 
 class OneD(Layout):
     """Megatron's layout; see the head of this file."""
 
-    residual = Spread(places="tp")
-    inner = Spread(features="tp")
-    column = Matrix(out=("tp",), inner=())
-    row = Matrix(out=(), inner=("tp",))
+    residual = Spec("B T[tp] D")
+    inner = Spec("B T F[tp]")
+    column = Spec("F[tp] D")
+    row = Spec("D F[tp]")
 
     @override
-    def columns(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        whole = self.gather(x)
-        return [F.linear(whole, weight.to(x.dtype)) for weight in weights]
+    def column_parallel_linear(
+        self, x: Tensor, weights: Sequence[Tensor], length: int
+    ) -> list[Tensor]:
+        full = self.gather(x, length)
+        return [F.linear(full, weight.to(x.dtype)) for weight in weights]
 
     @override
-    def columns_backward(
+    def column_parallel_linear_backward(
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         pairs = list(zip(d_ys, weights, strict=True))
         d_x = self.scatter(total([d_y @ w.to(x.dtype) for d_y, w in pairs]))
-        whole = self.gather(x)
-        return d_x, [weight_gradient(d_y, whole, weight.dtype) for d_y, weight in pairs]
+        full = self.gather(x, d_ys[0].shape[1])
+        return d_x, [weight_gradient(d_y, full, weight.dtype) for d_y, weight in pairs]
 
     @override
-    def back(self, x: Tensor, weight: Tensor) -> Tensor:
+    def row_parallel_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.scatter(F.linear(x, weight.to(x.dtype)))
 
     @override
-    def back_backward(self, x: Tensor, weight: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
-        whole = self.gather(d_y)
-        return whole @ weight.to(x.dtype), weight_gradient(whole, x, weight.dtype)
+    def row_parallel_linear_backward(
+        self, x: Tensor, weight: Tensor, d_y: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        full = self.gather(d_y, x.shape[1])
+        return full @ weight.to(x.dtype), weight_gradient(full, x, weight.dtype)
 
     @override
-    def enter(self, partial: Tensor) -> Tensor:
+    def reduce_embedding(self, partial: Tensor) -> Tensor:
         return self.scatter(partial)
 
     @override
-    def enter_backward(self, d_x: Tensor) -> Tensor:
-        return self.gather(d_x)
+    def reduce_embedding_backward(self, d_x: Tensor, length: int) -> Tensor:
+        return self.gather(d_x, length)
 
-    @override
-    def columns_moves(self, num_in: int, nums_out: Sequence[int]) -> list[Move]:
-        whole = self.extent.num_rows * self.padded_length * num_in
-        return [
-            Move("forward", "tp", "all_gather", 1, whole),
-            Move("backward", "tp", "all_gather", 1, whole),
-            Move("backward", "tp", "reduce_scatter", 1, whole),
-        ]
-
-    @override
-    def back_moves(self, num_in: int, num_out: int) -> list[Move]:
-        whole = self.extent.num_rows * self.padded_length * num_out
-        return [
-            Move("forward", "tp", "reduce_scatter", 1, whole),
-            Move("backward", "tp", "all_gather", 1, whole),
-        ]
-
-    @override
-    def enter_moves(self, num_features: int) -> list[Move]:
-        whole = self.extent.num_rows * self.padded_length * num_features
-        return [
-            Move("forward", "tp", "reduce_scatter", 1, whole, is_master=True),
-            Move("backward", "tp", "all_gather", 1, whole, is_master=True),
-        ]
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Gather the places of x[B, T_tp, D], and cut padding off."""
-        return all_gather(x, self.mesh, "tp", 1)[:, : self.extent.length]
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        """Gather the positions of x[B, T_tp, D], and cut padding off."""
+        return self.comm.all_gather(x, "tp", 1)[:, :length]
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Sum x[B, T, D]{sum tp}, and keep this rank's places, padded."""
-        missing = -x.shape[1] % self.sizes["tp"]
-        return reduce_scatter(F.pad(x, (0, 0, 0, missing)), self.mesh, "tp", 1)
+        """Sum x[B, T, D]{sum tp}, and keep this rank's positions, padded."""
+        missing = -x.shape[1] % self.comm.size("tp")
+        return self.comm.reduce_scatter(F.pad(x, (0, 0, 0, missing)), "tp", 1)

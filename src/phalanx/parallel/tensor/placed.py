@@ -4,70 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.roles import OF_ALL, Site
+from phalanx.parallel.tensor.spec import Spec
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter and its placements.
+    """A parameter and how it is split.
 
     Attributes:
         names: in the model; several if modules share it.
         parameter: itself.
         site: the module that holds it, the first of several, and its role.
-        sizes: of each sub-axis of tp, outer first.
-        placements: one a sub-axis.
+        layout: that splits it.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
     site: Site
-    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
-    placements: tuple[Placement, ...] = ()
+    layout: Layout
 
     @property
     def name(self) -> str:
         """Its first name."""
         return self.names[0]
 
-    def under(self, layout: Layout) -> Placed:
-        """Return the same parameter under a layout."""
-        placements = _placements(self.site, self.parameter, layout)
-        return dataclasses.replace(self, sizes=layout.sizes, placements=placements)
+    @cached_property
+    def spec(self) -> Spec:
+        """The sub-axes of tp that split each dimension."""
+        return _spec(self.site, self.parameter, self.layout)
 
-    def axes(self, dim: int) -> tuple[str, ...]:
-        """Return the sub-axes that split a dimension, outer first."""
-        pairs = zip(self.sizes, self.placements, strict=True)
-        return tuple(axis for axis, p in pairs if isinstance(p, Shard) and p.dim == dim)
+    def under(self, layout: Layout) -> Placed:
+        """Return the same parameter under another layout."""
+        return dataclasses.replace(self, layout=layout)
 
     def degrees(self, dim: int) -> list[int]:
         """Return the sizes of the sub-axes that split a dimension, outer first."""
-        return [self.sizes[axis] for axis in self.axes(dim)]
+        return [self.layout.comm.size(axis) for axis in self.spec.axes[dim]]
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
         """The sub-axes over which ranks hold the same, and their gradients are to be summed."""
-        pairs = zip(self.sizes, self.placements, strict=True)
-        return tuple(axis for axis, p in pairs if p.is_replicate() and self.sizes[axis] > 1)
+        split = {axis for axes in self.spec.axes for axis in axes}
+        axes = self.layout.axes
+        return tuple(a for a in axes if a not in split and self.layout.comm.size(a) > 1)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """The shape of the first rank's shard, which no other rank's exceeds."""
-        shape = list(self.parameter.shape)
-        for dim in range(len(shape)):
-            for size in self.degrees(dim):
-                shape[dim] = -(-shape[dim] // size)
-        return tuple(shape)
+        """The shape of this rank's shard; the first rank's is the largest."""
+        return self.spec.shard_shape(self.parameter.shape, self.layout.comm)
 
 
 def placed(model: nn.Module, sites: Iterable[Site], layout: Layout) -> list[Placed]:
@@ -87,8 +81,8 @@ def placed(model: nn.Module, sites: Iterable[Site], layout: Layout) -> list[Plac
     found: dict[nn.Parameter, Placed] = {}
     for site in sites:
         for key, parameter in site.module.named_parameters(recurse=site.role in OF_ALL):
-            row = Placed(tuple(names[parameter]), parameter, site).under(layout)
-            if found.setdefault(parameter, row).placements != row.placements:
+            row = Placed(tuple(names[parameter]), parameter, site, layout)
+            if found.setdefault(parameter, row).spec != row.spec:
                 raise StrategyError(
                     f"tp: '{site.name}.{key}' is one parameter with another that is split "
                     "otherwise; give their modules roles that agree, as embedding and head do"
@@ -96,24 +90,20 @@ def placed(model: nn.Module, sites: Iterable[Site], layout: Layout) -> list[Plac
     return list(found.values())
 
 
-def _placements(site: Site, parameter: nn.Parameter, layout: Layout) -> tuple[Placement, ...]:
-    """Return the placement of a parameter on each sub-axis of tp."""
+def _spec(site: Site, parameter: nn.Parameter, layout: Layout) -> Spec:
+    """Return how a parameter of a module of a role is split."""
+    full: tuple[str, ...] = ()
+    features = layout.residual.axes[2]
+    matrix, vector = (full, full), full
     if site.role in ("embedding", "head", "column"):
-        # fsdp splits the rows of each part again, which no DTensor can say of a fused vector.
-        axis = layout.inner.features if site.parts == 1 else None
-        matrix, vector = layout.placements(layout.column), axis
+        # fsdp splits the rows of each shard again, which no DTensor can say of a fused vector.
+        matrix, vector = layout.column.axes, layout.inner.axes[2] if site.parts == 1 else full
     elif site.role == "row":
-        matrix, vector = layout.placements(layout.row), layout.residual.features
+        matrix, vector = layout.row.axes, features
     elif site.role == "table":
-        matrix, vector = layout.along(_axes(layout.residual.features), 1), None
+        matrix = (full, features)
     elif site.role == "norm":
-        matrix, vector = layout.along(()), layout.residual.features
-    else:
-        matrix, vector = layout.along(()), None
-    if parameter.ndim != 2:
-        return layout.along(_axes(vector))
-    return layout.transposed(matrix) if is_transposed(site.module) else matrix
-
-
-def _axes(axis: str | None) -> tuple[str, ...]:
-    return () if axis is None else (axis,)
+        vector = features
+    if parameter.ndim == 2:
+        return Spec.of(*(reversed(matrix) if is_transposed(site.module) else matrix))
+    return Spec.of(*(vector, *[full] * parameter.ndim)[: parameter.ndim])

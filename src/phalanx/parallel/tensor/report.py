@@ -45,7 +45,7 @@ def report(parameters: Iterable[Placed]) -> list[Row]:
             role=row.site.role if row.site.parts == 1 else f"{row.site.role}/{row.site.parts}",
             whole=tuple(row.parameter.shape),
             part=row.shard_shape,
-            axes=tuple(row.axes(dim) for dim in range(row.parameter.ndim)),
+            axes=row.spec.axes,
             tied=row.names[1:],
         )
         for row in parameters

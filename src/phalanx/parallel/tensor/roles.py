@@ -149,7 +149,7 @@ def refuse_fused_rows(sites: Iterable[Site], layout: Layout, num_shares: int) ->
         StrategyError: names the first.
     """
     for site in sites:
-        rows = layout.column.inner if is_transposed(site.module) else layout.column.out
+        rows = layout.column.axes[1 if is_transposed(site.module) else 0]
         if num_shares > 1 and site.parts > 1 and rows:
             raise StrategyError(
                 f"fsdp{num_shares}: '{site.name}.weight' holds {site.parts} maps, and tp splits "

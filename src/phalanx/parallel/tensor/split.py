@@ -11,10 +11,11 @@ from phalanx.parallel.reduce import GradientReducer, ReplicaReducer
 from phalanx.parallel.split import Shapes, Split, Target
 from phalanx.parallel.tensor import account, apply
 from phalanx.parallel.tensor.check import check
-from phalanx.parallel.tensor.layout import Extent, Layout
+from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.placed import placed
 from phalanx.parallel.tensor.report import Row, report
 from phalanx.parallel.tensor.roles import sites_of
+from phalanx.parallel.tensor.spec import BatchShape
 
 
 class TensorSplit(Split):
@@ -33,7 +34,7 @@ class TensorSplit(Split):
         self.layout = apply.layout_of(target.strategy)
         self.sites = sites_of(target.model, target.roles)
         self.placed = placed(target.model, self.sites, self.layout)
-        self.row_shards = self.layout.num_parts(self.layout.residual.rows)
+        self.row_shards = self.layout.residual.num_shards(0, self.layout.comm)
         check(self.sites, self.placed, self.layout, target.strategy)
 
     def shapes(self) -> Shapes:
@@ -42,8 +43,8 @@ class TensorSplit(Split):
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return what layers and replicas send."""
-        extents = [Extent(*microbatch) for microbatch in microbatches]
-        return account.traffic(self.target, self.layout, self.sites, self.placed, extents)
+        batches = [BatchShape(*microbatch) for microbatch in microbatches]
+        return account.traffic(self.target, self.layout, self.sites, self.placed, batches)
 
     def table(self) -> list[Row]:
         """Return the shards, with the axes that split them."""

@@ -1,13 +1,14 @@
 """What transformers' Llama, GPT-2 and BERT need besides roles; they are known by their class names.
 
 These models infer batch and sequence length from the embedded tokens, which are sharded here. A
-pre-hook therefore builds positions, token types and a 4-D attention mask from the full ids; a mask
+wrapper therefore builds positions, token types and a 4-D attention mask from the full ids; a mask
 of four dimensions is handed on as it is. The branches then cut its rows, as they cut every other
 argument beside the residual.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.operators import unshard
+from phalanx.parallel.tensor.scope import batch_shape
 
 _LLAMA: Final = {
     "embed_tokens": "embedding",
@@ -128,7 +131,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 def gathered_bases(
     model: nn.Module, reads_residual: Callable[[str], bool]
 ) -> list[tuple[str, nn.Module]]:
-    """Return the known models in `model` whose last hidden state leaves them whole.
+    """Return the known models in `model` whose last hidden state leaves them in full.
 
     Args:
         model: any module.
@@ -138,11 +141,10 @@ def gathered_bases(
 
 
 def bind(model: nn.Module, layout: Layout, reads_residual: Callable[[str], bool]) -> None:
-    """Let the known models in `model`, which is split already, run on parts; see above."""
+    """Let the known models in `model`, which is split already, run on shards; see above."""
+    gathered = [base for _, base in gathered_bases(model, reads_residual)]
     for _, base in _bases(model):
-        base.register_forward_pre_hook(_preparation(base), with_kwargs=True)
-    for _, base in gathered_bases(model, reads_residual):
-        base.register_forward_hook(_gathering(layout, cast(Any, base).config.hidden_size))
+        _bind_base(base, layout, is_gathered=base in gathered)
     for module in model.modules():
         if _lookup(HEADS, module) is not None:
             module.register_forward_pre_hook(_refuse_cut_logits, with_kwargs=True)
@@ -160,15 +162,34 @@ def _lookup(known: Mapping[str, Mapping[str, str]], module: nn.Module) -> Mappin
     return next((known[c.__name__] for c in type(module).__mro__ if c.__name__ in known), None)
 
 
-def _preparation(base: nn.Module) -> Callable[..., Any]:
-    """Return a hook that gives a base model what it would make from the shape of its residual."""
+def _bind_base(base: nn.Module, layout: Layout, *, is_gathered: bool) -> None:
+    """Prepare the arguments of a base model, and gather its last hidden state."""
+    own, prepare = base.forward, _preparation(base)
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(**prepare(*args, **kwargs))
+        if not is_gathered:
+            return output
+        num_features = cast(Any, base).config.hidden_size
+        full = unshard(layout, output[0], layout.residual, batch_shape(), num_features)
+        if isinstance(output, tuple):
+            return (full, *cast(tuple[Any, ...], output)[1:])
+        output["last_hidden_state"] = full
+        return output
+
+    base.forward = forward
+
+
+def _preparation(base: nn.Module) -> Callable[..., dict[str, Any]]:
+    """Return what gives a base model what it would make from the shape of its residual."""
     signature = inspect.signature(base.forward)
     config: Any = cast(Any, base).config
     is_bert = _lookup(BASES, base) is _BERT
     is_causal = bool(config.is_decoder if is_bert else getattr(config, "is_causal", True))
 
-    def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = dict(signature.bind_partial(*args, **kwargs).arguments)
+    def prepare(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        values: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
         values |= values.pop("kwargs", {})
         _refuse_arguments(values, config, is_bert)
         ids: Tensor = values["input_ids"]
@@ -183,7 +204,7 @@ def _preparation(base: nn.Module) -> Callable[..., Any]:
         starts = own_positions if _finds_sequences(base, values) else None
         allowed = _allowed(mask, starts, positions, is_causal)
         if allowed is None and own_positions is not None and is_causal:
-            allowed = _causal(positions)  # or else it would look for sequences in a part
+            allowed = _causal(positions)  # or else it would look for sequences in a shard
         is_eager = config._attn_implementation == "eager"
         if is_eager and allowed is None and is_causal:
             allowed = _causal(positions)
@@ -191,10 +212,10 @@ def _preparation(base: nn.Module) -> Callable[..., Any]:
             dtype = embedding.weight.dtype
             zero = torch.zeros((), dtype=dtype, device=ids.device)
             allowed = torch.where(allowed, zero, torch.finfo(dtype).min)
-        # Embedded here, as GPT-2 would give its result the shape of the ids, which are whole.
+        # Embedded here, as GPT-2 would give its result the shape of the ids, which are full.
         values |= {"input_ids": None, "inputs_embeds": embedding(ids)}
         values |= {"attention_mask": allowed, "use_cache": False}
-        return (), values
+        return values
 
     return prepare
 
@@ -216,7 +237,7 @@ def _allowed(
         return mask
     if mask is not None and mask.ndim != 2:
         raise ConfigError(
-            f"tp: attention_mask is of shape {tuple(mask.shape)}; expected [rows, places], or a "
+            f"tp: attention_mask is of shape {tuple(mask.shape)}; expected [rows, positions], or a "
             "mask of four dimensions"
         )
     if mask is not None:
@@ -259,27 +280,13 @@ def _refuse_arguments(values: dict[str, Any], config: Any, is_bert: bool) -> Non
         # That use_cache stands in the configuration is the rule, and asks for nothing in training.
         default = None if name == "use_cache" else getattr(config, name, None)
         if values.get(name, default):
-            raise ConfigError(f"tp: {name} is on, and each rank has a part alone; turn it off")
+            raise ConfigError(f"tp: {name} is on, and each rank has a shard alone; turn it off")
 
 
 def _refuse_cut_logits(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     keep = kwargs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ConfigError(
-            f"tp: logits_to_keep is {keep}, which cuts places that tp has split already; expected "
-            "0: all"
+            f"tp: logits_to_keep is {keep}, which cuts positions that tp has split already; "
+            "expected 0: all"
         )
-
-
-def _gathering(layout: Layout, num_features: int) -> Callable[..., Any]:
-    """Return a hook that makes the last hidden state whole."""
-
-    def gather(_: nn.Module, args: Any, output: Any) -> Any:
-        part = output[0]
-        whole = layout.whole(part, layout.residual, num_features)
-        if isinstance(output, tuple):
-            return (whole, *cast(tuple[Any, ...], output)[1:])
-        output["last_hidden_state"] = whole
-        return output
-
-    return gather

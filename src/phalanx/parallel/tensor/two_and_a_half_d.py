@@ -12,13 +12,13 @@ Limits    q divides D, heads, key-value heads and F. B is padded to a multiple o
 
 from __future__ import annotations
 
-from phalanx.parallel.tensor.layout import Spread
+from phalanx.parallel.tensor.spec import Spec
 from phalanx.parallel.tensor.two_d import TwoD
 
 
 class TwoAndAHalfD(TwoD):
     """Tesseract; see the head of this file."""
 
-    residual = Spread(rows=("tp_depth", "tp_row"), features="tp_col")
-    inner = residual
-    entry = Spread(rows=("tp_depth",))
+    residual = Spec("B[depth row] T D[col]")
+    inner = Spec("B[depth row] T F[col]")
+    entry = Spec("B[depth] T")

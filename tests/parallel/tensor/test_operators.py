@@ -17,7 +17,7 @@ from phalanx.models.layers import Norm
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.reduce import partial_axes
 from phalanx.parallel.split import Target
-from phalanx.parallel.tensor import products
+from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy
@@ -32,10 +32,10 @@ SHAPE = ModelShape(
 def beside_torch(text: str) -> dict[str, float]:
     """Return the largest error of each product, forward and backward, on this rank."""
     cut = Cut(text)
-    return dict([*columns(cut), *back(cut), *enter(cut), *whole(cut), *types(cut), *norms(cut)])
+    return dict([*columns(cut), *row(cut), *embedding(cut), *full(cut), *types(cut), *norms(cut)])
 
 
-def whole_gradients(x: Tensor, weights: list[Tensor], d_ys: list[Tensor]) -> list[Tensor]:
+def full_gradients(x: Tensor, weights: list[Tensor], d_ys: list[Tensor]) -> list[Tensor]:
     leaves = [tensor.clone().requires_grad_() for tensor in (x, *weights)]
     torch.autograd.backward([F.linear(leaves[0], w) for w in leaves[1:]], d_ys)
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -47,10 +47,10 @@ def columns(cut: Cut) -> Iterator[tuple[str, float]]:
     x = cut.random(B, T, D)
     weights = [cut.random(width, D, seed=n) for n, width in enumerate(widths, 1)]
     d_ys = [cut.random(B, T, width, seed=10 + n) for n, width in enumerate(widths)]
-    d_x, *d_weights = whole_gradients(x, weights, d_ys)
+    d_x, *d_weights = full_gradients(x, weights, d_ys)
     x_part = cut.activation(x, cut.residual).requires_grad_()
     parts = [cut.matrix(weight, cut.column).requires_grad_() for weight in weights]
-    ys = products.columns(cut.layout, x_part, parts)
+    ys = operators.column_parallel_linear(cut.layout, x_part, parts, T)
     torch.autograd.backward(ys, [cut.activation(d_y, cut.inner) for d_y in d_ys])
     for number, weight in enumerate(weights):
         yield f"column {number}", gap(ys[number], cut.activation(F.linear(x, weight), cut.inner))
@@ -60,12 +60,12 @@ def columns(cut: Cut) -> Iterator[tuple[str, float]]:
     yield "column, input", gap(x_part.grad, cut.activation(d_x, cut.residual))
 
 
-def back(cut: Cut) -> Iterator[tuple[str, float]]:
+def row(cut: Cut) -> Iterator[tuple[str, float]]:
     x, weight, d_y = cut.random(B, T, WIDE), cut.random(D, WIDE, seed=1), cut.random(B, T, D)
-    d_x, d_weight = whole_gradients(x, [weight], [d_y])
+    d_x, d_weight = full_gradients(x, [weight], [d_y])
     x_part = cut.activation(x, cut.inner).requires_grad_()
     part = cut.matrix(weight, cut.row).requires_grad_()
-    y = products.back(cut.layout, x_part, part)
+    y = operators.row_parallel_linear(cut.layout, x_part, part)
     y.backward(cut.activation(d_y, cut.residual))
     assert x_part.grad is not None
     yield "row", gap(y, cut.activation(F.linear(x, weight), cut.residual))
@@ -76,15 +76,15 @@ def back(cut: Cut) -> Iterator[tuple[str, float]]:
 def owed(cut: Cut, grad: Tensor | None) -> Tensor:
     """Add up the gradient of a weight that all layers of depth hold."""
     assert grad is not None
-    return all_reduce(grad, cut.mesh, "tp_depth") if "tp_depth" in cut.layout.sizes else grad
+    return all_reduce(grad, cut.mesh, "tp_depth") if "tp_depth" in cut.layout.axes else grad
 
 
-def enter(cut: Cut) -> Iterator[tuple[str, float]]:
+def embedding(cut: Cut) -> Iterator[tuple[str, float]]:
     """Each part of the vocabulary has a term of the sum."""
-    number, count = cut.place(cut.column[0])
+    number, count = cut.position(cut.column[0])
     terms, d_x = cut.random(count, B, T, D), cut.random(B, T, D, seed=1)
     # As many rows as the residual has, of which a part may have been taken already.
-    missing = -B % cut.place(cut.residual[0])[1]
+    missing = -B % cut.position(cut.residual[0])[1]
 
     def looked_up(tensor: Tensor) -> Tensor:
         rows = torch.cat((tensor, tensor.new_zeros(missing, T, D)))
@@ -92,22 +92,23 @@ def enter(cut: Cut) -> Iterator[tuple[str, float]]:
         return part.clone(memory_format=torch.contiguous_format)
 
     partial = looked_up(terms[number]).requires_grad_()
-    x = products.enter(cut.layout, partial)
+    x = operators.reduce_embedding(cut.layout, partial)
     x.backward(cut.activation(d_x, cut.residual))
     assert partial.grad is not None
-    yield "enter", gap(x, cut.activation(terms.sum(0), cut.residual))
-    yield "enter, gradient", gap(partial.grad, looked_up(d_x))
+    yield "embedding", gap(x, cut.activation(terms.sum(0), cut.residual))
+    yield "embedding, gradient", gap(partial.grad, looked_up(d_x))
 
 
-def whole(cut: Cut) -> Iterator[tuple[str, float]]:
+def full(cut: Cut) -> Iterator[tuple[str, float]]:
     for width, name, axes in ((D, "residual", cut.residual), (NUM_IDS, "inner", cut.inner)):
         x, d_x = cut.random(B, T, width), cut.random(B, T, width, seed=1)
         part = cut.activation(x, axes).requires_grad_()
-        gathered = cut.layout.whole(part, getattr(cut.layout, name), width)
+        spec = getattr(cut.layout, name)
+        gathered = operators.unshard(cut.layout, part, spec, cut.batch, width)
         gathered.backward(d_x)
         assert part.grad is not None
-        yield f"whole {name}", gap(gathered, x)
-        yield f"whole {name}, gradient", gap(part.grad, cut.activation(d_x, axes))
+        yield f"full {name}", gap(gathered, x)
+        yield f"full {name}, gradient", gap(part.grad, cut.activation(d_x, axes))
 
 
 def types(cut: Cut) -> Iterator[tuple[str, float]]:
@@ -119,8 +120,8 @@ def types(cut: Cut) -> Iterator[tuple[str, float]]:
         cut.matrix(weight, axes).requires_grad_()
         for weight, axes in zip(weights, (cut.column, cut.row), strict=True)
     )
-    (y,) = products.columns(cut.layout, part, [column])
-    z = products.back(cut.layout, y, row)
+    (y,) = operators.column_parallel_linear(cut.layout, part, [column], T)
+    z = operators.row_parallel_linear(cut.layout, y, row)
     z.backward(torch.ones_like(z))
     expected = F.linear(F.linear(x, weights[0].bfloat16()), weights[1].bfloat16())
     assert part.grad is not None and column.grad is not None and row.grad is not None
@@ -150,7 +151,6 @@ def norms(cut: Cut) -> Iterator[tuple[str, float]]:
         y.backward(d_y)
         layout = layout_of(tensor, cut.mesh)
         TensorSplit(Target(tensor, split, roles={"norm": "norm"})).bind(layout)
-        layout.extent = cut.layout.extent
         part = cut.activation(x, cut.residual).requires_grad_()
         y_part = split.norm(part)
         y_part.backward(cut.activation(d_y, cut.residual))

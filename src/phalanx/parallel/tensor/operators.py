@@ -1,0 +1,280 @@
+"""What a layout does under autograd: its products, each one operator to PyTorch, and its gathers.
+
+A product is made of panels, collectives and sums. As one operator `phalanx_tensor::...` its result
+is kept by `recompute:selective` as that of any matrix product is, and neither the multiplications
+nor the communication run again. Ledgers see its inside ([Note: Composites] in comm/watch.py).
+PyTorch's operators take tensors and numbers, no layout: it is set for the time of the call.
+
+Only this rank's shards of the factors are kept for backward, which moves them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, library
+from torch.autograd import Function
+from torch.autograd import function as torch_function
+from torch.utils.flop_counter import register_flop_formula
+
+from phalanx.comm.watch import COMPOSITE_NAMESPACE, register_composite
+from phalanx.parallel.tensor.layout import Layout
+from phalanx.parallel.tensor.spec import BatchShape, Spec
+
+_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+
+
+def once_differentiable(backward: _Backward) -> _Backward:
+    """Have autograd raise where the gradient of a gradient is asked for: it would be wrong.
+
+    As torch's own, whose type says nothing.
+    """
+    return cast(_Backward, torch_function.once_differentiable(backward))
+
+
+def column_parallel_linear(
+    layout: Layout, x: Tensor, weights: Sequence[Tensor], length: int
+) -> tuple[Tensor, ...]:
+    """Multiply residual x by column weights, all at once: x[B, T, D] -> inner y[B, T, out].
+
+    Args:
+        layout: how everything lies.
+        x: this rank's shard.
+        weights: this rank's shards, in their own data type; cast to that of x.
+        length: positions in a row, without padding.
+    """
+    return cast(tuple[Tensor, ...], _ColumnParallelLinear.apply(layout, length, x, *weights))
+
+
+def row_parallel_linear(layout: Layout, x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply inner x by a row weight: x[B, T, F] -> residual y[B, T, D]."""
+    return cast(Tensor, _RowParallelLinear.apply(layout, x, weight))
+
+
+def reduce_embedding(layout: Layout, partial: Tensor) -> Tensor:
+    """Sum what each rank looked up in its shard of a table; see `Layout.reduce_embedding`."""
+    return cast(Tensor, _ReduceEmbedding.apply(layout, partial))
+
+
+def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_features: int) -> Tensor:
+    """Gather x[B, T, D], full on every rank; its gradient must be the same on all of them.
+
+    Args:
+        layout: how everything lies.
+        x: this rank's shard.
+        spec: how it lies.
+        shape: of the full batch.
+        num_features: D.
+    """
+    return cast(Tensor, _Unshard.apply(layout, x, spec, shape, num_features))
+
+
+def shard(layout: Layout, x: Tensor, spec: Spec) -> Tensor:
+    """Return this rank's shard of x[B, T, D], the same on every rank; so is its gradient."""
+    return cast(Tensor, _Shard.apply(layout, x, spec))
+
+
+def gather_features(layout: Layout, x: Tensor, axis: str) -> Tensor:
+    """Gather features over `axis`; backward sums what the ranks have, each of its own use."""
+    return cast(Tensor, _GatherFeatures.apply(layout, x, axis))
+
+
+def look_up(ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
+    """Return rows of this rank's shard of a table, zeros where the id is not in it.
+
+    Args:
+        ids_BT: counted from the first of this shard.
+        weight_VD: the shard.
+        padding: the id whose row gets no gradient.
+    """
+    return cast(Tensor, _LookUp.apply(ids_BT, weight_VD, padding))
+
+
+def without_gradient(tensor: Tensor) -> Tensor:
+    """Return the same tensor, whose gradient is zeros: another rank gives it."""
+    return cast(Tensor, _WithoutGradient.apply(tensor))
+
+
+_AT_WORK: ContextVar[Layout] = ContextVar("layout")
+
+
+@contextmanager
+def _of(layout: Layout) -> Generator[Any]:
+    """Give the operators, which are called inside, to this layout."""
+    token = _AT_WORK.set(layout)
+    try:
+        yield torch.ops.phalanx_tensor
+    finally:
+        _AT_WORK.reset(token)
+
+
+def _column(x: Tensor, weights: Sequence[Tensor], length: int, num_inner: int) -> list[Tensor]:
+    del num_inner  # for the count of FLOPs alone
+    return _AT_WORK.get().column_parallel_linear(x, weights, length)
+
+
+def _row(x: Tensor, weight: Tensor, num_inner: int) -> Tensor:
+    del num_inner
+    return _AT_WORK.get().row_parallel_linear(x, weight)
+
+
+_LIBRARY = library.Library(COMPOSITE_NAMESPACE, "FRAGMENT")
+for _schema, _function in (
+    ("column_parallel_linear(Tensor x, Tensor[] weights, int length, int num_inner) -> Tensor[]",
+     _column),
+    ("row_parallel_linear(Tensor x, Tensor weight, int num_inner) -> Tensor", _row),
+):  # fmt: skip
+    _LIBRARY.define(_schema)
+    _name = _schema.partition("(")[0]
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    register_composite(getattr(torch.ops.phalanx_tensor, _name).default, _function)
+
+
+@register_flop_formula(torch.ops.phalanx_tensor.column_parallel_linear)
+def _column_flops(
+    _: Any,
+    weight_shapes: Sequence[Sequence[int]],
+    length: int,
+    num_inner: int,
+    out_shape: Any = None,
+    **__: Any,
+) -> int:
+    pairs = zip(out_shape, weight_shapes, strict=True)
+    return sum(2 * math.prod(y_shape) * shape[1] * num_inner for y_shape, shape in pairs)
+
+
+@register_flop_formula(torch.ops.phalanx_tensor.row_parallel_linear)
+def _row_flops(
+    _: Any, weight_shape: Sequence[int], num_inner: int, out_shape: Any = None, **__: Any
+) -> int:
+    return 2 * math.prod(out_shape) * weight_shape[1] * num_inner
+
+
+class _ColumnParallelLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layout: Layout, length: int, x: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.layout = layout
+        ctx.save_for_backward(x, *weights)
+        num_inner = layout.column.num_shards(1, layout.comm)
+        with _of(layout) as ops:
+            return tuple(ops.column_parallel_linear(x, weights, length, num_inner))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_ys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        d_x, d_weights = ctx.layout.column_parallel_linear_backward(x, weights, d_ys)
+        return None, None, d_x, *d_weights
+
+
+class _RowParallelLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.layout = layout
+        ctx.save_for_backward(x, weight)
+        with _of(layout) as ops:
+            return ops.row_parallel_linear(x, weight, layout.row.num_shards(1, layout.comm))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return None, *ctx.layout.row_parallel_linear_backward(x, weight, grad_outputs[0])
+
+
+class _ReduceEmbedding(Function):
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, partial: Tensor) -> Tensor:
+        ctx.layout, ctx.length = layout, partial.shape[1]
+        return layout.reduce_embedding(partial)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.layout.reduce_embedding_backward(grad_outputs[0], ctx.length)
+
+
+class _Unshard(Function):
+    """Gather; backward takes this rank's shard, for every rank computes the same with the whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_features: int
+    ) -> Tensor:
+        ctx.layout, ctx.spec = layout, spec
+        return layout.unshard(x, spec, shape, num_features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.layout.shard(grad_outputs[0], ctx.spec), None, None, None
+
+
+class _Shard(Function):
+    """Take this rank's shard; backward gathers, so that every rank has the full gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, x: Tensor, spec: Spec) -> Tensor:
+        ctx.layout, ctx.spec = layout, spec
+        ctx.shape, ctx.num_features = BatchShape(*x.shape[:2]), x.shape[2]
+        return layout.shard(x, spec)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad = ctx.layout.unshard(grad_outputs[0], ctx.spec, ctx.shape, ctx.num_features)
+        return None, grad, None
+
+
+class _GatherFeatures(Function):
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, x: Tensor, axis: str) -> Tensor:
+        ctx.layout, ctx.axis = layout, axis
+        return layout.comm.all_gather(x, axis, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.layout.comm.reduce_scatter(grad_outputs[0], ctx.axis, 2), None
+
+
+class _LookUp(Function):
+    @staticmethod
+    def forward(ctx: Any, ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
+        is_mine_BT = (ids_BT >= 0) & (ids_BT < len(weight_VD))
+        has_grad_BT = is_mine_BT if padding is None else is_mine_BT & (ids_BT != padding)
+        rows_BT = ids_BT.where(is_mine_BT, 0)
+        ctx.save_for_backward(rows_BT, has_grad_BT)
+        ctx.shape = weight_VD.shape
+        if not len(weight_VD):  # a vocabulary of fewer ids than ranks
+            return weight_VD.new_zeros(*ids_BT.shape, weight_VD.shape[1])
+        return F.embedding(rows_BT, weight_VD).masked_fill_(~is_mine_BT[..., None], 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        rows_BT, has_grad_BT = ctx.saved_tensors
+        grad_BTD = grad_outputs[0].masked_fill(~has_grad_BT[..., None], 0)
+        d_weight_VD = grad_BTD.new_zeros(ctx.shape)
+        if len(d_weight_VD):
+            d_weight_VD.index_add_(0, rows_BT.flatten(), grad_BTD.flatten(0, 1))
+        return None, d_weight_VD, None
+
+
+class _WithoutGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return torch.zeros_like(grad_outputs[0])

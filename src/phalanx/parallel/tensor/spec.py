@@ -1,0 +1,123 @@
+"""How a tensor is split over the sub-axes of tp: pure arithmetic, without ranks or tensors.
+
+A `Spec` is written as the heads of the layout files draw it, with the axes in brackets behind each
+dimension, outer first:
+
+    Spec("B[depth row] T D[col]")    rows over tp_depth and then tp_row, features over tp_col
+    Spec("F[tp] D")                  the first dimension over the one axis tp, the second full
+
+B are the rows of a batch, T the positions in a row; the other letters are features. A dimension is
+cut as `torch.chunk` and DTensor cut it, over one axis after another: the last shards may be short,
+or empty. Rows and positions are padded to a multiple first (`Layout.padded`), so that each rank has
+as many.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+
+class Grid(Protocol):
+    """The axes of a job, and where one rank stands on them."""
+
+    def size(self, name: str) -> int:
+        """Return the number of ranks of an axis."""
+        ...
+
+    def coord(self, name: str) -> int:
+        """Return this rank's coordinate on an axis."""
+        ...
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Rows and positions of a full microbatch, [B, T], without padding."""
+
+    num_rows: int
+    length: int
+
+
+@dataclass(frozen=True, init=False)
+class Spec:
+    """How a tensor is split; see the head of this file.
+
+    Attributes:
+        axes: of each dimension, the axes that split it, outer first.
+    """
+
+    axes: tuple[tuple[str, ...], ...]
+
+    def __init__(self, text: str) -> None:
+        dims = re.findall(r"[A-Z](?:\[[a-z]+(?: [a-z]+)*\])?", text)
+        if " ".join(dims) != text:
+            raise ValueError(f"a spec is '{text}'; expected one such as 'B[depth row] T D[col]'")
+        axes = tuple(tuple(_axis(name) for name in dim[2:-1].split()) for dim in dims)
+        object.__setattr__(self, "axes", axes)
+
+    @classmethod
+    def of(cls, *axes: tuple[str, ...]) -> Spec:
+        """Return the spec of a tensor whose dimensions are split over `axes`."""
+        spec = cls("")
+        object.__setattr__(spec, "axes", axes)
+        return spec
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Axes that split the rows of an activation [B, T, D]."""
+        return self.axes[0]
+
+    @property
+    def positions(self) -> str | None:
+        """Axis that splits the positions of an activation."""
+        return next(iter(self.axes[1]), None)
+
+    @property
+    def features(self) -> str | None:
+        """Axis that splits the features of an activation."""
+        return next(iter(self.axes[2]), None)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every rank holds all of the tensor."""
+        return not any(self.axes)
+
+    def num_shards(self, dim: int, grid: Grid) -> int:
+        """Return the number of shards of a dimension."""
+        return math.prod(grid.size(axis) for axis in self.axes[dim])
+
+    def shard(self, dim: int, size: int, grid: Grid) -> range:
+        """Return the indices that this rank holds of a dimension of `size`."""
+        held = range(size)
+        for axis in self.axes[dim]:
+            share = -(-len(held) // grid.size(axis))
+            first = grid.coord(axis) * share
+            held = held[first : first + share]
+        return held
+
+    def shard_shape(self, shape: Sequence[int], grid: Grid) -> tuple[int, ...]:
+        """Return the shape of what this rank holds of a tensor of `shape`."""
+        return tuple(len(self.shard(dim, size, grid)) for dim, size in enumerate(shape))
+
+    def placements(self, axes: Iterable[str]) -> tuple[Placement, ...]:
+        """Return how DTensor says it on a mesh of `axes`.
+
+        DTensor splits a dimension by the axes of the mesh in their order, which must be ours then.
+        """
+        dims = {axis: dim for dim, names in enumerate(self.axes) for axis in names}
+        return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in axes)
+
+
+def pad_to(size: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is no less than `size`."""
+    return -(-size // multiple) * multiple
+
+
+def _axis(name: str) -> str:
+    return name if name == "tp" else f"tp_{name}"

@@ -1,0 +1,137 @@
+"""The shape of the batch that is known is that of the forward under way, or that runs again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from parts import Cut, gap
+from torch import Tensor, nn
+
+from phalanx.launch.local import run_ranks
+from phalanx.models.attention import documents_of, rotation
+from phalanx.models.decoder import Block
+from phalanx.models.random import layer_keys, row_keys
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import recompute
+from phalanx.parallel.reduce import partial_axes
+from phalanx.parallel.split import Target
+from phalanx.parallel.tensor.roles import DECODER
+from phalanx.parallel.tensor.scope import batch_scope, batch_shape, carried, note
+from phalanx.parallel.tensor.spec import BatchShape
+from phalanx.parallel.tensor.split import TensorSplit
+from phalanx.strategy import Strategy
+
+SHAPE = ModelShape(
+    vocab_size=11, num_layers=2, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24,
+    max_seq_len=16, dropout=0.2, qk_norm=True,
+)  # fmt: skip
+ROLES = {name: role for name, role in DECODER.items() if name.startswith("blocks.")}
+SIZES = ((5, 7), (3, 9))
+"""Rows and positions of two microbatches, which no layout divides, under way at one time."""
+
+
+class Stage(nn.Module):
+    """Blocks alone, as a stage of a pipeline between the first and the last has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(SHAPE, index) for index in range(2))
+        self.segment_size = 2
+        self.run_segment = lambda function, *args: function(*args)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2, generator=generator)
+        self.double()
+
+    def forward(self, x_BTD: Tensor, *others: Tensor) -> Tensor:
+        if self.segment_size == 2:
+            return self.run_segment(self.run, x_BTD, *others)
+        return self.run(x_BTD, *others)
+
+    def run(self, x_BTD: Tensor, documents_BT: Tensor, keys_B: Tensor) -> Tensor:
+        length = documents_BT.shape[1]
+        angles = rotation(SHAPE, torch.arange(length)[None], x_BTD.dtype)
+        documents = documents_of(documents_BT, x_BTD.device)
+        for block in self.blocks:
+            keys = layer_keys(keys_B, block.index)
+            x_BTD = block(x_BTD, angles, documents, keys)
+        return x_BTD
+
+
+def others_of(num_rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return the documents and the keys of dropout of a microbatch."""
+    documents = (torch.arange(length) > 2).long() + torch.arange(num_rows)[:, None]
+    return documents, row_keys(0, 1, torch.arange(num_rows))
+
+
+def errors_of_stage(text: str, policies: list[str]) -> dict[str, float]:
+    """Return the largest error of results and gradients, forwards before the first backward."""
+    cut = Cut(text)
+    strategy = Strategy(tp=cut.strategy.tp)
+    whole, errors = Stage(), {}
+    for policy in policies:
+        split = copy.deepcopy(whole)
+        again = Strategy.parse(f"{strategy},recompute:{policy}")
+        target = Target(again, split, roles=ROLES)
+        TensorSplit(target).bind(cut.layout)
+        recompute.apply(split, again.recompute, carried)
+        whole.zero_grad()
+        pending = []
+        for number, (num_rows, length) in enumerate(SIZES):
+            x = cut.random(num_rows, length, SHAPE.hidden, seed=number)
+            d_y = cut.random(num_rows, length, SHAPE.hidden, seed=10 + number)
+            expected = x.clone().requires_grad_()
+            y = whole(expected, *others_of(num_rows, length))
+            y.backward(d_y)
+            shard = cut.activation(x, cut.residual).requires_grad_()
+            with batch_scope(BatchShape(num_rows, length)):
+                y_shard = split(shard, *others_of(num_rows, length))
+            pending.append((y, y_shard, expected, shard, d_y))
+        for number, (y, y_shard, expected, shard, d_y) in enumerate(pending):
+            is_there = cut.activation(torch.ones_like(y), cut.residual)
+            y_shard.backward(cut.activation(d_y, cut.residual))
+            found = {
+                "result": gap(
+                    y_shard.detach() * is_there, cut.activation(y.detach(), cut.residual)
+                ),
+                "input": gap(shard.grad, cut.activation(expected.grad, cut.residual)),
+            }
+            errors |= {f"{policy}, microbatch {number}, {key}": v for key, v in found.items()}
+        for name, parameter in split.named_parameters():
+            grad = parameter.grad.to_local()
+            for axis in partial_axes(parameter):
+                cut.layout.comm.all_reduce(grad, axis)
+            errors[f"{policy}, {name}"] = gap(
+                parameter.grad.full_tensor(), whole.get_parameter(name).grad
+            )
+    return errors
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2:megatron", "tp4:2d", "tp8:2.5d/2", "tp8:3d"])
+def test_a_stage_without_an_embedding_is_as_the_whole(text: str) -> None:
+    """With every way to recompute, while several microbatches are under way."""
+    policies = ["none", "full", "every/2", "selective"]
+    ranks = run_ranks(errors_of_stage, Strategy.parse(text).num_ranks, text, policies, threads=1)
+    for errors in ranks:
+        assert len(errors) == len(policies) * (2 * 2 + 22)
+        assert max(errors.values()) < 1e-12, errors
+
+
+def test_a_scope_ends_with_its_forward() -> None:
+    with pytest.raises(RuntimeError, match="runs outside of the forward of its model"):
+        batch_shape()
+    with batch_scope():
+        note(BatchShape(2, 3))
+        with batch_scope(BatchShape(4, 5)):
+            assert batch_shape() == BatchShape(4, 5)
+            with batch_scope():  # a model inside a stage knows what the stage knows
+                assert batch_shape() == BatchShape(4, 5)
+                note(BatchShape(6, 7))
+            assert batch_shape() == BatchShape(4, 5)
+            again = carried(batch_shape)
+        assert batch_shape() == BatchShape(2, 3)
+    assert again() == BatchShape(4, 5)
+    with pytest.raises(RuntimeError, match="inside `batch_scope`"):
+        batch_shape()
