@@ -24,8 +24,9 @@ ROWS = [
     ["parallel", "server"],
     ["planner"],
     ["data", "measure", "checkpoint"],
-    ["bench", "hugging_face"],
+    ["hugging_face"],
     ["train"],
+    ["bench"],
     ["verify", "infer"],
     ["cli"],
 ]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import SHAPE, spread, write_result
+from phalanx.bench.scaling import ONE_RANK, ScalingCase, time_rank
 from phalanx.launch.local import run_ranks
 from phalanx.models import cpu
-from phalanx.train.scaling import ONE_RANK, ScalingCase, time_rank
 
 EAGER, FUSED, COMPILED = "eager", "fused operators", "compiled"
 WAYS = (EAGER, FUSED, COMPILED)

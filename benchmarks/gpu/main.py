@@ -18,13 +18,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import write_result
-from phalanx.bench.ceiling import quick_ceiling
 from phalanx.comm.join import build_mesh, device_of
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
 from phalanx.launch.local import run_ranks
 from phalanx.measure.environment import device_name, free_memory_bytes
 from phalanx.measure.peaks import peak_of
+from phalanx.measure.products import quick_ceiling
 from phalanx.measure.utilization import Utilization
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial

@@ -20,6 +20,7 @@ from overlap import overlap_rank
 from phalanx.bench.tensor import LayoutPoint, measure_tensor, parse_layout
 from phalanx.bench.tensor_theory import ItemBytes, crossing_tokens, sent_bytes, theory
 from phalanx.launch.local import run_ranks
+from phalanx.measure.logs import values_of
 from phalanx.models.registry import shape_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -52,7 +53,7 @@ def layouts(repeats: int) -> dict[str, object]:
         print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
         for point in points:
             print(layout_row(point), flush=True)
-    return run.as_dict()
+    return values_of(run)
 
 
 def layout_row(point: LayoutPoint) -> str:
@@ -93,7 +94,7 @@ def crossing() -> dict[str, object]:
         strategy = parse_layout(text)
         run = measure_tensor([f"tp{strategy.tp.degree}", text], sizes, repeats=0)
         (found,) = run.crossings
-        counted[text] = run.as_dict()
+        counted[text] = values_of(run)
         for plain, point in zip(run.points[::2], run.points[1::2], strict=True):
             assert plain.measured == plain.theory and point.measured == point.theory
             is_above = point.size.num_tokens > found.num_tokens

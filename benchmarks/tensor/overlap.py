@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.bench.tensor import BlockSize, Precision, SplitBlock, parse_layout, time_in_turns
+from phalanx.bench.block import BlockSize
+from phalanx.bench.tensor import Precision, SplitBlock, parse_layout, time_in_turns
 from phalanx.parallel.tensor import two_d
 from phalanx.parallel.tensor.apply import LAYOUTS
 from phalanx.parallel.tensor.layout import weight_gradient

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench.ceiling import Ceiling, MatmulPoint
+from phalanx.bench.ceiling import Ceiling
 from phalanx.bench.picture import draw_ceiling
+from phalanx.measure.products import MatmulPoint
 
 
 @pytest.mark.parametrize(("ending", "start"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import phalanx.cli.bench as bench
+from phalanx.bench.block import BlockSize
 from phalanx.bench.tensor import (
-    BlockSize,
     Precision,
     SplitBlock,
     TensorRun,

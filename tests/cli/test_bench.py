@@ -27,7 +27,7 @@ def test_ceiling_prints_a_table_and_writes_results(
     assert bench.run([*arguments.split(), "--json", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     document = last_line(shown)
-    assert document["benchmark"] == "ceiling" and document["dtype"] == "float32"
+    assert document["benchmark"] == "ceiling" and document["arithmetic"] == "float32"
     assert document["environment"]
     assert "TFLOP/s" in shown and "1 thread" in shown
     lines = shown.splitlines()[:-1]
@@ -39,7 +39,7 @@ def test_ceiling_prints_a_table_and_writes_results(
 def test_without_matplotlib_it_says_how_to_get_it_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.cli.bench.ceiling.has_matplotlib", lambda: False)
+    monkeypatch.setattr("phalanx.cli.bench.has_matplotlib", lambda: False)
     arguments = "ceiling --device cpu --dtype float32 --max-size 512 --budget-s 1 --threads 1"
     assert bench.run([*arguments.split(), "--out", str(tmp_path)]) == 0
     assert "pip install 'phalanx-train[plot]'" in capsys.readouterr().out

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cli.bench.ceiling import CeilingConfig
-from phalanx.cli.bench.mfu import MfuConfig
-from phalanx.cli.bench.scaling import ScalingConfig
-from phalanx.cli.bench.tensor import TensorConfig
+from phalanx.bench.ceiling import CeilingConfig
+from phalanx.bench.mlp import MfuConfig
+from phalanx.bench.scaling import ScalingConfig
+from phalanx.bench.tensor_table import TensorConfig
 from phalanx.cli.convert import ConvertConfig
 from phalanx.cli.doctor import DoctorConfig
 from phalanx.cli.verify import VerifyConfig

@@ -2,65 +2,64 @@
 
 A data sheet states what the silicon could do; the ceiling says what the library, the clocks, the
 cooling and the neighbours leave of it. Square products of doubling size show where the device
-begins to be busy. Operands are normal random numbers, since zeros draw less power and run faster
-than any training does.
+begins to be busy.
 """
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 import torch
+from rich.table import Table
 
-from phalanx.errors import ConfigError
-from phalanx.launch.local import num_cores
+from phalanx.bench.picture import draw_ceiling
+from phalanx.bench.verb import DeviceConfig, Found, Say, resolved
+from phalanx.config.fields import Range
 from phalanx.measure.environment import device_name, free_memory_bytes
+from phalanx.measure.logs import values_of
 from phalanx.measure.peaks import Arithmetic, Peak, peak_of
+from phalanx.measure.products import (
+    FEWEST_REPEATS,
+    MatmulPoint,
+    arithmetic_of,
+    checked_device,
+    machine_text,
+    measure_matmul,
+)
+from phalanx.measure.utilization import percent
 
 SMALLEST_SIZE = 512
 LARGEST_SIZE = 32768
 _MEMORY_SHARE = 0.6
-_MOST_REPEATS = 30
-_FEWEST_REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatmulPoint:
-    """Repeated products of a (num_rows, inner) and an (inner, num_columns) matrix."""
+class CeilingConfig(DeviceConfig):
+    """Measure the matmul ceiling: square products of doubling size, as a table and a picture."""
 
-    num_rows: int
-    inner: int
-    num_columns: int
-    repeats: int
-    mean_s: float
-    median_s: float
-    best_s: float
+    max_size: Annotated[int, Range(SMALLEST_SIZE)] = LARGEST_SIZE
+    """Largest size to try."""
 
-    @property
-    def flops(self) -> int:
-        """FLOPs of one product."""
-        return 2 * self.num_rows * self.inner * self.num_columns
 
-    @property
-    def mean_flops_per_s(self) -> float:
-        """Rate of all repeats together."""
-        return self.flops / self.mean_s
-
-    @property
-    def median_flops_per_s(self) -> float:
-        """Rate of the median repeat."""
-        return self.flops / self.median_s
-
-    @property
-    def best_flops_per_s(self) -> float:
-        """Rate of the fastest repeat."""
-        return self.flops / self.best_s
+def run(config: CeilingConfig, say: Say) -> Found:
+    """Measure, and show a table and a picture."""
+    del say
+    ceiling = measure_ceiling(*resolved(config), config.max_size, config.budget_s)
+    return Found(
+        name=f"ceiling-{ceiling.device}-{ceiling.arithmetic}",
+        shown=[
+            f"Matrix products in {ceiling.arithmetic}, {ceiling.machine}",
+            ceiling.table(),
+            *(f"{size} skipped: {reason}" for size, reason in ceiling.skipped),
+            *ceiling.remarks(),
+        ],
+        values=values_of(ceiling),
+        draw=partial(draw_ceiling, ceiling),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,28 +96,43 @@ class Ceiling:
         """The device's data sheet; None if it is not in the table."""
         return peak_of(self.device_name, self.arithmetic) if self.device == "cuda" else None
 
-    def as_dict(self) -> dict[str, object]:
-        """Return plain values for JSON; rates in FLOP/s."""
-        points = [
-            asdict(point)
-            | {
-                "median_flops_per_s": point.median_flops_per_s,
-                "best_flops_per_s": point.best_flops_per_s,
-            }
-            for point in self.points
-        ]
-        return {
-            "device": self.device,
-            "device_name": self.device_name,
-            "dtype": self.arithmetic,
-            "num_threads": self.num_threads,
-            "ceiling_flops_per_s": self.flops_per_s,
-            "sustained_flops_per_s": self.sustained_flops_per_s,
-            "data_sheet_flops_per_s": None if self.peak is None else self.peak.flops_per_s,
-            "data_sheet_source": None if self.peak is None else self.peak.source,
-            "points": points,
-            "skipped": [{"size": size, "reason": reason} for size, reason in self.skipped],
-        }
+    def table(self) -> Table:
+        """Draw a row for each size."""
+        table = Table()
+        table.add_column("n x n", justify="right")
+        table.add_column("repeats", justify="right")
+        table.add_column("median ms", justify="right")
+        table.add_column("median TFLOP/s", justify="right")
+        table.add_column("best TFLOP/s", justify="right")
+        if self.peak is not None:
+            table.add_column("of data sheet", justify="right")
+        for point in self.points:
+            row = [
+                str(point.num_rows),
+                str(point.repeats),
+                f"{1e3 * point.median_s:.3f}",
+                f"{point.median_flops_per_s / 1e12:.3f}",
+                f"{point.best_flops_per_s / 1e12:.3f}",
+            ]
+            if self.peak is not None:
+                row.append(percent(point.best_flops_per_s / self.peak.flops_per_s))
+            table.add_row(*row)
+        return table
+
+    def remarks(self) -> list[str]:
+        """Return what goes with the table."""
+        words = (
+            f"ceiling {self.flops_per_s / 1e12:.3f} TFLOP/s (fastest repeat), sustained "
+            f"{self.sustained_flops_per_s / 1e12:.3f} TFLOP/s (best median)"
+        )
+        if self.peak is None:
+            return [f"{words}; no data sheet is known for this device"]
+        lines = [f"{words}; data sheet {self.peak.flops_per_s / 1e12:.1f} ({self.peak.source})"]
+        if self.flops_per_s > self.peak.flops_per_s:
+            lines.append(
+                "no share above 100 % of a data sheet is given: it is not that of this device"
+            )
+        return lines
 
 
 def measure_ceiling(
@@ -163,152 +177,6 @@ def measure_ceiling(
     )
 
 
-def quick_ceiling(
-    device: torch.device | str, arithmetic: Arithmetic, num_threads: int | None = None
-) -> float:
-    """Return the best rate, in FLOP/s, over a few products of sizes met in training.
-
-    It takes about a second. Several ranks on one machine should call it at the same time, so that
-    each measures its own share of the machine. Where they take turns on the cores, a product that
-    fits into one turn would have a whole core: then the rate is that of all products of a size.
-
-    Args:
-        device: cpu or a CUDA device.
-        arithmetic: data type, as for `measure_ceiling`.
-        num_threads: CPU threads to measure with; those of the process if None.
-
-    Raises:
-        ConfigError: the device is missing or cannot do the arithmetic.
-    """
-    device = checked_device(device, arithmetic)
-    sizes = (
-        [(2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192)]
-        if device.type == "cuda"
-        else [(512, 512, 512), (2048, 512, 1408), (1024, 1024, 1024), (768, 768, 768)]
-    )
-    begin_s, best = time.perf_counter(), 0.0
-    with arithmetic_of(arithmetic) as dtype, _threads(num_threads):
-        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        are_shared = device.type == "cpu" and num_here * torch.get_num_threads() > num_cores()
-        for rows, inner, columns in sizes:
-            point = measure_matmul(device, dtype, rows, inner, columns, budget_s=0.3, fewest=1)
-            rate = point.mean_flops_per_s if are_shared else point.best_flops_per_s
-            best = max(best, rate)
-            if time.perf_counter() - begin_s > 1.0:
-                break
-    return best
-
-
-def measure_matmul(
-    device: torch.device,
-    dtype: torch.dtype,
-    num_rows: int,
-    inner: int,
-    num_columns: int,
-    budget_s: float,
-    fewest: int = _FEWEST_REPEATS,
-) -> MatmulPoint:
-    """Time one product: a warm-up, then at least `fewest` repeats and more while time is left."""
-    generator = torch.Generator(device).manual_seed(0)
-    shapes = ((num_rows, inner), (inner, num_columns))
-    a, b = (
-        torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(dtype)
-        for shape in shapes
-    )
-    out = torch.empty(num_rows, num_columns, dtype=dtype, device=device)
-    begin_s = time.perf_counter()
-    _time_products(a, b, out, 1)
-    times_s: list[float] = []
-    while len(times_s) < _MOST_REPEATS:
-        if len(times_s) >= fewest and time.perf_counter() - begin_s > budget_s:
-            break
-        # A GPU is kept busy by several products in its queue at once.
-        times_s += _time_products(a, b, out, 5 if device.type == "cuda" else 1)
-    return MatmulPoint(
-        num_rows=num_rows,
-        inner=inner,
-        num_columns=num_columns,
-        repeats=len(times_s),
-        mean_s=statistics.fmean(times_s),
-        median_s=statistics.median(times_s),
-        best_s=min(times_s),
-    )
-
-
-def checked_device(device: torch.device | str, arithmetic: Arithmetic) -> torch.device:
-    """Return the device, or say that it is missing or that it cannot do the arithmetic.
-
-    Raises:
-        ConfigError: see above.
-    """
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(f"device is '{device}'; it must be cpu, cuda or cuda:INDEX") from None
-    if found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is '{device}'; it must be cpu, cuda or cuda:INDEX")
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (found.index or 0) >= count:
-            raise ConfigError(
-                f"device is '{device}', and torch {torch.__version__} sees {count} CUDA devices "
-                "here; use --device cpu, or a lower index"
-            )
-    elif arithmetic == "tf32":
-        raise ConfigError("tf32 exists on CUDA devices only; on the CPU use float32 or bfloat16")
-    return found
-
-
-def machine_text(name: str, num_threads: int | None) -> str:
-    """Return a device's name, followed by the CPU threads if there are any to tell."""
-    if num_threads is None:
-        return name
-    return f"{name}, {num_threads} {'thread' if num_threads == 1 else 'threads'}"
-
-
-@contextmanager
-def arithmetic_of(arithmetic: Arithmetic) -> Generator[torch.dtype]:
-    """Yield the data type, with float32 products on a GPU set to TF32 or true float32 meanwhile."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
-    try:
-        dtype: torch.dtype = getattr(torch, "float32" if arithmetic == "tf32" else arithmetic)
-        yield dtype
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _threads(num_threads: int | None) -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _time_products(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, repeats: int
-) -> list[float]:
-    """Return the seconds of each of several products; a GPU's own clock measures a GPU's."""
-    if a.device.type != "cuda":
-        times_s: list[float] = []
-        for _ in range(repeats):
-            begin_s = time.perf_counter()
-            torch.mm(a, b, out=out)
-            times_s.append(time.perf_counter() - begin_s)
-        return times_s
-    with torch.cuda.device(a.device):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            torch.mm(a, b, out=out)
-            event.record()
-        events[-1].synchronize()
-    return [first.elapsed_time(second) / 1e3 for first, second in pairwise(events)]
-
-
 def _obstacle(
     device: torch.device,
     dtype: torch.dtype,
@@ -327,7 +195,7 @@ def _obstacle(
         )
     if points:
         product_s = points[-1].median_s * (size / points[-1].num_rows) ** 3
-        need_s = product_s * (1 + _FEWEST_REPEATS)
+        need_s = product_s * (1 + FEWEST_REPEATS)
         if need_s > left_s:
             return f"needs about {need_s:.0f} s, {max(left_s, 0):.0f} s of the budget are left"
     return None

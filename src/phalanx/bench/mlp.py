@@ -17,24 +17,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 
-from phalanx.bench.ceiling import (
+from phalanx.bench.verb import DeviceConfig, Found, Say, resolved
+from phalanx.config.fields import Range
+from phalanx.errors import ConfigError
+from phalanx.measure.environment import device_name, free_memory_bytes
+from phalanx.measure.logs import values_of
+from phalanx.measure.peaks import Arithmetic, peak_of
+from phalanx.measure.products import (
     arithmetic_of,
     checked_device,
     machine_text,
     measure_matmul,
     quick_ceiling,
 )
-from phalanx.errors import ConfigError
-from phalanx.measure.environment import device_name, free_memory_bytes
-from phalanx.measure.peaks import Arithmetic, peak_of
-from phalanx.measure.utilization import Utilization
+from phalanx.measure.utilization import Utilization, percent
 from phalanx.planner.model_shape import Flops
 
 Recipe = Literal["plain", "lecture"]
@@ -77,24 +81,78 @@ class MlpRun:
         """The device's name, with its threads if it is a CPU."""
         return machine_text(self.device_name, self.num_threads)
 
-    def as_dict(self) -> dict[str, object]:
-        """Return plain values for JSON."""
-        return {
-            "device": self.device,
-            "device_name": self.device_name,
-            "dtype": self.arithmetic,
-            "recipe": self.recipe,
-            "num_threads": self.num_threads,
-            "num_layers": self.num_layers,
-            "width": self.width,
-            "num_rows": self.num_rows,
-            "choice": self.choice,
-            "compiled": self.is_compiled,
-            "num_steps": self.num_steps,
-            "best_step_s": self.best_step_s,
-            "optimizer_s": self.optimizer_s,
-            "utilization": self.utilization.as_dict(),
-        }
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what a table shows, each with its name."""
+        utilization = self.utilization
+        rows = [
+            ("layers x width, rows", f"{self.num_layers} x {self.width}, {self.num_rows}"),
+            ("compiled", "yes" if self.is_compiled else "no"),
+            ("steps measured", str(self.num_steps)),
+            ("step, median (best)", f"{utilization.time_s:.4g} s ({self.best_step_s:.4g} s)"),
+            ("optimizer in it", percent(self.optimizer_s / utilization.time_s)),
+            ("rate", utilization.rate_text()),
+        ]
+        if utilization.peak is not None:
+            rows.append(("MFU of data sheet", percent(utilization.mfu("data sheet"))))
+        return [*rows, ("MFU of ceiling", percent(utilization.mfu("ceiling")))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MfuConfig(DeviceConfig):
+    """Measure MFU and HFU of a plain perceptron: forward, backward and optimizer."""
+
+    layers: Annotated[int, Range(1)] = 8
+    """Linear layers."""
+    width: Annotated[int | None, Range(1)] = None
+    """Rows and columns of each; the largest of 8192, 4096, ... for time and memory if unset."""
+    compile: bool = False
+    """Compile the perceptron with torch.compile."""
+    recipe: Recipe = "plain"
+    """lecture: float32 weights under autocast, biases, Adam, new inputs; plain stands beside it."""
+
+
+def run(config: MfuConfig, say: Say) -> Found:
+    """Measure, and show a table and the formulas behind it."""
+    del say
+    device, arithmetic = resolved(config)
+    recipes: tuple[Recipe, ...] = ("plain",) if config.recipe == "plain" else ("lecture", "plain")
+    results: list[MlpRun] = []
+    for recipe in recipes:  # what stands beside the first is as wide
+        results.append(
+            measure_mlp(
+                device,
+                arithmetic,
+                num_layers=config.layers,
+                width=results[0].width if results else config.width,
+                budget_s=config.budget_s / len(recipes),
+                compile=config.compile,
+                recipe=recipe,
+            )
+        )
+    result, *beside = results
+    name = f"mfu-{result.device}-{result.arithmetic}"
+    name += "" if result.recipe == "plain" else f"-{result.recipe}"
+    return Found(
+        name=f"{name}-compiled" if result.is_compiled else name,
+        shown=[
+            f"MFU of a perceptron in {result.arithmetic}, {result.machine}",
+            _mfu_table(results),
+            result.choice,
+            *(f"{each.recipe}: {each.utilization.text()}" for each in results),
+        ],
+        values=values_of(result) | ({"beside": values_of(beside)} if beside else {}),
+    )
+
+
+def _mfu_table(results: Sequence[MlpRun]) -> Table:
+    table = Table(show_header=len(results) > 1)
+    columns = [dict(result.rows()) for result in results]
+    table.add_column("recipe")
+    for result in results:
+        table.add_column(result.recipe, justify="right")
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    return table
 
 
 def measure_mlp(

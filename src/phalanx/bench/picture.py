@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from phalanx.bench.ceiling import Ceiling
+if TYPE_CHECKING:
+    from phalanx.bench.ceiling import Ceiling
 
 
 def has_matplotlib() -> bool:

@@ -9,18 +9,17 @@ times say nothing to one another. Beside each stands `tensor_theory`.
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.bench.ceiling import quick_ceiling
+from phalanx.bench.block import DEFAULT_SIZES, BlockSize
 from phalanx.bench.tensor_theory import (
     Amounts,
     ItemBytes,
@@ -36,6 +35,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.environment import check_memory_for, free_memory_bytes
 from phalanx.measure.memory import MemoryLedger
+from phalanx.measure.products import quick_ceiling
 from phalanx.models.attention import rotation
 from phalanx.models.decoder import Block
 from phalanx.models.initial import fill_initial
@@ -53,7 +53,6 @@ from phalanx.strategy import Axis, Strategy, require_built
 Precision = Literal["bfloat16", "float32", "float64"]
 
 DEFAULT_LAYOUTS = ("tp4", "tp4:megatron", "tp4:2d", "tp8", "tp8:2.5d/2", "tp8:3d")
-DEFAULT_SIZES = ("512x8x32", "512x8x128", "512x8x512")
 
 _PATTERNS: Patterns = {
     "block.attention_norm": "norm",
@@ -69,73 +68,7 @@ _PATTERNS: Patterns = {
     "block.mlp.down": "row",
 }
 
-_WIDE = 3072
-"""From this width on Llama's heads are twice as wide (Llama 3.2 1B and 3B)."""
 _MEMORY_SHARE = 0.6
-
-
-@dataclass(frozen=True)
-class BlockSize:
-    """A block of the Llama family, and a microbatch for it.
-
-    Attributes:
-        hidden: features of the residual; heads and MLP follow.
-        num_rows: of the microbatch.
-        length: places of a row.
-    """
-
-    hidden: int
-    num_rows: int
-    length: int
-
-    @classmethod
-    def parse(cls, text: str) -> BlockSize:
-        """Read HIDDENxROWSxPLACES.
-
-        Raises:
-            ConfigError: it is written otherwise, or the width is not a whole number of heads.
-        """
-        if re.fullmatch(r"[1-9][0-9]{0,7}(x[1-9][0-9]{0,7}){2}", text) is None:
-            raise ConfigError(
-                f"size is '{text}'; it must be HIDDENxROWSxPLACES, such as {DEFAULT_SIZES[0]}"
-            )
-        size = cls(*map(int, text.split("x")))
-        width = size.head_dim
-        if size.hidden % width:
-            nearest = max(1, round(size.hidden / width)) * width
-            raise ConfigError(
-                f"size {text}: hidden is {size.hidden}; it must be a multiple of {width}, the "
-                f"width of a head, and {nearest} is the nearest"
-            )
-        return size
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return 128 if self.hidden >= _WIDE else 64
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the microbatch."""
-        return self.num_rows * self.length
-
-    @property
-    def shape(self) -> ModelShape:
-        """The block's shape: the MLP is 8/3 as wide, up to the next 256 (Touvron et al. 2023)."""
-        num_heads = self.hidden // self.head_dim
-        return ModelShape(
-            vocab_size=1,  # a block has no vocabulary
-            num_layers=1,
-            hidden=self.hidden,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=self.head_dim,
-            ffn=-(-8 * self.hidden // (3 * 256)) * 256,
-            max_seq_len=self.length,
-        )
-
-    def __str__(self) -> str:
-        return f"{self.hidden}x{self.num_rows}x{self.length}"
 
 
 class OneBlock(nn.Module):
@@ -199,19 +132,6 @@ class TensorRun:
     threads: int | None
     points: tuple[LayoutPoint, ...]
     crossings: tuple[Crossing, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return plain values for JSON."""
-        return {
-            "dtype": self.precision,
-            "repeats": self.num_repeats,
-            "threads_per_rank": self.threads,
-            "points": [
-                {**asdict(point), "size": str(point.size), "median_s": point.median_s}
-                for point in self.points
-            ],
-            "crossings": [asdict(crossing) for crossing in self.crossings],
-        }
 
 
 def measure_tensor(

@@ -8,15 +8,16 @@ for a number that is not finite: such a value is null, and `<name>_text` beside 
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -268,6 +269,24 @@ def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> st
         if len(text) <= width:
             return text
     return loss
+
+
+def values_of(value: Any) -> Any:
+    """Return a dataclass, or values with such in them, as plain values: its fields and properties.
+
+    One that has an `as_dict` of its own gives that.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        if hasattr(value, "as_dict"):
+            return cast(Any, value).as_dict()
+        names = [field.name for field in fields(value)]
+        names += [
+            name for name, _ in inspect.getmembers(type(value), lambda m: isinstance(m, property))
+        ]
+        return {name: values_of(getattr(value, name)) for name in names}
+    if isinstance(value, (list, tuple)):
+        return [values_of(inner) for inner in cast("Sequence[Any]", value)]
+    return value
 
 
 def json_text(value: object) -> str:

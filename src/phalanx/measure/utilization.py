@@ -22,7 +22,7 @@ ROUNDING = 1e-3
 GOOD, EXCELLENT = 0.30, 0.40
 """From where on an MFU, of the data sheet of a GPU, is called so."""
 
-_YARDSTICK = "large models were trained at 21 to 46 % (PaLM, arXiv 2204.02311, table 3)"
+_YARDSTICK = "a rule of thumb; arXiv 2204.02311 (PaLM) compares the MFU of published models"
 
 _SHARES = "MFU = model FLOPs / (time x devices x peak), HFU = (model FLOPs + recompute) / the same"
 _COUNT = "model FLOPs = 6 x matmul parameters x tokens"

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 
-from phalanx.bench.ceiling import quick_ceiling
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.primitives import all_reduce
 from phalanx.comm.waits import told_to
@@ -20,6 +19,7 @@ from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import EvaluationRecord, RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger
 from phalanx.measure.peaks import Arithmetic, peak_of
+from phalanx.measure.products import quick_ceiling
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.model_shape import step_flops

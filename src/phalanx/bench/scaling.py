@@ -12,19 +12,25 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import torch
+from rich.table import Table
 
+from phalanx.bench.verb import Found, ResultConfig, Say
 from phalanx.comm.join import build_mesh, data_coordinate, device_of
 from phalanx.comm.together import barrier
-from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
+from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, solve_batch
+from phalanx.config.fields import Positional, Range
 from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
-from phalanx.launch.local import run_ranks
+from phalanx.launch.local import num_cores, run_ranks
 from phalanx.measure.environment import check_memory_for
+from phalanx.measure.logs import values_of
+from phalanx.measure.utilization import percent
 from phalanx.models.initial import fill_initial
+from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import plan_decoder
@@ -105,16 +111,107 @@ class ScalingPoint:
         """Speed-up / N, in [0, 1]."""
         return None if self.speed_up is None else self.speed_up / self.num_ranks
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {
-            "strategy": self.strategy,
-            "num_ranks": self.num_ranks,
-            "times_s": list(self.times_s),
-            "batches_per_s": self.batches_per_s,
-            "speed_up": self.speed_up,
-            "efficiency": self.efficiency,
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig(ResultConfig):
+    """Measure the speed-up of strategies over one rank: the same global batch, in turns."""
+
+    strategies: Annotated[tuple[str, ...], Positional("[STRATEGY ...]")] = (
+        "dp2", "dp4", "fsdp2", "fsdp4", "tp2", "tp4",
+    )  # fmt: skip
+    """Strategies to measure beside one rank."""
+    threads: Annotated[int | None, Range(1)] = None
+    """CPU threads of each rank, whatever their number is; 1 if unset."""
+    model: str = "demo"
+    """Preset of the model's shape."""
+    global_size: Annotated[int, Range(1)] = 8
+    """Sequences in one step, whatever the number of ranks is."""
+    seq_len: Annotated[int, Range(1)] = 256
+    """Tokens of a sequence."""
+    precision: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
+    """Data type of the arithmetic; auto: bfloat16 where the device has it, else float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; a rank is a GPU, or `threads` threads of the CPU, 1 if unset."""
+    steps: Annotated[int, Range(1)] = 5
+    """Steps to time in each round, after two that warm up."""
+    rounds: Annotated[int, Range(1)] = 3
+    """Rounds; each runs every strategy once."""
+    shape: ShapeConfig = field(default_factory=ShapeConfig)
+    """Sizes that replace the preset's."""
+
+
+def run(config: ScalingConfig, say: Say) -> Found:
+    """Measure, and show a table."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = with_sizes(shape_of(config.model), config.shape)
+    if config.seq_len > shape.max_seq_len:
+        raise ConfigError(
+            f"seq_len is {config.seq_len}, but the model's positions end at {shape.max_seq_len}; "
+            f"the nearest is {shape.max_seq_len}"
+        )
+    case = ScalingCase(
+        shape=shape,
+        global_size=config.global_size,
+        seq_len=config.seq_len,
+        precision=config.precision,
+        device=device,
+        threads=1 if config.threads is None else config.threads,
+        steps=config.steps,
+        rounds=config.rounds,
+    )
+    points = measure_scaling(config.strategies, case, say)
+    num_tokens = case.global_size * case.seq_len
+    rows = [
+        values_of(point) | {"tokens_per_s": num_tokens * point.batches_per_s} for point in points
+    ]
+    return Found(
+        name=f"scaling-{device}",
+        shown=[_table(points, num_tokens), *_remarks(points, case)],
+        values={"model": config.model, **values_of(case), "points": rows},
+    )
+
+
+def _table(points: Sequence[ScalingPoint], num_tokens: int) -> Table:
+    table = Table()
+    table.add_column("strategy")
+    for name in ("ranks", "ms a step", "tokens/s", "batches/s", "speed-up", "min - max"):
+        table.add_column(name, justify="right")
+    table.add_column("efficiency", justify="right")
+    for point in points:
+        is_known = point.speed_up is not None
+        table.add_row(
+            point.strategy,
+            str(point.num_ranks),
+            f"{1e3 / point.batches_per_s:.1f}",
+            f"{num_tokens * point.batches_per_s:,.0f}",
+            f"{point.batches_per_s:.3g}",
+            f"{point.speed_up:.2f}" if is_known else "-",
+            f"{min(point.speed_ups):.2f} - {max(point.speed_ups):.2f}" if is_known else "-",
+            percent(point.efficiency) if is_known else "-",
+        )
+    return table
+
+
+def _remarks(points: Sequence[ScalingPoint], case: ScalingCase) -> list[str]:
+    lines = [
+        f"the median of {case.rounds} rounds, global batch {case.global_size} x {case.seq_len} "
+        "tokens; a speed-up is that of each round over one rank in the same round"
+    ]
+    if case.device == "cpu":
+        ranks = num_cores() // case.threads
+        lines.append(
+            f"a rank is {case.threads} of {num_cores()} cores: more than {max(1, ranks)} ranks "
+            "share them"
+        )
+    doubted = [point.strategy for point in points if point.speed_up is None]
+    if doubted:
+        lines.append(
+            f"no speed-up of {', '.join(doubted)}: it came out above the number of ranks, so other "
+            "work disturbed this machine; measure again when it is idle"
+        )
+    return lines
 
 
 def measure_scaling(

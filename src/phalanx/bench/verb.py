@@ -1,22 +1,22 @@
-"""What the verbs of bench share: their settings, and how a result is kept."""
+"""What the verbs of `phalanx bench` share: their settings, and what they have found.
+
+A verb is a module with the dataclass of its settings and `run(config, say) -> Found`.
+"""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from rich.console import Console
-from rich.text import Text
+from rich.table import Table
 
-from phalanx.bench.ceiling import checked_device
 from phalanx.config.fields import Range
-from phalanx.errors import ConfigError
-from phalanx.measure.environment import environment, has_fast_bfloat16
-from phalanx.measure.logs import json_text
+from phalanx.measure.environment import has_fast_bfloat16
 from phalanx.measure.peaks import Arithmetic
+from phalanx.measure.products import checked_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ResultConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(ResultConfig):
+class DeviceConfig(ResultConfig):
     """What the verbs of one device take."""
 
     device: str = "auto"
@@ -43,13 +43,34 @@ class BenchConfig(ResultConfig):
     """Seconds to spend on measuring, about."""
 
 
+Say = Callable[[str], None]
+"""Shows a line while a verb measures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a verb has found.
+
+    Attributes:
+        name: of the files that keep it, without their endings.
+        shown: what a console prints of it, in this order.
+        values: plain values for JSON.
+        draw: draws it into a file; None if there is no picture of it.
+    """
+
+    name: str
+    shown: Sequence[str | Table]
+    values: dict[str, Any]
+    draw: Callable[[Path], None] | None = None
+
+
 def use_threads(threads: int | None) -> None:
     """Compute on this many threads; on torch's own choice if None."""
     if threads is not None:
         torch.set_num_threads(threads)
 
 
-def resolved(config: BenchConfig) -> tuple[str, Arithmetic]:
+def resolved(config: DeviceConfig) -> tuple[str, Arithmetic]:
     """Return device and data type, with each `auto` replaced by what this machine has.
 
     Raises:
@@ -62,41 +83,3 @@ def resolved(config: BenchConfig) -> tuple[str, Arithmetic]:
     if config.dtype != "auto":
         return device, config.dtype
     return device, "bfloat16" if has_fast_bfloat16(checked_device(device, "float32")) else "float32"
-
-
-def folder_of(out: str | None) -> Path | None:
-    """Make the folder before anything is measured, so that a bad one costs no time."""
-    if out is None:
-        return None
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {out}: {error.strerror}; give another with --out"
-        ) from None
-    return Path(out)
-
-
-def document_of(benchmark: str, result: dict[str, object]) -> dict[str, object]:
-    """Return what is kept of a result: what was measured, when and on what."""
-    return {
-        "benchmark": benchmark,
-        "date": time.strftime("%Y-%m-%d"),
-        **result,
-        "environment": environment(),
-    }
-
-
-def write(path: Path, document: dict[str, object], console: Console) -> None:
-    """Write a result as a file, and say so.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        path.write_text(json_text(document) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; give another folder with --out"
-        ) from None
-    console.print(Text(f"wrote {path}"), soft_wrap=True)

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Literal
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from phalanx.bench.tensor import DEFAULT_LAYOUTS, DEFAULT_SIZES, LayoutPoint, measure_tensor
+from phalanx.bench.block import DEFAULT_SIZES
+from phalanx.bench.tensor import DEFAULT_LAYOUTS, LayoutPoint, measure_tensor
 from phalanx.bench.tensor_theory import Amounts
-from phalanx.cli.bench.common import ResultConfig, document_of, folder_of, use_threads, write
-from phalanx.cli.screen import print_json
+from phalanx.bench.verb import Found, ResultConfig, Say, use_threads
 from phalanx.config.fields import Range
 from phalanx.launch.local import num_cores
 from phalanx.measure.environment import has_fast_bfloat16
+from phalanx.measure.logs import values_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +35,10 @@ class TensorConfig(ResultConfig):
     """Steps to time of each layout, which take turns; 0 only counts."""
 
 
-def run(config: TensorConfig, console: Console) -> int:
-    """Measure, and print a table for each size."""
+def run(config: TensorConfig, say: Say) -> Found:
+    """Measure, and show a table for each size."""
+    del say
     use_threads(config.threads)
-    folder = folder_of(config.out)
     precision = config.dtype
     if precision == "auto":
         precision = "bfloat16" if has_fast_bfloat16("cpu") else "float32"
@@ -50,39 +49,31 @@ def run(config: TensorConfig, console: Console) -> int:
         repeats=config.repeats,
         threads=config.threads,
     )
+    shown: list[str | Table] = []
     for size, points in groupby(result.points, lambda point: point.size):
-        words = (
+        shown.append(
             f"One block, hidden {size.hidden}, ffn {size.shape.ffn}, {size.num_rows} rows of "
             f"{size.length} places ({size.num_tokens} tokens), {precision}; a rank, a step"
         )
-        console.print(Text(words))
-        console.print(_tensor_table(list(points)))
-    for crossing in result.crossings:
-        words = (
-            f"hidden {crossing.hidden}: {crossing.strategy} sends less than one dimension "
-            f"from {crossing.num_tokens:,.0f} tokens a microbatch on"
-        )
-        console.print(Text(words))
+        shown.append(_tensor_table(list(points)))
+    shown += [
+        f"hidden {crossing.hidden}: {crossing.strategy} sends less than one dimension "
+        f"from {crossing.num_tokens:,.0f} tokens a microbatch on"
+        for crossing in result.crossings
+    ]
     if config.repeats:
-        words = (
+        shown.append(
             f"times are of {config.repeats} steps in turns on {num_cores()} cores; compare those "
             "of as many ranks. The theory of a time is its products with weights alone, at the "
             "rate that all ranks together reach."
         )
-        console.print(Text(words))
-        if stale := [point.strategy for point in result.points if _is_stale(point)]:
-            words = (
-                f"no theory of the time of {', '.join(dict.fromkeys(stale))}: at the rate measured "
-                "for them, products alone take longer than a step did; measure again on an idle "
-                "machine"
-            )
-            console.print(Text(words))
-    document = document_of("tensor", result.as_dict())
-    if folder is not None:
-        write(folder / f"tensor-cpu-{precision}.json", document, console)
-    if config.json:
-        print_json(document)
-    return 0
+    if stale := [point.strategy for point in result.points if _is_stale(point)]:
+        shown.append(
+            f"no theory of the time of {', '.join(dict.fromkeys(stale))}: at the rate measured "
+            "for them, products alone take longer than a step did; measure again on an idle "
+            "machine"
+        )
+    return Found(name=f"tensor-cpu-{precision}", shown=shown, values=values_of(result))
 
 
 def _tensor_table(points: Sequence[LayoutPoint]) -> Table:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import phalanx.cli.bench as bench
+from phalanx.bench.scaling import ScalingPoint
 from phalanx.errors import PhalanxError
-from phalanx.train.scaling import ScalingPoint
 
 SECONDS = st.floats(1e-6, 1e3)
 
@@ -33,7 +33,7 @@ def test_a_figure_that_cannot_be_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [ScalingPoint("dp1", 1, (4.0,), (4.0,)), ScalingPoint("dp2", 2, (1.0,), (4.0,))]
-    monkeypatch.setattr("phalanx.cli.bench.scaling.measure_scaling", lambda *_: found)
+    monkeypatch.setattr("phalanx.bench.scaling.measure_scaling", lambda *_: found)
     assert bench.run(["scaling", "dp2"]) == 0
     shown = capsys.readouterr().out
     assert "4.00" not in shown.split("dp2", 1)[1]

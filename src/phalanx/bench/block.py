@@ -1,0 +1,78 @@
+"""The sizes of a block of the Llama family, and of a microbatch for it, as they are written."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phalanx.errors import ConfigError
+from phalanx.models.shape import ModelShape
+
+DEFAULT_SIZES = ("512x8x32", "512x8x128", "512x8x512")
+
+_WIDE = 3072
+"""From this width on Llama's heads are twice as wide (Llama 3.2 1B and 3B)."""
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """A block of the Llama family, and a microbatch for it.
+
+    Attributes:
+        hidden: features of the residual; heads and MLP follow.
+        num_rows: of the microbatch.
+        length: places of a row.
+    """
+
+    hidden: int
+    num_rows: int
+    length: int
+
+    @classmethod
+    def parse(cls, text: str) -> BlockSize:
+        """Read HIDDENxROWSxPLACES.
+
+        Raises:
+            ConfigError: it is written otherwise, or the width is not a whole number of heads.
+        """
+        if re.fullmatch(r"[1-9][0-9]{0,7}(x[1-9][0-9]{0,7}){2}", text) is None:
+            raise ConfigError(
+                f"size is '{text}'; it must be HIDDENxROWSxPLACES, such as {DEFAULT_SIZES[0]}"
+            )
+        size = cls(*map(int, text.split("x")))
+        width = size.head_dim
+        if size.hidden % width:
+            nearest = max(1, round(size.hidden / width)) * width
+            raise ConfigError(
+                f"size {text}: hidden is {size.hidden}; it must be a multiple of {width}, the "
+                f"width of a head, and {nearest} is the nearest"
+            )
+        return size
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return 128 if self.hidden >= _WIDE else 64
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the microbatch."""
+        return self.num_rows * self.length
+
+    @property
+    def shape(self) -> ModelShape:
+        """The block's shape: the MLP is 8/3 as wide, up to the next 256 (Touvron et al. 2023)."""
+        num_heads = self.hidden // self.head_dim
+        return ModelShape(
+            vocab_size=1,  # a block has no vocabulary
+            num_layers=1,
+            hidden=self.hidden,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=self.head_dim,
+            ffn=-(-8 * self.hidden // (3 * 256)) * 256,
+            max_seq_len=self.length,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.hidden}x{self.num_rows}x{self.length}"

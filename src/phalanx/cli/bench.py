@@ -1,0 +1,130 @@
+"""`phalanx bench`: what this machine can do. Each verb prints a table, and keeps JSON if asked."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.bench.picture import has_matplotlib
+from phalanx.cli.screen import print_json, screen
+from phalanx.config.command_line import read_command_line
+from phalanx.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from phalanx.bench.verb import Found, ResultConfig, Say
+
+VERBS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "ceiling": ("ceiling:CeilingConfig", "the highest rate of matrix products on one device"),
+        "mfu": ("mlp:MfuConfig", "the MFU and HFU of a plain perceptron"),
+        "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
+        "tensor": (
+            "tensor_table:TensorConfig",
+            "a decoder block under layouts of tensor parallelism",
+        ),
+    }
+)
+"""Verb -> its module of phalanx.bench with the class of its settings, and what it measures.
+
+A module is loaded when it is asked for, since most load torch.
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Run `phalanx bench` on its arguments and return the exit status.
+
+    Raises:
+        ConfigError: a setting is out of range, or this machine lacks what it asks for.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    verb, *words = argv
+    if verb not in VERBS:
+        raise ConfigError(
+            f"'{verb}' is nothing that bench measures{nearest(verb, VERBS)}; it measures "
+            f"{', '.join(VERBS)}"
+        )
+    module_name, _, schema_name = VERBS[verb][0].partition(":")
+    module = import_module(f"phalanx.bench.{module_name}")
+    schema = getattr(module, schema_name)
+    words = ["--help"] if words[:1] == ["help"] else words
+    config = read_command_line(words, schema, prog=f"phalanx bench {verb}")
+    _measure(verb, module.run, config)
+    return 0
+
+
+def _measure(verb: str, run: Callable[[Any, Say], Found], config: ResultConfig) -> None:
+    """Measure, show what was found, and keep it."""
+    from phalanx.measure.environment import environment
+
+    folder = None if config.out is None else _made(Path(config.out))
+    console = screen()
+
+    def show(what: str | Table) -> None:
+        # A console would read the brackets of a text as markup.
+        console.print(Text(what) if isinstance(what, str) else what)
+
+    found = run(config, show)
+    for what in found.shown:
+        show(what)
+    document = {
+        "benchmark": verb,
+        "date": time.strftime("%Y-%m-%d"),
+        **found.values,
+        "environment": environment(),
+    }
+    if folder is not None:
+        for path in _keep(folder, found, document):
+            console.print(Text(f"wrote {path}"), soft_wrap=True)
+        if found.draw is not None and not has_matplotlib():
+            show("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
+    if config.json:
+        print_json(document)
+
+
+def _made(folder: Path) -> Path:
+    """Make the folder before anything is measured, so that a bad one costs no time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {folder}: {error.strerror}; give another with --out"
+        ) from None
+    return folder
+
+
+def _keep(folder: Path, found: Found, document: dict[str, Any]) -> Iterator[Path]:
+    """Write a result, and its picture if it can be drawn; yield what was written.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from phalanx.measure.logs import json_text
+
+    path = folder / f"{found.name}.json"
+    try:
+        path.write_text(json_text(document) + "\n", encoding="utf-8")
+        yield path
+        if found.draw is not None and has_matplotlib():
+            path = folder / f"{found.name}.svg"
+            found.draw(path)
+            yield path
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; give another folder with --out"
+        ) from None
+
+
+def _usage() -> str:
+    lines = ["usage: phalanx bench VERB [OPTIONS]", "", "Measure this machine:", ""]
+    lines += [f"  {verb:<8} {text}" for verb, (_, text) in VERBS.items()]
+    return "\n".join([*lines, "", "phalanx bench VERB --help lists a verb's options."])

@@ -1,0 +1,62 @@
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from phalanx.errors import ConfigError
+from phalanx.measure.products import MatmulPoint, checked_device, measure_matmul, quick_ceiling
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_rate_is_flops_over_time() -> None:
+    point = MatmulPoint(
+        num_rows=2, inner=3, num_columns=5, repeats=2, mean_s=1.0, median_s=0.5, best_s=0.25
+    )
+    assert point.mean_flops_per_s == 60.0
+    assert point.median_flops_per_s == 120.0
+    assert point.best_flops_per_s == 240.0
+
+
+def test_measured_time_is_that_of_the_product() -> None:
+    size = 512
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    best_s: list[float] = []
+    times_s: list[float] = []
+    for _ in range(10):  # in turns, since other work comes and goes
+        point = measure_matmul(torch.device("cpu"), torch.float32, size, size, size, 0.05)
+        best_s.append(point.best_s)
+        for _ in range(5):
+            begin_s = time.perf_counter()
+            torch.mm(a, b)
+            times_s.append(time.perf_counter() - begin_s)
+    assert min(times_s) / 3 < min(best_s) < 3 * min(times_s)
+
+
+def test_quick_ceiling_is_quick_and_restores_the_threads() -> None:
+    begin_s = time.process_time()  # of both threads
+    rate = quick_ceiling("cpu", "float32", num_threads=2)
+    assert time.process_time() - begin_s < 6.0
+    assert rate > 1e9
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "arithmetic", "words"),
+    [
+        ("tpu", "float32", "must be cpu, cuda or cuda:INDEX"),
+        ("mps", "float32", "must be cpu, cuda or cuda:INDEX"),
+        ("cpu", "tf32", "CUDA devices only"),
+        ("cuda:99", "float32", "CUDA devices here"),
+    ],
+)
+def test_missing_devices_are_named(device: str, arithmetic: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        checked_device(device, arithmetic)  # type: ignore[arg-type]
