@@ -116,9 +116,9 @@ def _split_table(job: Job) -> Table:
     from phalanx.parallel.plan import plan_decoder
 
     table = Table(title="What tp does to each parameter", title_justify="left", box=None)
-    for name in ("parameter", "role", "whole, split over", "a rank's part"):
+    for name in ("parameter", "role", "full shape, split over", "a rank's shard"):
         table.add_column(name)
     for row in plan_decoder(job.strategy, job.shape).table():
-        part = " x ".join(map(str, row.part))
-        table.add_row(Text(row.name), row.role, Text(row.notation), part)
+        shard = " x ".join(map(str, row.shard))
+        table.add_row(Text(row.name), row.role, Text(row.notation), shard)
     return table

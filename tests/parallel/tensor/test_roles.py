@@ -192,13 +192,13 @@ def test_a_part_of_fused_maps_is_a_part_of_each() -> None:
 )
 def test_what_is_refused(roles: dict[str, str], words: str) -> None:
     with pytest.raises(StrategyError, match=words):
-        sites_of(Vision(), roles)
+        Plan(Strategy.parse("tp2"), Vision(), roles=roles)
 
 
 def test_a_shared_parameter_needs_one_role() -> None:
     model = Vision()
     model.bias = model.classes.bias
-    assert sites_of(model, ROLES)
+    assert Plan(Strategy.parse("tp2"), model, roles=ROLES).table()
 
 
 def test_patterns_of_ones_own_come_first() -> None:
@@ -241,11 +241,11 @@ def test_what_does_not_fit_is_refused_before_the_start(text: str, words: str) ->
 
 def test_the_report_says_what_happens_to_each_parameter() -> None:
     rows = {row.name: row for row in Plan(Strategy.parse("tp4:2d"), Decoder(SHAPE)).table()}
-    assert sum(row.whole == () for row in rows.values()) == 0
+    assert sum(row.full == () for row in rows.values()) == 0
     up = rows["blocks.0-2.mlp.up.weight"]
-    assert (up.role, up.whole, up.part) == ("column", (48, 32), (24, 16))
+    assert (up.role, up.full, up.shard) == ("column", (48, 32), (24, 16))
     assert up.notation == "[48_tp_col, 32_tp_row]"
-    assert rows["embedding.weight"].part == (34, 16)
+    assert rows["embedding.weight"].shard == (34, 16)
     assert next(iter(rows)) == "embedding.weight" and list(rows)[-1] == "norm.weight"
 
 
@@ -255,8 +255,8 @@ def test_the_report_of_fused_and_tied_parameters() -> None:
     model.bias = model.classes.bias
     rows = {row.name: row for row in Plan(Strategy.parse("tp8:3d"), model, roles=ROLES).table()}
     qkv = rows["layers.0-1.attention.qkv.weight"]
-    assert (qkv.role, qkv.part, qkv.notation) == ("column/3", (24, 4), "[48_tp_y, 16_tp_z_tp_x]")
+    assert (qkv.role, qkv.shard, qkv.notation) == ("column/3", (24, 4), "[48_tp_y, 16_tp_z_tp_x]")
     assert rows["layers.0-1.attention.qkv.bias"].notation == "[48]"
-    assert rows["layers.0.mlp.0.weight"].whole == (24, 16)
-    assert rows["layers.1.mlp.0.weight"].whole == (40, 16)
+    assert rows["layers.0.mlp.0.weight"].full == (24, 16)
+    assert rows["layers.1.mlp.0.weight"].full == (40, 16)
     assert rows["bias"].tied == ("classes.bias",)

@@ -14,7 +14,7 @@ from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layers import HEAD_COUNTS, is_transposed
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.placed import Placed
-from phalanx.parallel.tensor.roles import Site, refuse_fused_rows
+from phalanx.parallel.tensor.roles import Site
 from phalanx.strategy import Axis, Strategy
 
 
@@ -32,7 +32,6 @@ def check(
     Raises:
         StrategyError: names the first that does not fit and the nearest degree with which all do.
     """
-    refuse_fused_rows(sites, layout, strategy.fsdp.degree)
     problem = _problem(sites, parameters, layout)
     if problem is not None:
         nearest = _nearest(sites, parameters, strategy.tp)
@@ -47,14 +46,25 @@ def check(
 
 
 def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
-    """Refuse rows of which fsdp splits tp's uneven shards into what DTensor takes for other rows.
+    """Refuse rows that fsdp cannot split after tp.
+
+    PyTorch has no placements for rows of several maps split twice. Of tp's uneven shards fsdp makes
+    what DTensor takes for other rows.
 
     Raises:
         StrategyError: names the parameter, the nearest number of rows and of fsdp's ranks.
     """
     num_ranks = strategy.fsdp.degree
     for row in parameters:
+        if row.parameter.ndim == 0:
+            continue  # has no rows, which fsdp refuses itself
         num_rows, sizes = row.parameter.shape[0], row.degrees(0)
+        if row.site.parts > 1 and sizes:
+            raise StrategyError(
+                f"{Strategy(fsdp=strategy.fsdp)}: '{row.name}' holds {row.site.parts} maps, and tp "
+                f"splits its rows, which fsdp cannot split again; use dp{num_ranks}, or hold them "
+                f"as {row.site.parts} modules"
+            )
         if lies_as_dtensor_says(num_rows, sizes, num_ranks):
             continue
         others = _from_nearest(num_ranks)

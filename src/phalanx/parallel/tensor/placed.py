@@ -69,11 +69,12 @@ def placed(model: nn.Module, sites: Iterable[Site], layout: Layout) -> list[Plac
 
     Args:
         model: not split yet.
-        sites: its modules with a role, which hold all its parameters.
+        sites: its modules with a role.
         layout: how tp splits.
 
     Raises:
-        StrategyError: a parameter belongs to modules whose roles split it differently.
+        StrategyError: a parameter is in no module with a role, or in several whose roles split it
+            differently.
     """
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -87,6 +88,13 @@ def placed(model: nn.Module, sites: Iterable[Site], layout: Layout) -> list[Plac
                     f"tp: '{site.name}.{key}' is one parameter with another that is split "
                     "otherwise; give their modules roles that agree, as embedding and head do"
                 )
+    if (parameter := next((p for p in names if p not in found), None)) is not None:
+        name = names[parameter][0]
+        home = name.rpartition(".")[0]
+        raise StrategyError(
+            f"tp: the parameter '{name}' is in no module that has a role; give a pattern for "
+            f"{f'{home!r}' if home else 'a module that it is moved into'}"
+        )
     return list(found.values())
 
 

@@ -17,23 +17,23 @@ class Row:
     Attributes:
         name: as in `blocks.0-11.mlp.up.weight`.
         role: of the module that holds it, as a pattern says it.
-        whole: its shape.
-        part: the shape of what the first rank holds.
+        full: its shape.
+        shard: the shape of the first rank's.
         axes: of each dimension, the sub-axes of tp that split it, outer first.
         tied: other names of the same parameter.
     """
 
     name: str
     role: str
-    whole: tuple[int, ...]
-    part: tuple[int, ...]
+    full: tuple[int, ...]
+    shard: tuple[int, ...]
     axes: tuple[tuple[str, ...], ...]
     tied: tuple[str, ...] = ()
 
     @property
     def notation(self) -> str:
         """Its shape with the axes that split it, as in `[128_tp_col, 64_tp_row]`."""
-        sizes = zip(self.whole, self.axes, strict=True)
+        sizes = zip(self.full, self.axes, strict=True)
         return f"[{', '.join('_'.join((str(size), *axes)) for size, axes in sizes)}]"
 
 
@@ -43,8 +43,8 @@ def report(parameters: Iterable[Placed]) -> list[Row]:
         Row(
             name=row.name,
             role=row.site.role if row.site.parts == 1 else f"{row.site.role}/{row.site.parts}",
-            whole=tuple(row.parameter.shape),
-            part=row.shard_shape,
+            full=tuple(row.parameter.shape),
+            shard=row.shard_shape,
             axes=row.spec.axes,
             tied=row.names[1:],
         )

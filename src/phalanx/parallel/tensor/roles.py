@@ -19,8 +19,6 @@ from torch import nn
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.tensor import transformers_models
-from phalanx.parallel.tensor.layers import is_transposed
-from phalanx.parallel.tensor.layout import Layout
 
 Role = Literal[
     "embedding",
@@ -101,8 +99,8 @@ def sites_of(model: nn.Module, patterns: Patterns | None = None) -> list[Site]:
         patterns: names to roles; they come before those that are known for the model.
 
     Raises:
-        StrategyError: a pattern matches nothing, a role does not exist, a parameter is in no module
-            with a role, roles contradict each other, or dropout would differ from one process's.
+        StrategyError: a pattern matches nothing, a role does not exist, roles contradict each
+            other, or dropout would differ from one process's.
     """
     own, known = dict(patterns or {}), default_patterns(model)
     if not own and not known:
@@ -126,36 +124,11 @@ def sites_of(model: nn.Module, patterns: Patterns | None = None) -> list[Site]:
             role, parts = parsed[pattern]
             sites[name] = Site(name, role, modules[name], parts=parts)
     _check_nesting(sites)
-    _check_parameters(model, sites)
     transformers_models.refuse_unsupported(model)
     _refuse_dropout(model, sites)
     _refuse_tables(sites)
     columns = {name: _columns(name, sites) for name, site in sites.items() if site.role == "branch"}
     return [dataclasses.replace(s, columns=columns.get(name, ())) for name, s in sites.items()]
-
-
-def refuse_fused_rows(sites: Iterable[Site], layout: Layout, num_shares: int) -> None:
-    """Refuse fused column maps whose rows both tp and fsdp would split.
-
-    PyTorch has no placements for rows of several maps split twice, and from rows split twice beside
-    columns of several maps it does not get the whole tensor back.
-
-    Args:
-        sites: modules with roles.
-        layout: how tp splits.
-        num_shares: degree of fsdp.
-
-    Raises:
-        StrategyError: names the first.
-    """
-    for site in sites:
-        rows = layout.column.axes[1 if is_transposed(site.module) else 0]
-        if num_shares > 1 and site.parts > 1 and rows:
-            raise StrategyError(
-                f"fsdp{num_shares}: '{site.name}.weight' holds {site.parts} maps, and tp splits "
-                f"its rows over {', '.join(rows)}, which fsdp cannot split again; use "
-                f"dp{num_shares}, or hold them as {site.parts} modules"
-            )
 
 
 def reads_residual(sites: Iterable[Site], outside: str) -> bool:
@@ -205,21 +178,6 @@ def _check_nesting(sites: Mapping[str, Site]) -> None:
             raise StrategyError(
                 f"tp: '{name}' ({site.role}) is inside '{outer}', whose role {sites[outer].role} "
                 "holds for all of it; give a role to one of the two"
-            )
-
-
-def _check_parameters(model: nn.Module, sites: Mapping[str, Site]) -> None:
-    """Refuse parameters without a role; one that is shared needs it in one place."""
-    covered: set[nn.Parameter] = set()
-    for site in sites.values():
-        if site.role != "branch":
-            covered.update(site.module.parameters(recurse=site.role in OF_ALL))
-    for name, parameter in model.named_parameters():
-        if parameter not in covered:
-            home = name.rpartition(".")[0]
-            raise StrategyError(
-                f"tp: the parameter '{name}' is in no module that has a role; give a pattern for "
-                f"{f'{home!r}' if home else 'a module that it is moved into'}"
             )
 
 
