@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     __version__: str
     from phalanx.config import TrainConfig as TrainConfig
     from phalanx.strategy import Strategy as Strategy
-    from phalanx.train.loop import train as train_decoder
+    from phalanx.train.run import train as train_decoder
     from phalanx.verify.harness import verify as verify_strategy
 
 __all__ = ["Strategy", "TrainConfig", "__version__", "train_decoder", "verify_strategy"]
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
     homes = {
         "Strategy": ("phalanx.strategy", "Strategy"),
         "TrainConfig": ("phalanx.config", "TrainConfig"),
-        "train_decoder": ("phalanx.train.loop", "train"),
+        "train_decoder": ("phalanx.train.run", "train"),
         "verify_strategy": ("phalanx.verify.harness", "verify"),
     }
     if name not in homes:

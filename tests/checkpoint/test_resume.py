@@ -15,7 +15,7 @@ from phalanx.data.order import Order
 from phalanx.data.samples import Samples
 from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, resolve
-from phalanx.train.loop import train
+from phalanx.train.run import train
 from phalanx.train.session import open_session
 from small_run import SHAPE, losses, small_run
 

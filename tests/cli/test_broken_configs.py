@@ -235,10 +235,10 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         pytest.fail("a broken request started ranks")
 
-    import phalanx.train.loop
+    import phalanx.train.run
     import phalanx.verify.harness
 
-    for module in (phalanx.train.loop, phalanx.verify.harness):
+    for module in (phalanx.train.run, phalanx.verify.harness):
         monkeypatch.setattr(module, "run_ranks", start)
 
 

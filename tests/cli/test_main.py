@@ -143,6 +143,7 @@ def test_show_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert document["config"]["optimizer"]["lr"] == 0.5
     assert document["sources"]["steps"] == str(file)
     assert document["sources"]["optimizer.lr"] == "command line"
+    assert document["sources"]["batch.accumulation"] == document["sources"]["model"] == "derived"
 
 
 def test_show_config_is_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +175,7 @@ def test_a_console_that_finds_no_reader(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.train import loop
+    from phalanx.train import run
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -183,12 +184,12 @@ def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.Mon
     strategy = types.SimpleNamespace(num_ranks=2)
     ours, terminal = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(loop, "claim", lambda job: job)
-    monkeypatch.setattr(loop, "run_ranks", interrupted)
+    monkeypatch.setattr(run, "claim", lambda job: job)
+    monkeypatch.setattr(run, "run_ranks", interrupted)
     with os.fdopen(terminal, "w") as screen, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", screen)
         with pytest.raises(KeyboardInterrupt):
-            loop.start(types.SimpleNamespace(config=config, strategy=strategy, device="cpu"))  # type: ignore[arg-type]
+            run.start(types.SimpleNamespace(config=config, strategy=strategy, device="cpu"))  # type: ignore[arg-type]
         screen.flush()
         assert b"\x1b[?25h" in os.read(ours, 1000)
     os.close(ours)

@@ -17,7 +17,7 @@ from phalanx.bench.tensor_table import TensorConfig
 from phalanx.cli.convert import ConvertConfig
 from phalanx.cli.doctor import DoctorConfig
 from phalanx.cli.verify import VerifyConfig
-from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, TrainConfig
+from phalanx.config import CorpusConfig, OptimizerConfig, TrainConfig
 from phalanx.config.fields import (
     Use,
     check_type,
@@ -30,8 +30,8 @@ from phalanx.config.fields import (
 from phalanx.config.file import read_values, to_toml
 from phalanx.config.help import texts_of
 from phalanx.config.law import check
-from phalanx.config.load import load_config, resolve
-from phalanx.errors import BatchError, ConfigError, StrategyError
+from phalanx.config.load import load_config
+from phalanx.errors import ConfigError, StrategyError
 
 KEYS = {setting.key: setting.hint for setting in settings(TrainConfig)}
 
@@ -82,16 +82,6 @@ def test_without_words_everything_is_the_default() -> None:
     assert set(loaded.sources.values()) == {"default"}
     assert not loaded.json and not loaded.show_config
     check(loaded.config)
-
-
-def test_the_ranks_settle_what_is_open() -> None:
-    loaded = resolve(load_config(["--batch.global-size", "24", "--batch.microbatch", "4"]), 3)
-    assert loaded.config.batch == BatchConfig(global_size=24, microbatch=4, accumulation=2)
-    assert (loaded.config.strategy, loaded.config.nproc) == ("dp3", 3)
-    assert loaded.sources["batch.accumulation"] == loaded.sources["strategy"] == "derived"
-    assert loaded.sources["batch.microbatch"] == "command line"
-    with pytest.raises(BatchError, match="4 and 8 are the nearest"):
-        resolve(load_config(["--batch.global-size", "7"]), 4)
 
 
 @pytest.mark.parametrize(

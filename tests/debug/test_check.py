@@ -29,7 +29,7 @@ from phalanx.debug.check import CollectiveCheck
 from phalanx.debug.fingerprint import Fingerprint
 from phalanx.errors import CollectiveMismatch, RankFailed
 from phalanx.launch.local import run_ranks
-from phalanx.train.loop import train
+from phalanx.train.run import train
 from small_run import losses, small_run
 
 # Renamed in torch 2.13.

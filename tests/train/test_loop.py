@@ -12,7 +12,7 @@ import pytest
 from phalanx.checkpoint import manifest
 from phalanx.config import OptimizerConfig, TrainConfig
 from phalanx.errors import CheckpointError
-from phalanx.train.loop import train
+from phalanx.train.run import train
 from small_run import losses, records, small_run
 
 TERMS = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")

@@ -21,7 +21,7 @@ from phalanx.config import TrainConfig
 from phalanx.errors import Interrupted, RankFailed, message_of
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
-from phalanx.train import loop
+from phalanx.train import loop, run
 from phalanx.train.job.resolve import Job, resolve
 from small_run import losses, small_run
 
@@ -53,7 +53,7 @@ def interrupted(config: TrainConfig, signum: int, after: int) -> tuple[Interrupt
     out = Path(config.out or "")
     when(lambda: num_steps(out) >= after, lambda: os.kill(os.getpid(), signum))
     with pytest.raises(Interrupted) as caught:
-        loop.train(config)
+        run.train(config)
     return caught.value, losses(out)
 
 
@@ -102,15 +102,15 @@ def test_a_killed_rank_says_how_to_go_on(
     def fail(*args: object, **options: object) -> None:
         raise RankFailed(1, "ended by SIGKILL")
 
-    monkeypatch.setattr(loop, "run_ranks", fail)
+    monkeypatch.setattr(run, "run_ranks", fail)
     with pytest.raises(RankFailed) as caught:
-        loop.start(job)
+        run.start(job)
     assert message_of(caught.value).endswith(f"\nthere is no checkpoint in {tmp_path} yet")
     last = manifest.folder_of(tmp_path, 4)
     last.mkdir(parents=True)
     (last / manifest.NAME).touch()
     with pytest.raises(RankFailed) as caught:
-        loop.start(job)
+        run.start(job)
     on = f"{last} stands; go on by: phalanx train --resume {tmp_path}"
     assert message_of(caught.value).splitlines()[-1] == on
 

@@ -26,7 +26,6 @@ from phalanx.config.fields import Positional, Range
 from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
-from phalanx.measure.environment import check_memory_for
 from phalanx.measure.logs import values_of
 from phalanx.measure.utilization import percent
 from phalanx.models.initial import fill_initial
@@ -34,6 +33,7 @@ from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import plan_decoder
+from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer

@@ -33,7 +33,7 @@ from phalanx.comm.primitives import local_part
 from phalanx.comm.together import barrier
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.measure.environment import check_memory_for, free_memory_bytes
+from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.memory import MemoryLedger
 from phalanx.measure.products import quick_ceiling
 from phalanx.models.attention import rotation
@@ -48,6 +48,7 @@ from phalanx.parallel.tensor.roles import Patterns
 from phalanx.parallel.tensor.scope import batch_scope
 from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.parallel.tensor.split import TensorSplit
+from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Axis, Strategy, require_built
 
 Precision = Literal["bfloat16", "float32", "float64"]

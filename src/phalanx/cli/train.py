@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,12 +16,11 @@ from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import TrainConfig
 from phalanx.config.fields import value_at
-from phalanx.config.law import check
 from phalanx.config.load import Loaded, load_config
-from phalanx.config.load import resolve as resolve_config
 from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:
+    from phalanx.train.job.request import Request
     from phalanx.train.job.resolve import Job
 
 
@@ -29,14 +28,12 @@ def run(argv: list[str]) -> int:
     """Train as the command line says and print what was measured."""
     from phalanx.launch import slurm
     from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
-    from phalanx.train.job.request import judge
+    from phalanx.train.job.request import settle
 
     slurm.adopt()
     try:
         loaded = load_config(argv, TrainConfig)
-        check(loaded.config)
-        if not loaded.show_config:
-            judge(loaded.config)
+        request = settle(loaded.config)
     except PhalanxError as error:
         if is_under_torchrun():
             leave_failed(error, is_everyones=True)
@@ -46,54 +43,43 @@ def run(argv: list[str]) -> int:
             print(f"{strategy_help()}\n\n{preset_help()}")
         raise
     if loaded.show_config:
-        from phalanx.train.job.resolve import choose_strategy
-
-        strategy, _ = choose_strategy(loaded.config)
-        loaded = _as_before(loaded, strategy.data_ranks)
-        show_config(resolve_config(loaded, strategy.num_ranks))
+        show_config(_settled(loaded, request))
         return 0
     if not is_under_torchrun():
-        return _run(loaded.config, loaded.json)
+        return _run(request, has_bars=True, as_json=loaded.json)
     try:
-        leave(_run(loaded.config, loaded.json))
+        # Bars would meet those of other ranks.
+        leave(_run(request, has_bars=False, as_json=loaded.json))
     except BaseException as error:
         leave_failed(error)
 
 
-def _as_before(loaded: Loaded[TrainConfig], num_data_ranks: int) -> Loaded[TrainConfig]:
-    """Fill in what a run that goes on takes from its checkpoint."""
-    if loaded.config.resume is None:
-        return loaded
-    from phalanx.checkpoint import manifest
-    from phalanx.train.job.resume import as_before
-
-    folder, about = manifest.find_and_read(Path(loaded.config.resume))
-    config = as_before(loaded.config, about, num_data_ranks)
-    sources = {
-        key: source if value_at(config, key) == value_at(loaded.config, key) else str(folder)
-        for key, source in loaded.sources.items()
-    }
+def _settled(loaded: Loaded[TrainConfig], request: Request) -> Loaded[TrainConfig]:
+    """Return the settings as they are settled, and the source of each."""
+    config, sources = request.settings(), dict(loaded.sources)
+    for key, source in loaded.sources.items():
+        given = value_at(loaded.config, key)
+        if request.start is not None and value_at(request.config, key) != given:
+            sources[key] = str(request.start.folder)
+        elif source == "default" and value_at(config, key) != given:
+            sources[key] = "derived"
     return dataclasses.replace(loaded, config=config, sources=sources)
 
 
-def _run(config: TrainConfig, as_json: bool) -> int:
-    from phalanx.launch.local import prepare_server
-    from phalanx.launch.torchrun import is_under_torchrun
-    from phalanx.train.job.resolve import resolve
-    from phalanx.train.loop import start, train
+def _run(request: Request, *, has_bars: bool, as_json: bool) -> int:
+    from phalanx.train.run import run
 
     console = screen()
-    if is_under_torchrun():
-        preparation = Preparation(console, has_bars=False)  # whose lines meet those of other ranks
-        summary = train(config, lambda job: _announce(job, console), preparation.report)
-    else:
-        prepare_server()
-        with Preparation(console) as preparation:
-            job = resolve(config, preparation.report)
-        _announce(job, console)
-        summary = start(job)
+    with ExitStack() as preparing:
+        preparation = preparing.enter_context(Preparation(console, has_bars=has_bars))
+
+        def announce(job: Job) -> None:
+            preparing.close()
+            _announce(job, console)
+
+        summary = run(request, announce, preparation.report)
     if os.environ.get("RANK", "0") == "0":
-        console.print(summary.render(report=config.report), crop=False)
+        console.print(summary.render(report=request.config.report), crop=False)
         if as_json:
             print_json(summary.as_dict())
     return 0

@@ -159,7 +159,7 @@ def _verify_training(strategy: Strategy) -> list[Verdict]:
 
 
 def _check_device(strategy: Strategy, device: str) -> None:
-    from phalanx.measure.environment import check_memory_for
+    from phalanx.planner.fit import check_memory_for
 
     if device == "cpu":
         check_memory_for(strategy.num_ranks)

@@ -12,9 +12,7 @@ from typing import Any, Generic
 from phalanx.config.command_line import read_words
 from phalanx.config.fields import Schema, Use, keys_for, settings, value_at, with_value
 from phalanx.config.file import RUN_FILE, read_values
-from phalanx.config.law import solve_batch
 from phalanx.config.schema import TrainConfig
-from phalanx.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -78,30 +76,6 @@ def load_config(
             sources[key] = source
     loaded = Loaded(config, sources, options.show_config, options.json)
     return loaded if run_file is None else _give_way(loaded, str(run_file))
-
-
-def resolve(loaded: Loaded[TrainConfig], num_ranks: int) -> Loaded[TrainConfig]:
-    """Fill in what the number of ranks settles: the strategy, nproc and the batch.
-
-    Raises:
-        BatchError: the batch does not fit the data ranks.
-    """
-    config = loaded.config
-    strategy = Strategy.parse(config.strategy or f"dp{num_ranks}")
-    plan = solve_batch(config.batch, strategy.data_ranks)
-    derived = {
-        "strategy": str(strategy),
-        "nproc": num_ranks,
-        "batch.global_size": plan.global_size,
-        "batch.microbatch": plan.microbatch,
-        "batch.accumulation": plan.accumulation,
-    }
-    sources = dict(loaded.sources)
-    for key, value in derived.items():
-        if value_at(config, key) is None:
-            config = with_value(config, key, value)
-            sources[key] = "derived"
-    return dataclasses.replace(loaded, config=config, sources=sources)
 
 
 def _run_file(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Path | None:

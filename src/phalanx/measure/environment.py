@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores
 from phalanx.planner import host
 
@@ -97,22 +96,6 @@ def free_memory_bytes(device: torch.device | str) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host.free_memory_bytes()
-
-
-def check_memory_for(num_ranks: int) -> None:
-    """Refuse more ranks of a training job than this host could hold, whatever they train.
-
-    Raises:
-        ConfigError: says how many it could.
-    """
-    free_bytes = free_memory_bytes("cpu")
-    need_bytes = num_ranks * host.RANK_BYTES
-    if need_bytes > free_bytes:
-        raise ConfigError(
-            f"{num_ranks} processes take at least {need_bytes / 2**30:.1f} GiB, and this "
-            f"host has {free_bytes / 2**30:.1f} GiB of memory left, enough for "
-            f"{free_bytes // host.RANK_BYTES}; take fewer, or spread them over hosts by torchrun"
-        )
 
 
 def _gpus() -> list[dict[str, object]]:

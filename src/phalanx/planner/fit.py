@@ -86,6 +86,22 @@ def need_of(load: Load) -> Need:
     )
 
 
+def check_memory_for(num_ranks: int) -> None:
+    """Refuse more ranks of a training job than this host could hold, whatever they train.
+
+    Raises:
+        ConfigError: says how many it could.
+    """
+    free_bytes = host.free_memory_bytes()
+    need_bytes = num_ranks * host.RANK_BYTES
+    if need_bytes > free_bytes:
+        raise ConfigError(
+            f"{num_ranks} processes take at least {need_bytes / 2**30:.1f} GiB, and this "
+            f"host has {free_bytes / 2**30:.1f} GiB of memory left, enough for "
+            f"{free_bytes // host.RANK_BYTES}; take fewer, or spread them over hosts by torchrun"
+        )
+
+
 def check_fit(load: Load, name: str, device: str, num_here: int) -> None:
     """Refuse a model that cannot be held.
 

@@ -8,10 +8,10 @@ import pytest
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.config import TrainConfig
-from phalanx.errors import CheckpointError
+from phalanx.config import BatchConfig, TrainConfig
+from phalanx.errors import BatchError, CheckpointError
 from phalanx.models.registry import shape_of
-from phalanx.train.job.request import checkpoint_of
+from phalanx.train.job.request import checkpoint_of, settle
 from phalanx.train.job.resume import as_before
 
 OF_A_RUN = {"model": "demo", "batch.global_size": 8, "batch.microbatch": 4}
@@ -39,3 +39,12 @@ def test_settings_that_are_missing_are_left_to_the_run(tmp_path: Path) -> None:
     assert checkpoint_of(str(tmp_path), "resume") is not None
     half = write(tmp_path, {**OF_A_RUN, "batch.microbatch": None})
     assert as_before(TrainConfig(), half, 2).batch == TrainConfig().batch
+
+
+def test_the_ranks_settle_what_is_open() -> None:
+    batch = BatchConfig(global_size=24, microbatch=4)
+    settled = settle(TrainConfig(device="cpu", nproc=3, batch=batch)).settings()
+    assert settled.batch == BatchConfig(global_size=24, microbatch=4, accumulation=2)
+    assert (settled.strategy, settled.nproc, settled.model) == ("dp3", 3, "demo")
+    with pytest.raises(BatchError, match="4 and 8 are the nearest"):
+        settle(TrainConfig(device="cpu", nproc=4, batch=BatchConfig(global_size=7)))

@@ -22,17 +22,18 @@ from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face.companions import TOKENIZER, keep_tokenizer
 from phalanx.launch.torchrun import check_same
 from phalanx.planner.model_shape import num_parameters
+from phalanx.train.job.request import choose_strategy
 from phalanx.train.job.resolve import (
     DEFAULT_STEPS,
-    choose_strategy,
+    facts_of,
     manifest_of,
     remarks_on,
     resolve,
     words_of,
 )
 from phalanx.train.job.run_folder import checkpoint_bytes, count_checkpoints
-from phalanx.train.loop import facts_of, train
 from phalanx.train.precision import resolve as resolve_precision
+from phalanx.train.run import train
 from small_run import SHAPE, small_run
 
 
@@ -185,7 +186,7 @@ def test_the_estimate_of_a_checkpoint_is_near_its_size(config: TrainConfig) -> N
 
 
 def test_float16_on_a_cpu_is_refused_before_any_process(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match="float16, which is for CUDA"):
+    with pytest.raises(ConfigError, match="float16 needs a GPU"):
         resolve(dataclasses.replace(config, precision="float16"))
 
 

@@ -25,7 +25,7 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, remarks_on, resolve
 from phalanx.train.job.run_folder import claim
-from phalanx.train.loop import train
+from phalanx.train.run import train
 from phalanx.train.session import open_session
 from small_run import losses, records, small_run
 

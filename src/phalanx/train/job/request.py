@@ -1,71 +1,138 @@
-"""What can be judged of a request before torch is loaded, so that a wrong one ends at once."""
+"""What can be settled of a run before its data is read, so that a wrong request ends at once.
+
+No torch where there surely is no GPU, and no checkpoint to begin with.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.config.fields import check_value, settings
+from phalanx.config.law import check
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.torchrun import is_under_torchrun, read_place
-from phalanx.models.registry import shape_of as preset
-from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
-from phalanx.planner.fit import Load, check_fit
+from phalanx.planner.fit import Load, check_fit, check_memory_for
 from phalanx.planner.host import may_have_gpu
-from phalanx.planner.model_shape import num_parameters
-from phalanx.strategy import Axis, Strategy
-
-DEFAULT_MODEL: Final = "demo"
-"""Preset of a run that names no model and begins with no checkpoint."""
+from phalanx.strategy import Axis, Strategy, check_ranks, require_built
+from phalanx.train.job import resume
 
 
-def judge(config: TrainConfig) -> None:
-    """Refuse what is wrong with a request whatever torch, the devices and the data may say.
+@dataclass(frozen=True)
+class Request:
+    """What is settled of a run before its data is read.
+
+    Attributes:
+        config: the settings, completed by the checkpoint that the run goes on from.
+        strategy: how the work is split.
+        device: "cpu" or "cuda".
+        shape: the model.
+        name: what the model is called, see `resume.name_of`.
+        batch: the batch law, solved.
+        start: the checkpoint to go on from, or None.
+        init: the checkpoint that the first weights come from, or None.
+    """
+
+    config: TrainConfig
+    strategy: Strategy
+    device: str
+    shape: ModelShape
+    name: str
+    batch: BatchPlan
+    start: Checkpoint | None
+    init: Checkpoint | None
+
+    def settings(self, **more: Any) -> TrainConfig:
+        """Return the settings with what is settled, and with `more`; see `resume.resolved`."""
+        is_named = self.config.model is not None or self.start is not None or self.init is not None
+        return resume.resolved(
+            self.config,
+            self.batch,
+            strategy=str(self.strategy),
+            nproc=self.strategy.num_ranks,
+            device=self.device,
+            model=self.config.model if is_named else resume.DEFAULT_MODEL,
+            **more,
+        )
+
+
+def settle(config: TrainConfig) -> Request:
+    """Settle what needs no data, and refuse what is wrong with it.
 
     Raises:
-        PhalanxError: a folder, text or preset is missing, sizes contradict each other, or the model
-            is too large for this host.
+        PhalanxError: a setting is wrong; a folder, text or preset is missing; sizes contradict each
+            other; or this host has not the devices or the memory.
     """
+    check(config)
     start, init = checkpoint_of(config.resume, "resume"), checkpoint_of(config.init, "init")
-    shape = None
-    if start is None and init is None:
-        shape = with_sizes(preset(config.model or DEFAULT_MODEL), config.shape)
-        check_positions(config, shape)
     if config.data is not None:
         sources(config.data)
-    is_cpu = config.device == "cpu" or not may_have_gpu()
-    num_ranks = read_place().num_ranks if is_under_torchrun() else config.nproc
-    if config.strategy is not None:
-        strategy = Strategy.parse(config.strategy)
-    elif num_ranks is not None or is_cpu:
-        strategy = Strategy(dp=Axis(num_ranks or 2, "bucketed"))
-    else:
-        return  # one process for each GPU
+    strategy, device = choose_strategy(config)
     if start is not None:
-        return  # the batch is the run's
+        start.about.check_optimizer()
+        config = resume.as_before(config, start.about, strategy.data_ranks)
+    shape = resume.shape_of(config, start, init)
+    name = resume.name_of(config, shape, start, init)
+    check_positions(config, shape)
     batch = solve_batch(config.batch, strategy.data_ranks)
-    if shape is not None and is_cpu:
-        check_memory(config, name_of_sizes(config, shape), shape, strategy, batch, "cpu")
+    check_memory(config, name, shape, strategy, batch, device)
+    return Request(config, strategy, device, shape, name, batch, start, init)
 
 
-def name_of_sizes(config: TrainConfig, shape: ModelShape) -> str:
-    """Return the name of a preset, or of its number of parameters if its sizes were replaced."""
-    name = config.model or DEFAULT_MODEL
-    if dataclasses.replace(shape, dropout=0.0) == dataclasses.replace(preset(name), dropout=0.0):
-        return name
-    number = num_parameters(shape).total
-    for unit, suffix in ((10**9, "b"), (10**6, "m"), (10**3, "k")):
-        if number >= unit:
-            size = f"{number / unit:.3g}" if number < 1000 * unit else f"{number // unit}"
-            return f"decoder-{size}{suffix}"
-    return f"decoder-{number}"
+def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
+    """Return the strategy, dp over all processes if none is named, and the device.
+
+    Processes are as many as torchrun started or --nproc says; else what the strategy needs; else
+    one a GPU, or 2 on a CPU.
+
+    Raises:
+        StrategyError: it cannot be read, is not built, or does not fit the processes.
+        ConfigError: there is no such device, or too few of it, or too little memory, or torchrun
+            started another number of processes than --nproc says.
+    """
+    device, num_devices = _choose_device(config.device)
+    num_ranks = config.nproc
+    if is_under_torchrun():
+        num_ranks = read_place().num_ranks
+        if config.nproc not in (None, num_ranks):
+            raise ConfigError(
+                f"nproc is {config.nproc}, but torchrun has started {num_ranks} processes; leave "
+                f"nproc out, or set it to {num_ranks}"
+            )
+    if config.strategy is None:
+        strategy = Strategy(dp=Axis(num_ranks or num_devices or 2, "bucketed"))
+    else:
+        strategy = Strategy.parse(config.strategy)
+        require_built(strategy)
+        if num_ranks is not None:
+            check_ranks(strategy, num_ranks)
+    if device == "cuda" and not is_under_torchrun() and strategy.num_ranks > num_devices:
+        raise ConfigError(
+            f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has "
+            f"{num_devices}; use --strategy dp{num_devices}, or --device cpu"
+        )
+    if device == "cpu" and not is_under_torchrun():
+        check_memory_for(strategy.num_ranks)
+    return strategy, device
+
+
+def _choose_device(name: str) -> tuple[str, int]:
+    """Return the device for the setting `name`, and how many GPUs this host has."""
+    if name != "cpu" and may_have_gpu():
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda", torch.cuda.device_count()
+    if name == "cuda":
+        raise ConfigError("device is cuda, but this host has no CUDA device; use --device cpu")
+    return "cpu", 0
 
 
 def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.manifest import Checkpoint, Manifest, not_whole_after
-from phalanx.config import BatchPlan, TrainConfig, solve_batch
+from phalanx.config import BatchPlan, TrainConfig
+from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.law import check_warmup
 from phalanx.data.loader import total_steps
 from phalanx.data.samples import Samples
@@ -17,19 +18,15 @@ from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.torchrun import is_under_torchrun, read_place
-from phalanx.measure.environment import check_memory_for
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
-from phalanx.strategy import Axis, Strategy, check_ranks, require_built
-from phalanx.train.job.request import DEFAULT_MODEL, check_memory, check_positions, checkpoint_of
+from phalanx.strategy import Strategy
+from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resume import (
-    as_before,
     check_stream,
-    name_of,
     remarks,
     resolved,
     settings_of,
-    shape_of,
     stream_of,
     tokenizer_of,
 )
@@ -84,89 +81,34 @@ class Job:
     init: Path | None = None
 
 
-def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
-    """Return the strategy, dp over all processes if none is named, and the device.
-
-    Processes are as many as torchrun started or --nproc says; else what the strategy needs; else
-    one a GPU, or 2 on a CPU.
-
-    Raises:
-        StrategyError: it cannot be read, is not built, or does not fit the processes.
-        ConfigError: there is no such device, or too few of it, or too little memory, or torchrun
-            started another number of processes than --nproc says.
-    """
-    device, num_devices = _choose_device(config.device)
-    num_ranks = config.nproc
-    if is_under_torchrun():
-        num_ranks = read_place().num_ranks
-        if config.nproc not in (None, num_ranks):
-            raise ConfigError(
-                f"nproc is {config.nproc}, but torchrun has started {num_ranks} processes; leave "
-                f"nproc out, or set it to {num_ranks}"
-            )
-    if config.strategy is None:
-        strategy = Strategy(dp=Axis(num_ranks or num_devices or 2, "bucketed"))
-    else:
-        strategy = Strategy.parse(config.strategy)
-        require_built(strategy)
-        if num_ranks is not None:
-            check_ranks(strategy, num_ranks)
-    if device == "cuda" and not is_under_torchrun() and strategy.num_ranks > num_devices:
-        raise ConfigError(
-            f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has "
-            f"{num_devices}; use --strategy dp{num_devices}, or --device cpu"
-        )
-    if device == "cpu" and not is_under_torchrun():
-        check_memory_for(strategy.num_ranks)
-    return strategy, device
-
-
-def _choose_device(name: str) -> tuple[str, int]:
-    """Return the device for the setting `name`, and how many GPUs this host has."""
-    if name == "cpu":
-        return "cpu", 0
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda", torch.cuda.device_count()
-    if name == "cuda":
-        raise ConfigError("device is cuda, but this host has no CUDA device; use --device cpu")
-    return "cpu", 0
-
-
 def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     """Decide everything, and prepare the data.
 
     Raises:
         PhalanxError: anything that would fail later, in one message.
     """
-    start, init = checkpoint_of(config.resume, "resume"), checkpoint_of(config.init, "init")
-    if start is not None:
-        start.about.check_optimizer()
-    strategy, device = choose_strategy(config)
-    if start is not None:
-        config = as_before(config, start.about, strategy.data_ranks)
-    shape = shape_of(config, start, init)
-    name = name_of(config, shape, start, init)
-    check_positions(config, shape)
-    batch = solve_batch(config.batch, strategy.data_ranks)
-    precision = _precision_of(config, device)
-    check_memory(config, name, shape, strategy, batch, device)
-    _check_split(config, strategy, shape, batch)
-    out = out_folder(config, strategy, name)
+    return complete(settle(config), progress)
+
+
+def complete(request: Request, progress: Progress | None = None) -> Job:
+    """Decide what is not settled yet, and prepare the data; see `resolve`."""
+    config, strategy, batch, start = request.config, request.strategy, request.batch, request.start
+    precision = _precision_of(config, request.device)
+    _check_split(request)
+    out = out_folder(config, strategy, request.name)
     check_unused(out, start)
     check_writable(out)
     tokens = prepare(
         config.data,
         config.corpus,
-        model_vocab_size=shape.vocab_size,
-        tokenizer=tokenizer_of(config, start, init),
+        model_vocab_size=request.shape.vocab_size,
+        tokenizer=tokenizer_of(config, start, request.init),
         is_follower=is_under_torchrun() and read_place().local_rank > 0,
         progress=progress,
     )
     if start is not None:
         check_stream(start, resolved(config, batch), tokens)
-        start.about.check(shape, stream_of(config, tokens))
+        start.about.check(request.shape, stream_of(config, tokens))
     num_samples = len(Samples(tokens.train, config.corpus.seq_len))
     if tokens.train.num_tokens <= config.corpus.seq_len:
         raise DataError(
@@ -178,37 +120,31 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
     check_warmup(config, num_steps)
     steps_done = 0 if start is None else start.about.steps_done
     num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=steps_done)
-    check_space(out, num_checkpoints, config, checkpoint_bytes(shape, precision))
+    check_space(out, num_checkpoints, config, checkpoint_bytes(request.shape, precision))
     settled: dict[str, Any] = {
-        "strategy": str(strategy),
-        "nproc": strategy.num_ranks,
-        "device": device,
-        "precision": precision.name if device == "cpu" else config.precision,
+        "precision": precision.name if request.device == "cpu" else config.precision,
         "steps": num_steps if config.epochs is None else None,
-        "model": config.model or (DEFAULT_MODEL if start is None and init is None else None),
     }
     if start is not None:  # so that its file can still begin such a run from the start
         is_own = config.tokenizer is None and config.corpus.vocab_size is None
         for key in ("init", *(("tokenizer", "corpus.vocab_size") if is_own else ())):
             settled[key] = start.about.settings.get(key)
     return Job(
-        config=resolved(config, batch, **settled),
+        config=request.settings(**settled),
         strategy=strategy,
-        name=name,
-        shape=shape,
+        name=request.name,
+        shape=request.shape,
         batch=batch,
-        device=device,
+        device=request.device,
         num_steps=num_steps,
         tokens=tokens,
         out=out,
         start=start,
-        init=None if init is None else init.folder,
+        init=None if request.init is None else request.init.folder,
     )
 
 
-def _check_split(
-    config: TrainConfig, strategy: Strategy, shape: ModelShape, batch: BatchPlan
-) -> None:
+def _check_split(request: Request) -> None:
     """Refuse a model or microbatches that the strategy does not split evenly.
 
     Raises:
@@ -217,7 +153,8 @@ def _check_split(
     """
     from phalanx.parallel.plan import plan_decoder
 
-    num_parts = plan_decoder(strategy, shape).row_shards
+    config, strategy, batch = request.config, request.strategy, request.batch
+    num_parts = plan_decoder(strategy, request.shape).row_shards
     if batch.microbatch % num_parts:
         legal = math.ceil(batch.microbatch / num_parts) * num_parts
         raise ConfigError(
@@ -278,6 +215,30 @@ def manifest_of(
         settings=settings_of(job.config, job.name, job.shape.dropout),
         scaler=scaler,
     )
+
+
+def facts_of(job: Job) -> dict[str, Any]:
+    """Return what must be the same on every rank, each of which has resolved the job by itself.
+
+    Some settings are compared by what they come to, and some are a host's own.
+    """
+    steps_done, consumed = 0, 0
+    if job.start is not None:
+        steps_done, consumed = job.start.about.steps_done, job.start.about.consumed
+    config = job.config
+    return {
+        **manifest_of(job, steps_done, consumed).stream,
+        "device": job.device,
+        "strategy": str(job.strategy),
+        **{f"shape.{name}": value for name, value in dataclasses.asdict(job.shape).items()},
+        "precision": resolve_precision(config.precision, job.device).name,
+        "batch": str(job.batch),
+        "training tokens": job.tokens.train.num_tokens,
+        "steps": job.num_steps,
+        "steps done": steps_done,
+        "samples consumed": consumed,
+        **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.LAW)},
+    }
 
 
 def words_of(job: Job) -> list[str]:

@@ -8,20 +8,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.checkpoint.weights import shape_in
 from phalanx.config import BatchConfig, BatchPlan, TrainConfig
 from phalanx.config.fields import Use, keys_for, settings, value_at, with_value
-from phalanx.data.tokens import TokenFiles
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
-from phalanx.train.job.request import DEFAULT_MODEL, name_of_sizes
+from phalanx.planner.model_shape import num_parameters
+
+if TYPE_CHECKING:
+    from phalanx.data.tokens import TokenFiles
+
+DEFAULT_MODEL: Final = "demo"
+"""Preset of a run that names no model and begins with no checkpoint."""
 
 _SILENT: Final = (
     *keys_for(TrainConfig, Use.LOCAL | Use.PATH | Use.FRESH | Use.OF_TOKENIZER),
@@ -42,7 +46,20 @@ def name_of(
     if origin is not None:
         named = origin.about.settings.get("model")
         return named or (manifest.run_of(origin.folder) or origin.folder.resolve()).name
-    return name_of_sizes(config, shape)
+    return _name_of_sizes(config, shape)
+
+
+def _name_of_sizes(config: TrainConfig, shape: ModelShape) -> str:
+    """Return the name of a preset, or of its number of parameters if its sizes were replaced."""
+    name = config.model or DEFAULT_MODEL
+    if dataclasses.replace(shape, dropout=0.0) == dataclasses.replace(preset(name), dropout=0.0):
+        return name
+    number = num_parameters(shape).total
+    for unit, suffix in ((10**9, "b"), (10**6, "m"), (10**3, "k")):
+        if number >= unit:
+            size = f"{number / unit:.3g}" if number < 1000 * unit else f"{number // unit}"
+            return f"decoder-{size}{suffix}"
+    return f"decoder-{number}"
 
 
 def shape_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | None) -> ModelShape:
@@ -54,9 +71,13 @@ def shape_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | N
         ConfigError: the settings contradict each other, or the weights of `init`.
     """
     named = None if config.model is None else preset(config.model)
+    if start is None and init is None:
+        return with_sizes(named or preset(DEFAULT_MODEL), config.shape)
+    from phalanx.checkpoint.weights import shape_in  # it loads torch
+
     if init is None:
-        held = None if start is None else shape_in(start.about, start.folder)
-        return with_sizes(named or held or preset(DEFAULT_MODEL), config.shape)
+        assert start is not None
+        return with_sizes(named or shape_in(start.about, start.folder), config.shape)
     held = shape_in(init.about, init.folder)
     wanted = with_sizes(named or held, config.shape)
     for name, value in dataclasses.asdict(held).items():
