@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from phalanx import strategy
 from phalanx.comm.join import build_mesh
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.plan import SPLITS, plan_decoder
-from phalanx.parallel.split import StateBytes
+from phalanx.parallel import plan
+from phalanx.parallel.plan import SPLITS, Plan, plan_decoder
+from phalanx.parallel.split import Shapes, Split, StateBytes
 from phalanx.strategy import BUILT, KINDS, Strategy
 
 SHAPE = ModelShape(
@@ -26,11 +31,11 @@ MICROBATCHES = [(2, 6)] * 2
 
 def answers(text: str) -> list[tuple[StateBytes, list[Entry], list[Any]]]:
     """Return what a plan says before it builds, and after."""
-    strategy = Strategy.parse(text)
-    plan = plan_decoder(strategy, SHAPE)
-    found = [(plan.holds(2), plan.traffic(MICROBATCHES), plan.table())]
-    plan.build(build_mesh(strategy), lambda shard, *_: shard.zero_())
-    return [*found, (plan.holds(2), plan.traffic(MICROBATCHES), plan.table())]
+    parsed = Strategy.parse(text)
+    made = plan_decoder(parsed, SHAPE)
+    found = [(made.holds(2), made.traffic(MICROBATCHES), made.table())]
+    made.build(build_mesh(parsed), lambda shard, *_: shard.zero_())
+    return [*found, (made.holds(2), made.traffic(MICROBATCHES), made.table())]
 
 
 def test_building_changes_no_answer() -> None:
@@ -41,8 +46,8 @@ def test_building_changes_no_answer() -> None:
 
 def answers_of_parent(text: str) -> tuple[StateBytes, list[Entry], list[Any]]:
     """Return what a plan says in a process that is no rank."""
-    plan = plan_decoder(Strategy.parse(text), SHAPE)
-    return plan.holds(2), plan.traffic(MICROBATCHES), plan.table()
+    made = plan_decoder(Strategy.parse(text), SHAPE)
+    return made.holds(2), made.traffic(MICROBATCHES), made.table()
 
 
 @pytest.mark.parametrize("axis, kind", sorted(BUILT))
@@ -52,10 +57,10 @@ def test_one_split_answers_for_each_kind_that_is_built(axis: str, kind: str) -> 
     degree = {"recompute": "", "tp": "8" if kind in ("2.5d", "3d") else "4"}.get(axis, "2")
     if kind == "2.5d":
         option = "/2"
-    strategy = Strategy.parse(f"{axis}{degree}:{kind}{option}")
-    assert sum(split.is_asked(strategy) for split in SPLITS) == 1
+    parsed = Strategy.parse(f"{axis}{degree}:{kind}{option}")
+    assert sum(split.is_asked(parsed) for split in SPLITS) == 1
     assert not any(split.is_asked(Strategy()) for split in SPLITS)
-    assert plan_decoder(strategy, SHAPE).row_shards == {"2d": 2, "2.5d": 4, "3d": 4}.get(kind, 1)
+    assert plan_decoder(parsed, SHAPE).row_shards == {"2d": 2, "2.5d": 4, "3d": 4}.get(kind, 1)
 
 
 def test_what_is_not_built_is_refused() -> None:
@@ -71,3 +76,36 @@ def test_what_the_first_rank_holds_of_several_axes() -> None:
     assert whole.gathered_bytes == 0 < shard.gathered_bytes < whole.parameter_bytes / 2
     norms = 4 * 32 * (2 * SHAPE.num_layers + 1)  # which tp does not split
     assert shard.parameter_bytes == (whole.parameter_bytes - norms) // 4 + norms // 2
+
+
+class Context(Split):
+    """An axis that nobody has built: it sends one number, and doubles the gradients held."""
+
+    axis = "cp"
+
+    def shapes(self) -> Shapes:
+        return {p: (1, *self.target.shape(p)[1:]) for p in self.target.model.parameters()}
+
+    def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
+        return dataclasses.replace(held, gradient_bytes=2 * accumulation * held.gradient_bytes)
+
+    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+        return [Entry("forward", "cp", "all_reduce", len(microbatches), 4, 4)]
+
+
+def test_a_new_axis_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy, "BUILT", BUILT | {("cp", "ring")})
+    monkeypatch.setattr(plan, "SPLITS", (*SPLITS, Context))
+    alone, both = (plan_decoder(Strategy.parse(text), SHAPE) for text in ("fsdp2", "fsdp2,cp2"))
+    assert both.holds(2).gradient_bytes == 4 * alone.holds(2).gradient_bytes
+    of_context = Entry("forward", "cp", "all_reduce", 2, 4, 4)
+    assert both.traffic(MICROBATCHES) == [*alone.traffic(MICROBATCHES), of_context]
+    cut = plan_decoder(Strategy.parse("cp2"), SHAPE).holds()
+    assert cut.parameter_bytes < plan_decoder(Strategy(), SHAPE).holds().parameter_bytes
+
+
+def test_a_parameter_without_rows_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_parameter("scale", nn.Parameter(torch.ones(())))
+    with pytest.raises(StrategyError, match=r"the parameter '0.scale' of shape \(\) has no rows"):
+        Plan(Strategy.parse("fsdp2,tp2"), model, roles={"0": "local"})
