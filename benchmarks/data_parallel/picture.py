@@ -1,4 +1,4 @@
-"""Draw who holds what under the six forms of data parallelism, from their own `layout()`.
+"""Draw who holds what under the six forms of data parallelism, from their own plans.
 
 python benchmarks/data_parallel/picture.py docs/data_parallel.svg
 """

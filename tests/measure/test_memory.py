@@ -1,4 +1,4 @@
-"""The memory account: byte by byte on small modules, against the allocator, and beside layout()."""
+"""The memory account: byte by byte on small modules, against the allocator, and beside the plan."""
 
 from collections.abc import Callable
 

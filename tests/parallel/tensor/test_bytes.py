@@ -41,7 +41,7 @@ STATE = ("parameters", "optimizer", "other")
 
 
 def held(text: str) -> tuple[int, int, list[int], StateBytes]:
-    """Return the bytes of weights and optimizer, what one and two blocks keep, and layout()."""
+    """Return the bytes of weights and optimizer, what one and two blocks keep, and the plan."""
     strategy = Strategy.parse(text)
     mesh = build_mesh(strategy)
     kept: list[int] = []
