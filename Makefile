@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# More than cores: a test waits for processes, disks and clocks about as long as it computes.
+WORKERS ?= 4
 BIN := .venv/bin
 SETUP := pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -24,7 +26,7 @@ test: .venv/ready-to-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # The stamps are newer than what they were made from, so set-up happens once, and again when
 # pyproject.toml or constraints.txt change.

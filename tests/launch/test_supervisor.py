@@ -30,10 +30,8 @@ def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
     stopped: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "STOPPED_S", 0.0)  # at the first look after it
-    start_s = time.monotonic()
     with pytest.raises(TrainingError) as caught:
-        run_ranks(stop_rank, 2, stopped, timeout_s=6)
-    assert time.monotonic() - start_s < 6 + 30
+        run_ranks(stop_rank, 2, stopped, timeout_s=4)
     words = rf"rank {stopped} \(process \d+\) has been stopped by a signal for \d+ s, in forward of"
     caught.match(words)
     told = capfd.readouterr().err.splitlines()

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from phalanx.config import TrainConfig
 from phalanx.errors import Interrupted, RankFailed, message_of
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
+from phalanx.launch.signals import ENDING
 from phalanx.train import loop, run
 from phalanx.train.job.resolve import Job, resolve
 from small_run import losses, small_run
@@ -30,6 +31,15 @@ from small_run import losses, small_run
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     folder = tmp_path_factory.mktemp("stopped")
     return small_run(folder, steps=100_000, strategy="dp2", save_every_minutes=60)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Generator[None]:
+    """Under nohup, or in the background of a shell, signals are ignored, and stay so."""
+    before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in ENDING}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 def when(is_so: Callable[[], bool], act: Callable[[], None]) -> None:
