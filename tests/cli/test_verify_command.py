@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,18 +74,65 @@ def test_the_awkward_shapes_fit_their_strategy(text: str) -> None:
     assert text == "fsdp3,tp2" or llama.vocab_size % 2 == 1
 
 
-def test_a_process_that_torchrun_started_refuses() -> None:
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+def under_torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+            *("-m", "phalanx", "verify", *words),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_ranks_that_torchrun_started_verify_together() -> None:
+    small = ("--steps", "1", "--shape.num-layers", "1")
+    done = under_torchrun("fsdp2", *small, "--json")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]  # of rank 0
+    verdicts = json.loads(line)["verdicts"]
+    assert [(v["strategy"], v["case"], v["is_equal"]) for v in verdicts] == [
+        ("fsdp2", "llama", True), ("fsdp2", "gpt2", True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "num_here", "message"),
+    [
+        ("dp4", 2, "dp4 is for 4 ranks, and 2 are started; start 4 (torchrun --nproc-per-node)"),
+        ("dp2 --train", 1, "all ranks read, and they are on several hosts"),
+    ],
+)
+def test_ranks_that_cannot_verify_together_say_so_once(
+    words: str, num_here: int, message: str
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(num_here)}
     done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "verify", "dp2"],
+        [sys.executable, "-m", "phalanx", "verify", *words.split()],
         capture_output=True,
         text=True,
         timeout=120,
-        env=environment,
+        env={**os.environ, **place},
     )
     assert done.returncode == 2
-    assert "run `phalanx verify` by itself on one host" in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_road_takes_the_settings_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        'strategy = "fsdp2"\nsteps = 900\n[corpus]\nseq_len = 40\n[optimizer]\nbeta2 = 0.9\n'
+    )
+    words = ["verify", "--train", "--config", str(tmp_path / "run.toml"), "--optimizer.lr", "0.5"]
+    assert main([*words, "--show-config", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out.splitlines()[-1])["config"]
+    assert (config["strategy"], config["corpus"]["seq_len"]) == ("fsdp2", 40)
+    assert (config["optimizer"]["beta2"], config["optimizer"]["lr"]) == (0.9, 0.5)
+    assert config["optimizer"]["clip_norm"] == 0.2  # what is not given is verify's
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.verify.batches import decoder_batches, split
 from phalanx.verify.cases import initial_decoder, plain_decoder
-from phalanx.verify.harness import compare_case, verify
+from phalanx.verify.harness import compare_cases, verify
 from phalanx.verify.plain import PlainNextToken
 from phalanx.verify.record import Case
 
@@ -85,10 +85,10 @@ def test_llama_ties_dropout_odd_vocabulary(strategy: str, accumulation: int) -> 
     parsed = Strategy.parse(strategy)
     case = decoder_case(LLAMA, accumulation, 13, parsed.data_ranks)
     assert min(batch.count_valid() for batch in split_over_ranks(case, parsed)) == 0
-    verdict, entries = compare_case(case, parsed)
+    (verdict,) = compare_cases({"": case}, parsed)
     assert verdict.is_equal, str(verdict)
     assert max(d.error for d in verdict.differences) <= 1e-10
-    check_twin(case, parsed, entries)
+    check_twin(case, parsed, verdict.entries)
 
 
 def split_over_ranks(case: Case, strategy: Strategy) -> list[Batch]:
@@ -113,9 +113,9 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
 def test_gpt2_family_untied(text: str) -> None:
     strategy = Strategy.parse(text)
     case = decoder_case(GPT2, 2, 9, strategy.data_ranks)
-    verdict, entries = compare_case(case, strategy)
+    (verdict,) = compare_cases({"": case}, strategy)
     assert verdict.is_equal, str(verdict)
-    check_twin(case, strategy, entries)
+    check_twin(case, strategy, verdict.entries)
 
 
 # Four blocks: sqrt is segments of two, and the last segment of every/3 is short.
@@ -135,10 +135,10 @@ def test_recomputation(family: str, text: str) -> None:
     strategy = Strategy.parse(text)
     shape = dataclasses.replace(LLAMA if family == "llama" else GPT2, num_layers=4)
     case = decoder_case(shape, 2, 9, strategy.data_ranks)
-    verdict, entries = compare_case(case, strategy)
+    (verdict,) = compare_cases({"": case}, strategy)
     assert verdict.is_equal, str(verdict)
     assert max(d.error for d in verdict.differences) <= 1e-10
-    check_twin(case, strategy, entries)
+    check_twin(case, strategy, verdict.entries)
 
 
 TENSOR = ("tp2", "tp4", "tp4:2d", "tp8:2.5d/2", "tp8:3d")
@@ -152,10 +152,10 @@ def check_parity(shape: ModelShape, text: str, num_layers: int | None = None) ->
     num_layers = num_layers or (2 if strategy.num_ranks <= 4 else 1)
     shape = dataclasses.replace(shape, num_layers=num_layers)
     case = decoder_case(shape, 2, 13, strategy.data_ranks)
-    verdict, entries = compare_case(case, strategy)
+    (verdict,) = compare_cases({"": case}, strategy)
     assert verdict.is_equal, str(verdict)
     assert max(d.error for d in verdict.differences) <= 1e-10
-    check_twin(case, strategy, entries)
+    check_twin(case, strategy, verdict.entries)
 
 
 @pytest.mark.parametrize(

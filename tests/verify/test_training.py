@@ -10,27 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from mutants import SLOW, Patch, planted
 
 from marks import by_hand
 from phalanx.checkpoint import state
+from phalanx.cli.verify import RoadConfig
 from phalanx.comm.primitives import local_part
-from phalanx.comm.together import broadcast_object, gather_objects
+from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.strategy import Strategy
-from phalanx.train import session
-from phalanx.train.job.resolve import Job, resolve
+from phalanx.train import loop, session
+from phalanx.train.job.resolve import Job
 from phalanx.verify import training
-from phalanx.verify.training import (
-    compare_narrow,
-    compare_parts,
-    continued,
-    narrowed,
-    run_config,
-    train_part,
-)
+from phalanx.verify.runs import first_run
 from phalanx.verify.verdict import Verdict
 
 
@@ -88,13 +81,39 @@ def _stays_in_eval(right: Any) -> Any:
     return lambda opened: (right(opened), opened.model.eval())[0]
 
 
+def _another_eps(right: Any) -> Any:
+    """A norm of the run is not that of the shape."""
+
+    def wrong(job: Job) -> Any:
+        opened = right(job)
+        opened.model.blocks[1].mlp_norm.eps = 1e-2
+        return opened
+
+    return wrong
+
+
+def _without_a_step(right: Any) -> Any:
+    """The optimizer never sees one of the parameters."""
+
+    def wrong(model: Any, config: Any) -> Any:
+        optimizer = right(model, config)
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p is not model.norm.weight]
+        return optimizer
+
+    return wrong
+
+
 def _stays_in_training(right: Any) -> Any:
     return lambda self: self
 
 
 def _narrow_masters(right: Any) -> Any:
     def wrong(name: str, device: str) -> Any:
-        return dataclasses.replace(right(name, device), master=torch.bfloat16)
+        precision = right(name, device)
+        if name == "bfloat16":
+            precision = dataclasses.replace(precision, master=torch.bfloat16)
+        return precision
 
     return wrong
 
@@ -114,16 +133,25 @@ OF_ROAD: dict[str, tuple[list[Patch], str | None, str]] = {
         [(session, "data_coordinate", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
     ),
     "a schedule that begins anew": (
-        [(training, "open_session", _from_step_0)], None, "the number of steps done is 0, not 2",
+        [(training, "open_session", _from_step_0)],
+        None, "it takes the steps [1, 2, 3, 4], where [3, 4] are due",
     ),
     "a position in the data by the present batch": (
-        [(session, "_loader", _position_by_steps)], None, "the position in the data is 24",
+        [(session, "_loader", _position_by_steps)],
+        None, "its positions in the data are [24, 48], where [16, 40] are due",
     ),
     "evaluation that leaves the model in eval mode": (
-        [(training, "evaluate", _stays_in_eval)], "", "evaluation leaves the model in eval mode",
+        [(loop, "evaluate", _stays_in_eval)], "", "evaluation leaves the model in eval mode",
     ),
     "evaluation with dropout": (
         [(Decoder, "eval", _stays_in_training)], None, "the validation loss is the first",
+    ),
+    "a norm that only the run changes": (
+        [(training, "open_session", _another_eps)],
+        "blocks.1.mlp_norm", "its output differs though its inputs agree",
+    ),
+    "an optimizer without the last norm": (
+        [(session, "build_optimizer", _without_a_step)], "norm", "first moment of norm.weight",
     ),
 }  # fmt: skip
 
@@ -134,32 +162,21 @@ OF_NARROW: dict[str, tuple[list[Patch], str | None, str]] = {
 }  # fmt: skip
 
 
-def job_of(config: Any) -> Job:
-    return broadcast_object(resolve(config) if dist.get_rank() == 0 else None)
-
-
-def road_on_ranks(folder: str, is_slow: bool) -> dict[str, Verdict]:
+def road_on_ranks(folder: str, is_slow: bool) -> dict[str, list[Verdict]]:
     """Take the road once for each mutant, and once without a fault, in one job."""
-    road = {name: mutant[0] for name, mutant in OF_ROAD.items() if (name in SLOW) == is_slow}
-    config = run_config(Strategy.parse("fsdp2"), Path(folder))
-    found: dict[str, Verdict] = {}
+    mutants = {**OF_ROAD, **OF_NARROW}
+    road = {name: mutant[0] for name, mutant in mutants.items() if (name in SLOW) == is_slow}
+    found: dict[str, list[Verdict]] = {}
     for name, patches in {"": list[Patch](), **road}.items():
-        out = Path(folder) / f"run {name}"
+        out = Path(folder) / name.replace(" ", "-")
+        out.mkdir(exist_ok=True)
         with planted(*patches):
-            first = job_of(dataclasses.replace(config, out=str(out / "first")))
-            parts = [gather_objects(train_part(first))]
-            second = job_of(continued(first.config, first.strategy, out))
-            parts.append(gather_objects(train_part(second)))
-        found[name] = compare_parts([first, second], parts)
-    for name, patches in {" ": [], **{n: mutant[0] for n, mutant in OF_NARROW.items()}}.items():
-        job = job_of(narrowed(config, Path(folder) / f"narrow {name}"))
-        with planted(*patches):
-            found[name] = compare_narrow(job, gather_objects(train_part(job)))
+            found[name] = training.verify_training(Strategy.parse("fsdp2"), RoadConfig(), out)
     return found
 
 
 @functools.cache
-def verdicts(is_slow: bool = False) -> dict[str, Verdict]:
+def verdicts(is_slow: bool = False) -> dict[str, list[Verdict]]:
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(road_on_ranks, 2, folder, is_slow)[0]
 
@@ -173,20 +190,46 @@ def verdicts(is_slow: bool = False) -> dict[str, Verdict]:
     ],
 )
 def test_a_planted_fault_is_found_and_named(name: str, module: str | None, words: str) -> None:
-    verdict = verdicts(name in SLOW)[name]
+    *before, verdict = verdicts(name in SLOW)[name]
+    assert all(each.is_equal for each in before)
     assert not verdict.is_equal
     assert verdict.place is not None
     assert verdict.place.module == module, str(verdict)
     assert words in str(verdict)
 
 
-@pytest.mark.parametrize("name", ["", " "], ids=["float64", "bfloat16"])
-def test_the_road_without_a_fault_is_that_of_plain_pytorch(name: str) -> None:
-    assert verdicts()[name].is_equal, str(verdicts()[name])
+def test_the_road_without_a_fault_is_that_of_plain_pytorch() -> None:
+    first, second, narrow = verdicts()[""]
+    for verdict in (first, second, narrow):
+        assert verdict.is_equal, str(verdict)
+    assert second.strategy == "training dp2, going on from fsdp2"
+    assert {d.step for d in first.differences} == {0, 1, 2, 3, 4}  # the last of an evaluation
+    assert {d.step for d in second.differences} == {2, 3, 4}
+    assert narrow.strategy == "training fsdp2 in bfloat16"
+
+
+def test_settings_hold_and_what_is_not_given_is_small(tmp_path: Path) -> None:
+    given = TrainConfig(
+        model="gpt2-124m", precision="float32", data="mine.txt", steps=900, out="runs/mine",
+        shape=ShapeConfig(dropout=0.3, num_layers=1), batch=BatchConfig(global_size=6),
+        corpus=CorpusConfig(seq_len=40, document_mask=False),
+        optimizer=OptimizerConfig(beta2=0.99, clip_p=1.0),
+    )  # fmt: skip
+    config = first_run(given, Strategy.parse("dp2"), tmp_path)
+    assert config.corpus.seq_len == 40 and not config.corpus.document_mask
+    assert (config.model, config.optimizer, config.batch) == (
+        given.model, given.optimizer, given.batch,
+    )  # fmt: skip
+    assert (config.shape.dropout, config.shape.num_layers, config.shape.hidden) == (0.3, 1, 18)
+    assert (config.shape.tied, config.shape.num_kv_heads, config.shape.max_seq_len) == (
+        None, None, 40,
+    )  # fmt: skip
+    assert (config.precision, config.steps) == ("float64", 4)
+    assert str(tmp_path) in str(config.data) and str(tmp_path) in str(config.out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["dp2", "tp2", "fsdp2,tp2"])
 def test_the_road_on_processes_of_its_own(text: str, tmp_path: Path) -> None:
-    for verdict in training.verify_training(Strategy.parse(text), tmp_path):
+    for verdict in training.verify_training(Strategy.parse(text), RoadConfig(), tmp_path):
         assert verdict.is_equal, str(verdict)

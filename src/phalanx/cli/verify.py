@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,10 +17,10 @@ from rich.text import Text
 
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import print_json, screen
-from phalanx.config import OptimizerConfig, ShapeConfig
-from phalanx.config.fields import Positional, Range, check_values
-from phalanx.config.load import load_config
-from phalanx.errors import ConfigError
+from phalanx.config import CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.config.fields import Positional, Range, Use, check_values, settings, value_at
+from phalanx.config.load import Loaded, load_config
+from phalanx.errors import ConfigError, PhalanxError
 
 if TYPE_CHECKING:
     from phalanx.models.shape import ModelShape
@@ -70,7 +72,8 @@ class VerifyConfig:
     """Fixes weights, batches and dropout masks."""
     train: bool = False
     """Verify the road of training too: first weights, precision, data, evaluation, saving, and
-    going on with another strategy and batch."""
+    going on with another strategy and batch. The settings are then those of `phalanx train`, see
+    `phalanx verify --train --help`."""
     three: bool = True
     """Run again with three ranks on an axis that has two; not with --model."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -86,56 +89,161 @@ class VerifyConfig:
     """AdamW, the learning rate and clipping."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoadConfig(TrainConfig):
+    """Run a strategy beside plain PyTorch as `phalanx verify` does, and then the road of training.
+
+    The settings are those of `phalanx train`, from a file of a run too, and they hold for the road:
+    dropout, sequence length, optimizer, document mask and all others. The length of the runs, their
+    text and what they read and write are verify's own; sizes of the model that are not given are
+    small.
+    """
+
+    strategy: Annotated[str | None, Positional("[STRATEGY]")] = "dp2"
+    """Such as dp2, fsdp2:zero1, dp2,fsdp2 or tp4:2d; `phalanx train --help` has the grammar."""
+    train: bool = True
+    """Verify the road of training; without this word, `phalanx verify` has other settings."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], Use.RESOLVED] = "cpu"
+    """Where to compute."""
+    eval_samples: Annotated[int, Use.LAW, Range(1)] = 5
+    """Validation samples in one measurement of the validation loss."""
+    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(seq_len=17, validation=0.1))
+    """How text becomes samples."""
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=1)
+    )
+    """AdamW, the learning rate and clipping."""
+
+
 def run(argv: list[str]) -> int:
     """Verify as the command line says; 1 if something differs."""
-    loaded = load_config(argv, VerifyConfig, prog="phalanx verify")
+    from phalanx.launch import slurm
+    from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
+
+    slurm.adopt()
+    try:
+        schema = RoadConfig if "--train" in argv else VerifyConfig
+        loaded: Loaded[RoadConfig | VerifyConfig] = load_config(argv, schema, prog="phalanx verify")
+        strategy = _checked(loaded.config)
+    except PhalanxError as error:
+        if is_under_torchrun():
+            leave_failed(error, is_everyones=True)
+        raise
     if loaded.show_config:
         show_config(loaded)
         return 0
-    _refuse_torchrun()
-    console = screen()
-    verdicts = _verify(loaded.config, console)
-    _show(verdicts, console)
-    if loaded.json:
-        print_json(_document(verdicts))
+    if not is_under_torchrun():
+        return _told(_verify(loaded.config, strategy, screen()), loaded.json)
+    try:
+        leave(_told(_join(loaded.config, strategy), loaded.json))
+    except BaseException as error:
+        leave_failed(error)
+
+
+def _told(verdicts: Sequence[Verdict], as_json: bool) -> int:
+    """Print the verdicts, in a job on rank 0; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        _show(verdicts, screen())
+        if as_json:
+            print_json(_document(verdicts))
     return 0 if all(verdict.is_equal for verdict in verdicts) else 1
 
 
-def _refuse_torchrun() -> None:
-    """End a process that torchrun started: it would begin a whole verification of its own."""
-    from phalanx.launch.torchrun import is_under_torchrun, leave_failed
-
-    if is_under_torchrun():
-        leave_failed(
-            ConfigError(
-                "verify starts its own ranks, but RANK and WORLD_SIZE are set, as torchrun and "
-                "Slurm do; run `phalanx verify` by itself on one host"
-            ),
-            is_everyones=True,
-        )
-
-
-def _verify(config: VerifyConfig, console: Console) -> list[Verdict]:
-    """Compare the shapes that the configuration names.
+def _checked(config: RoadConfig | VerifyConfig) -> Strategy:
+    """Return the strategy.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or the strategy is for other ranks than there are.
     """
+    from phalanx.launch.torchrun import is_under_torchrun, read_place
     from phalanx.strategy import Strategy, require_built
+
+    check_values(config)
+    strategy = Strategy.parse(config.strategy or "dp2")
+    require_built(strategy)
+    if is_under_torchrun():
+        place, is_on_one = read_place(), not isinstance(config, RoadConfig)
+        if place.num_ranks != strategy.num_ranks:
+            raise ConfigError(
+                f"{strategy} is for {strategy.num_ranks} ranks, and {place.num_ranks} are started; "
+                f"start {strategy.num_ranks} (torchrun --nproc-per-node), or run `phalanx verify` "
+                "without torchrun, which starts them itself"
+            )
+        if not is_on_one and place.num_here < place.num_ranks:
+            raise ConfigError(
+                "verify --train saves to a folder of its own that all ranks read, and they are on "
+                "several hosts; start them on one, or leave --train out"
+            )
+    else:
+        _check_device(strategy, config.device)
+    return strategy
+
+
+def _join(config: RoadConfig | VerifyConfig, strategy: Strategy) -> Sequence[Verdict]:
+    """Verify on the ranks that torchrun has started."""
+    from phalanx.launch.torchrun import run_here
+    from phalanx.verify.harness import WAIT_S
+
+    console = screen() if os.environ["RANK"] == "0" else Console(quiet=True)
+    keys = [setting.key for setting in settings(type(config)) if not setting.use & Use.LOCAL]
+    return run_here(
+        lambda: config,
+        lambda config: {key: value_at(config, key) for key in keys},
+        lambda config: _verify(config, strategy, console),
+        device=config.device,
+        timeout_s=WAIT_S,
+    )
+
+
+def _verify(
+    config: RoadConfig | VerifyConfig, strategy: Strategy, console: Console
+) -> list[Verdict]:
+    """Compare what the configuration names, up to the first that differs."""
+    if isinstance(config, VerifyConfig):
+        return _verify_steps(config, strategy, console)
+    device = "cuda" if config.device == "cuda" else "cpu"
+    steps = VerifyConfig(strategy=str(strategy), seed=config.seed, device=device)
+    verdicts = _verify_steps(steps, strategy, console)
+    if all(verdict.is_equal for verdict in verdicts):
+        from phalanx.verify.training import verify_training
+
+        console.print(Text(f"{strategy}: a small run, saved and gone on with", "dim"))
+        with _folder() as folder:
+            verdicts += verify_training(strategy, config, folder)
+    return verdicts
+
+
+@contextmanager
+def _folder() -> Generator[Path]:
+    """Make a folder for a while; in a job it is rank 0's for all."""
+    import torch.distributed as dist
+
+    from phalanx.comm.together import broadcast_object
+
+    if dist.is_initialized() and dist.get_rank() > 0:
+        yield broadcast_object(None)
+        return
+    with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
+        yield broadcast_object(Path(name)) if dist.is_initialized() else Path(name)
+
+
+def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Console) -> list[Verdict]:
+    """Compare the steps of the shapes that the configuration names."""
+    import torch.distributed as dist
+
     from phalanx.verify.cases import Settings, decoder_case, with_three
     from phalanx.verify.harness import compare_cases
 
-    check_values(config)
-    strategy = Strategy.parse(config.strategy)
-    require_built(strategy)
     settings = Settings(
         config.steps, config.accumulation, config.seq_len, config.dtype, config.seed,
         config.global_size, config.optimizer, config.device,
     )  # fmt: skip
     verdicts: list[Verdict] = []
-    wider = with_three(strategy) if config.three and config.model is None else None
+    may_be_wider = config.three and config.model is None and not dist.is_initialized()
+    wider = with_three(strategy) if may_be_wider else None
     for each in filter(None, (strategy, wider)):
-        _check_device(each, config.device)
+        if each is wider:
+            _check_device(each, config.device)
         shapes = _shapes(config, each)
         if shapes is None:
             continue
@@ -144,18 +252,8 @@ def _verify(config: VerifyConfig, console: Console) -> list[Verdict]:
         cases = {name: decoder_case(shape, each, settings) for name, shape in shapes.items()}
         verdicts += compare_cases(cases, each, config.debug_comm)
         if not all(verdict.is_equal for verdict in verdicts):
-            return verdicts
-    if config.train:
-        console.print(Text(f"{strategy}: a small run, saved and gone on with", "dim"))
-        verdicts += _verify_training(strategy)
+            break
     return verdicts
-
-
-def _verify_training(strategy: Strategy) -> list[Verdict]:
-    from phalanx.verify.training import verify_training
-
-    with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
-        return verify_training(strategy, Path(folder))
 
 
 def _check_device(strategy: Strategy, device: str) -> None:

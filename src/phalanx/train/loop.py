@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from rich.console import Console
 
 from phalanx.comm.together import barrier
 from phalanx.debug.check import LIMIT_S, CollectiveCheck
 from phalanx.launch.pulse import PULSE
-from phalanx.train.evaluate import evaluate
+from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.job.resolve import Job
 from phalanx.train.pace import Decision, Pace
 from phalanx.train.report.records import Records
 from phalanx.train.report.summary import Summary, summarize_run
 from phalanx.train.session import Session, open_session
+from phalanx.train.step import StepResult
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def train_rank(job: Job) -> Summary | Stopped:
     with session.loader, session.saver, Records(session, Console()) as records:
         doing = PULSE.doing("the work between two steps")
         with doing, PULSE.heeding(), _checked(session), step.watched(PULSE.phase):
-            stop_signal = _take_steps(session, records)
+            stop_signal = take_steps(session, records)
         if stop_signal and step.steps_done < job.num_steps:
             return Stopped(stop_signal, step.steps_done)
         with PULSE.doing("the summary"):
@@ -48,7 +50,27 @@ def train_rank(job: Job) -> Summary | Stopped:
     return summary
 
 
-def _take_steps(session: Session, records: Records) -> int:
+class Watcher(Protocol):
+    """What the loop tells of its steps; it is told, and never drives. Here it does nothing."""
+
+    @contextmanager
+    def watching_data(self) -> Generator[None]:
+        """Watch how the data of a step comes."""
+        yield
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Watch a step."""
+        yield
+
+    def keep(self, result: StepResult) -> None:
+        """Be told what the step did."""
+
+    def evaluation(self, evaluation: Evaluation | None) -> None:
+        """Be told of an evaluation, which has just been made."""
+
+
+def take_steps(session: Session, records: Watcher) -> int:
     """Take all steps, evaluate and save; return the signal that ended them early, or 0."""
     step, config, num_steps = session.step, session.job.config, session.job.num_steps
     pace = Pace(60 * config.save_every_minutes, session.is_first)
@@ -78,7 +100,7 @@ def _take_steps(session: Session, records: Records) -> int:
     return decision.stop_signal
 
 
-def _evaluate(session: Session, records: Records) -> None:
+def _evaluate(session: Session, records: Watcher) -> None:
     with PULSE.doing(f"evaluation after step {session.step.steps_done}"):
         records.evaluation(evaluate(session))
 

@@ -101,8 +101,13 @@ def initial_decoder(shape: ModelShape, seed: int) -> Decoder:
 
 def plain_decoder(shape: ModelShape, seed: int) -> nn.Module:
     """Return the plain decoder with the weights of `initial_decoder`."""
-    model = PlainDecoder(shape).to(torch.float64)
-    model.load_state_dict(initial_decoder(shape, seed).state_dict())
+    return as_plain(initial_decoder(shape, seed))
+
+
+def as_plain(decoder: Decoder) -> PlainDecoder:
+    """Return the plain decoder with the weights of a float64 one."""
+    model = PlainDecoder(decoder.shape).to(torch.float64)
+    model.load_state_dict(decoder.state_dict())
     return model
 
 

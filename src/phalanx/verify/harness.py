@@ -92,22 +92,12 @@ def verify(
     return compare_cases({"": case}, parsed, debug_comm)[0]
 
 
-def compare_case(
-    case: Case, strategy: Strategy, debug_comm: bool = False
-) -> tuple[Verdict, list[Entry]]:
-    """Run one case; return the verdict, and what rank 0 sent in the last step.
-
-    Raises:
-        ConfigError, StrategyError: see `compare_cases`.
-    """
-    (verdict,) = compare_cases({"": case}, strategy, debug_comm)
-    return verdict, verdict.entries
-
-
 def compare_cases(
     cases: Mapping[str, Case], strategy: Strategy, debug_comm: bool = False
 ) -> list[Verdict]:
     """Run cases on one start of the ranks, and where one differs, on one rank too.
+
+    In a job that others have started, its ranks run them, and all call this together.
 
     Args:
         cases: by what they are called; all on one device.
@@ -121,6 +111,8 @@ def compare_cases(
     for case in cases.values():
         check_rows(case, strategy.data_ranks)
         Plan(strategy, case.build(), roles=case.roles)
+    if dist.is_initialized():
+        return verify_on_ranks(cases, str(strategy), debug_comm)
     device = next(iter(cases.values())).device
     verdicts: list[Verdict] = run_ranks(
         verify_on_ranks, strategy.num_ranks, cases, str(strategy), debug_comm,

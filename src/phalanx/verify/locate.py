@@ -9,7 +9,9 @@ that called it, between its own modules. No run on the reference's inputs is nee
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,6 +52,25 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class Recording:
+    """A step on one rank, recorded.
+
+    Attributes:
+        recorder: with its events.
+        rows: of the global batch that are in each microbatch.
+        place: of this rank among the data ranks.
+    """
+
+    recorder: Recorder
+    rows: Sequence[Tensor]
+    place: int
+
+
+Record = Callable[[int, str | None], Recording]
+"""Records the step of a number on this rank; given the name of a parameter, its gradient too."""
+
+
+@dataclass(frozen=True)
 class Found:
     """What one rank has compared.
 
@@ -68,7 +89,13 @@ class Found:
     place: int
 
 
-def locate(case: Case, strategy: Strategy, mesh: DeviceMesh, first: Difference) -> Place:
+def locate(
+    case: Case,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    first: Difference,
+    record: Record | None = None,
+) -> Place:
     """Return where a difference arises; every rank calls this together.
 
     Args:
@@ -76,6 +103,7 @@ def locate(case: Case, strategy: Strategy, mesh: DeviceMesh, first: Difference) 
         strategy: how it was split.
         mesh: of the strategy.
         first: the first difference.
+        record: how a step is run again; as `SplitRun` does if None.
     """
     step = first.step
     if first.quantity == "first weight":
@@ -83,7 +111,8 @@ def locate(case: Case, strategy: Strategy, mesh: DeviceMesh, first: Difference) 
     is_first = torch.distributed.get_rank() == 0
     expected: list[Expected] = broadcast_object(_expected(case, step, mesh) if is_first else None)
     suspect = first.name if first.quantity == "gradient" else None
-    results: list[Found] = gather_objects(_run(case, strategy, mesh, step, expected, suspect))
+    recording = (record or partial(_record, case, strategy, mesh))(step, suspect)
+    results: list[Found] = gather_objects(_found(recording, case, strategy, mesh, step, expected))
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}
     place = _first_that_differs(expected, results, step, types)
     if place is not None:
@@ -124,35 +153,42 @@ def _reference_gradient(case: Case, step: int, mesh: DeviceMesh, name: str) -> T
     return None
 
 
-def _run(
-    case: Case,
-    strategy: Strategy,
-    mesh: DeviceMesh,
-    step: int,
-    expected: list[Expected],
-    suspect: str | None,
-) -> Found:
-    """Record the step on this rank, and compare it with the reference's."""
-    layout: Layout | None = None
-    roles: dict[str, str] = {}
-    if strategy.tp.degree > 1:
-        layout = layout_of(strategy, mesh)
-        roles = {site.name: site.role for site in sites_of(case.build(), case.roles)}
+def _record(
+    case: Case, strategy: Strategy, mesh: DeviceMesh, step: int, suspect: str | None
+) -> Recording:
     run = SplitRun(case, strategy, mesh)
-    recorder = Recorder(run.model, copies=layout is None, suspect=suspect)
+    recorder = Recorder(run.model, copies=strategy.tp.degree == 1, suspect=suspect)
     steps = run.steps(recorder.phase)
     for _ in range(step):
         next(steps)
     recorder.restart()
     next(steps)
+    return Recording(recorder, run.rows(step), run.place[0])
+
+
+def _found(
+    recording: Recording,
+    case: Case,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    step: int,
+    expected: list[Expected],
+) -> Found:
+    """Compare what was recorded on this rank with the reference's."""
+    layout: Layout | None = None
+    roles: dict[str, str] = {}
+    if strategy.tp.degree > 1:
+        layout = layout_of(strategy, mesh)
+        roles = {site.name: site.role for site in sites_of(case.build(), case.roles)}
+    recorder = recording.recorder
     aligner = Aligner(count_rows(case.batches[step]), layout, roles)
-    gaps, sums = _compare(recorder.events, aligner, run.rows(step), expected)
+    gaps, sums = _compare(recorder.events, aligner, recording.rows, expected)
     called = {event.key.module for event in recorder.events}
-    return Found(gaps, sums, called, recorder.contribution, run.place[0])
+    return Found(gaps, sums, called, recorder.contribution, recording.place)
 
 
 def _compare(
-    events: list[Event], aligner: Aligner, rows: list[Tensor], expected: list[Expected]
+    events: list[Event], aligner: Aligner, rows: Sequence[Tensor], expected: list[Expected]
 ) -> tuple[dict[Key, tuple[float, int]], dict[Key, float]]:
     ours = by_microbatch(events)
     gaps: dict[Key, tuple[float, int]] = {}

@@ -113,7 +113,7 @@ class SplitRun:
 
     def first_weights(self) -> dict[str, Tensor]:
         """Return the weights before the first step; every rank calls this together."""
-        return {name: _full(p) for name, p in self.model.named_parameters()}
+        return {name: full(p) for name, p in self.model.named_parameters()}
 
     def rows(self, step: int) -> list[Tensor]:
         """Return the rows of the global batch that are in each microbatch of this rank."""
@@ -142,26 +142,24 @@ class SplitRun:
                 loss, num_valid = step.compute_gradients(microbatches)
             norms = {p: float(gradient_norm(step.gradients(), p)) for p in NORMS}
             found = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-            gradients = {name: _full(grad) for name, grad in found}
+            gradients = {name: full(grad) for name, grad in found}
             bits = _bits("gradient", found)
             nonfinite = [n for n, g in found if not bool(local_part(g).isfinite().all())]
             result = step.apply_gradients(loss, num_valid)
             norms[step.config.clip_p] = result.grad_norm
-            moments = [self._state("exp_avg"), self._state("exp_avg_sq"), self._state("step")]
+            moments = [
+                state_of(self.model, step.optimizer, key)
+                for key in ("exp_avg", "exp_avg_sq", "step")
+            ]
             for quantity, state in zip(_MOMENTS, moments, strict=True):
                 bits |= _bits(quantity, state)
             weights = list(self.model.named_parameters())
             bits |= _bits("weight", weights)
-            full = [
-                {name: _full(tensor) for name, tensor in state} for state in (*moments, weights)
-            ]
-            record = StepRecord(result.loss, norms, gradients, full[0], full[1], full[3])
+            first, second, _ = ({n: full(t) for n, t in state} for state in moments)
+            after = {name: full(tensor) for name, tensor in weights}
+            record = StepRecord(result.loss, norms, gradients, first, second, after)
             names = frozenset(name for name, _ in found)
             yield record, RankFacts(result.loss, norms, bits, names, tuple(nonfinite))
-
-    def _state(self, key: str) -> list[tuple[str, Tensor]]:
-        state = self._step.optimizer.state
-        return [(n, state[p][key]) for n, p in self.model.named_parameters() if p in state]
 
 
 def check_rows(case: Case, num_places: int) -> None:
@@ -237,6 +235,14 @@ def _is_same(left: float, right: float) -> bool:
     return left == right or (math.isnan(left) and math.isnan(right))
 
 
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, key: str
+) -> list[tuple[str, Tensor]]:
+    """Return one part of the optimizer's state, by the names of the parameters that have it."""
+    state = optimizer.state
+    return [(name, state[p][key]) for name, p in model.named_parameters() if p in state]
+
+
 def _bits(
     quantity: str, tensors: Sequence[tuple[str, Tensor]]
 ) -> dict[tuple[str, str, tuple[int, ...]], str]:
@@ -248,8 +254,8 @@ def _bits(
     return found
 
 
-def _full(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     """Return a copy of the full tensor on the CPU, gathered if it is sharded."""
     tensor = tensor.detach()
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.cpu().clone()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.cpu().clone()

@@ -18,7 +18,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.tensor.roles import default_patterns, sites_of
 from phalanx.strategy import Strategy
-from phalanx.verify.harness import compare_case, verify
+from phalanx.verify.harness import compare_cases, verify
 from phalanx.verify.record import Case
 
 SHAPE = ModelShape(
@@ -135,11 +135,11 @@ def batches() -> list[dict[str, Tensor]]:
 def test_a_module_of_ones_own(text: str) -> None:
     strategy = Strategy.parse(text)
     case = Case(Vision, Classes(), batches(), 1, roles=ROLES)
-    verdict, entries = compare_case(case, strategy)
+    (verdict,) = compare_cases({"": case}, strategy)
     assert verdict.is_equal, str(verdict)
     num_rows = -(-7 // strategy.data_ranks)
     predicted = Plan(strategy, Vision().double(), roles=ROLES).traffic([(num_rows, 5)])
-    assert {e for e in entries if e.phase not in ("count", "metrics")} == set(predicted)
+    assert {e for e in verdict.entries if e.phase not in ("count", "metrics")} == set(predicted)
 
 
 def test_one_wrong_role_is_found() -> None:
