@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -221,11 +221,11 @@ def with_dp(dtype: torch.dtype = torch.float32) -> tuple[Counts, dict[str, Tenso
     """Return what this rank of dp did in the same step, and its gradients."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     strategy = Strategy.parse(f"dp{num_ranks}")
-    mesh = build_mesh(strategy)
-    memory, ledger = LiveBytes(), Ledger(mesh)
+    comm = Ranks(strategy)
+    memory, ledger = LiveBytes(), Ledger(comm.mesh)
     with memory:
         model = make_model(dtype)
-        reducer = Plan(strategy, model).build(mesh)
+        reducer = Plan(strategy, model).build(comm)
         optimizer = torch.optim.AdamW(model.parameters())
         tokens_BT, labels_BT = (x.chunk(num_ranks)[rank].clone() for x in batch())
         with ledger:

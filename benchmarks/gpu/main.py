@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import write_result
-from phalanx.comm.join import build_mesh, device_of
+from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
 from phalanx.launch.local import run_ranks
@@ -114,18 +114,18 @@ def time_steps(
 ) -> dict[str, Any]:
     """Train on random tokens, several documents a row, and time the steps."""
     strategy = Strategy.parse(f"recompute:{recompute}")
-    mesh = build_mesh(strategy, device_type)
-    device = device_of(mesh)
+    comm = Ranks(strategy, device_type)
+    device = comm.device
     ceiling = quick_ceiling(device, "bfloat16")
     with torch.device("meta"):
         model = Decoder(shape)
     model.compute_dtype = torch.bfloat16
     Plan(strategy, model, compute=torch.bfloat16).build(
-        mesh, functools.partial(fill_initial, shape, 0)
+        comm, functools.partial(fill_initial, shape, 0)
     )
     config = OptimizerConfig()
     step = Step(
-        model, build_optimizer(model, config), NextToken(), config, mesh=mesh, num_steps=1000
+        model, build_optimizer(model, config), NextToken(), config, comm=comm, num_steps=1000
     )
     if is_compiled:
         for block in model.blocks:

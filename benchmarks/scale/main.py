@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg
 
 from phalanx.checkpoint.plan import Sharding, WritePlan, plan_reads
 from phalanx.checkpoint.state import held_once_trained
-from phalanx.comm.join import build_mesh, data_coordinate, num_files
+from phalanx.comm.comm import Ranks
+from phalanx.comm.join import num_files
 from phalanx.comm.ledger import Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.data.order import Order
@@ -78,11 +78,11 @@ def join(rank: int, num_ranks: int) -> dist.HashStore:
     return store
 
 
-def split(model_name: str, strategy: Strategy, mesh: DeviceMesh) -> dict[str, Sharding]:
+def split(model_name: str, strategy: Strategy, comm: Ranks) -> dict[str, Sharding]:
     """Split a model that holds nothing; return how its state will lie over the ranks."""
     with torch.device("meta"):
         model = Decoder(shape_of(model_name))
-    Plan(strategy, model).build(mesh)
+    Plan(strategy, model).build(comm)
     held = held_once_trained(model, build_optimizer(model, OptimizerConfig()))
     return {name: each.sharding for name, each in held.items()}
 
@@ -99,21 +99,21 @@ def start(text: str, other: str, rank: int, model_name: str) -> dict[str, Any]:
     strategy, clock = Strategy.parse(text), Clock()
     num_ranks = strategy.num_ranks
     join(rank, num_ranks)
-    mesh = clock.time("mesh and groups", lambda: build_mesh(strategy))
+    comm = clock.time("mesh and groups", lambda: Ranks(strategy))
     with torch.device("meta"):
         model = Decoder(shape_of(model_name))
     whole = clock.time("plan", lambda: Plan(strategy, model))
     entries = clock.time("traffic()", lambda: whole.traffic([(1, 4096)]))
     holding = clock.time("holds()", whole.holds)
-    with Ledger(mesh) as ledger:
-        shardings = clock.time("split", lambda: split(model_name, strategy, mesh))
-    place, num_places = data_coordinate(mesh)
+    with Ledger(comm.mesh) as ledger:
+        shardings = clock.time("split", lambda: split(model_name, strategy, comm))
+    place, num_places = comm.coord("data"), comm.size("data")
     rows = np.arange(place, 64 * num_places, num_places)
     clock.time("samples of 64 steps", lambda: Order(10**9, seed=0).samples(rows))
     plan = clock.time("who writes what", lambda: WritePlan(shardings, num_ranks))
     writes = clock.time("what this rank writes", lambda: plan.writes_of(rank))
     layouts = clock.time("index, on rank 0", plan.layouts)
-    resumed = split(model_name, Strategy.parse(other), build_mesh(Strategy.parse(other)))
+    resumed = split(model_name, Strategy.parse(other), Ranks(Strategy.parse(other)))
     boxes = {name: sharding.box(rank) for name, sharding in resumed.items()}
     reads = clock.time(f"reads, by {other}", lambda: plan_reads(layouts, boxes))
     return {
@@ -125,13 +125,8 @@ def start(text: str, other: str, rank: int, model_name: str) -> dict[str, Any]:
             box.num_elements * shardings[n].dtype.itemsize for n, box in writes.items()
         ),
         "files_read": len(reads),
-        "open_files_of_rank_0": num_files(sizes_of(mesh), num_ranks, "cpu"),
+        "open_files_of_rank_0": num_files(comm.axes, num_ranks, "cpu"),
     }
-
-
-def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
-    """Return the sizes of the axes of a mesh."""
-    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 class CountingStore:
@@ -157,9 +152,9 @@ class CountingStore:
 def compare_calls(num_ranks: int) -> dict[str, float]:
     """Return what one compared call of --debug-comm takes the last rank that comes to it."""
     join(num_ranks - 1, num_ranks)
-    mesh = build_mesh(Strategy.parse(f"dp{num_ranks}"))
-    with CollectiveCheck(mesh) as check:
-        group = mesh.get_group("dp")
+    comm = Ranks(Strategy.parse(f"dp{num_ranks}"))
+    with CollectiveCheck(comm.mesh) as check:
+        group = comm.mesh.get_group("dp")
         for number in range(1, NUM_CALLS + 3):  # the others have come to each call before
             check._store.add(f"{group.group_name}/{number}/count", num_ranks - 1)
         for _ in range(2):  # the first loads libraries, the second removes what the first left

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from phalanx.checkpoint import plan
 from phalanx.checkpoint.plan import Box, ShardedAxis, Sharding, WritePlan
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
@@ -91,9 +91,9 @@ SHAPE = ModelShape(
 def boxes_as_torch_says(text: str) -> list[tuple[str, Box, Box, bool]]:
     """Return this rank's box of each parameter, as the plan has it and as DTensor does."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     model = Decoder(SHAPE)
-    Plan(strategy, model).build(mesh)
+    Plan(strategy, model).build(comm)
     boxes: list[tuple[str, Box, Box, bool]] = []
     rank = torch.distributed.get_rank()
     for name, parameter in model.state_dict(keep_vars=True).items():

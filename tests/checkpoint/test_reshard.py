@@ -9,7 +9,7 @@ import runs
 import torch
 
 from phalanx.checkpoint import manifest, state
-from phalanx.comm.join import build_mesh, data_coordinate
+from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -99,14 +99,14 @@ def two_steps(
         Loss and norm of each step, and the whole state as it was loaded and as it was saved.
     """
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     model = Decoder(SHAPE).double()
     model.initialize(3 + steps_done)  # other weights than those in the checkpoint
-    reducer = Plan(strategy, model).build(mesh)
+    reducer = Plan(strategy, model).build(comm)
     config = OptimizerConfig(warmup_steps=1)
     step = Step(
         model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
-        mesh=mesh, num_steps=2 * len(CHAIN), run=Accumulate(reducer),
+        comm=comm, num_steps=2 * len(CHAIN), run=Accumulate(reducer),
     )  # fmt: skip
     loaded: State = {}
     if steps_done:
@@ -114,7 +114,9 @@ def two_steps(
         loaded = runs.whole_state(model, step.optimizer)
         step.steps_done = steps_done
     batches = decoder_batches(SHAPE, 99, 6, 9, 0, 3)[steps_done : steps_done + num_steps]
-    results = [step(split_rows(batch, *data_coordinate(mesh), 2)) for batch in batches]
+    results = [
+        step(split_rows(batch, comm.coord("data"), comm.size("data"), 2)) for batch in batches
+    ]
     runs.save(run, model, step.optimizer, step.steps_done)
     saved = runs.whole_state(model, step.optimizer)
     return [(result.loss, result.grad_norm) for result in results], loaded, saved

@@ -146,6 +146,14 @@ def test_partners_change_tensors_over_all_of_tp() -> None:
         assert sent == noted == [Entry("other", "tp", "all_to_all", 1, 24, 18.0)]
 
 
+def ranks_of_tp() -> list[int]:
+    return dist.get_process_group_ranks(Ranks(Strategy.parse("dp2,tp4:2d"))._groups["tp"])
+
+
+def test_all_of_tp_are_a_group_beside_other_axes() -> None:
+    assert run_ranks(ranks_of_tp, 8, threads=1) == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
+
+
 def too_few() -> None:
     with pytest.raises(StrategyError, match="needs 2 ranks, but there are 1"):
         Ranks(Strategy.parse("dp2"))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import join
+from phalanx.comm.comm import Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
@@ -43,9 +44,9 @@ def num_open(*, sockets: bool) -> int:
 def counts(text: str) -> dict[str, int]:
     """Return what this rank has open before and after a mesh and all kinds of calls."""
     sockets = num_open(sockets=True)
-    built = join.build_mesh(Strategy.parse(text))
-    for axis in built.mesh_dim_names or ():
-        dist.all_reduce(torch.ones(1000), group=built.get_group(axis))
+    comm = Ranks(Strategy.parse(text))
+    for axis in comm.axes:
+        dist.all_reduce(torch.ones(1000), group=comm.mesh.get_group(axis))
     connected = num_open(sockets=True)
     gather_objects("x" * 1000)
     dist.broadcast_object_list([None], src=0)

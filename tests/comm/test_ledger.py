@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger, sent_bytes
-from phalanx.comm.primitives import all_reduce, all_reduce_start, broadcast
 from phalanx.launch.local import run_ranks
 
 
@@ -22,24 +22,24 @@ def test_bytes_of_optimal_algorithms() -> None:
 
 
 def count_everything() -> list[Entry]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    comm = Ranks({"outer": 2, "inner": 2})
     tensor = torch.ones(6)
     pieces = [torch.empty(6) for _ in range(2)]
-    inner = mesh.get_group("inner")
-    with Ledger(mesh) as ledger:
+    inner = comm.mesh.get_group("inner")
+    with Ledger(comm.mesh) as ledger:
         with ledger.phase("ours"):
-            all_reduce(tensor, mesh, "inner")
-            all_reduce_start(tensor, mesh, "outer", "max").wait()
-            broadcast(tensor, mesh, "inner")
+            comm.all_reduce(tensor, "inner")
+            comm.all_reduce_start(tensor, "outer", "max").wait()
+            comm.broadcast(tensor, "inner")
         with ledger.phase("torch"):
             dist.all_gather(pieces, tensor, group=inner)
             dist.reduce_scatter(torch.empty(6), pieces, group=inner)
             dist.all_to_all_single(torch.empty(6), tensor, group=inner)
             dist.all_reduce(tensor)
-            is_root = mesh.get_local_rank("inner") == 0
+            is_root = comm.coord("inner") == 0
             dist.gather(tensor, pieces if is_root else None, group=inner, group_dst=0)
             dist.scatter(torch.empty(6), pieces if is_root else None, group=inner, group_src=0)
-            if mesh.get_local_rank("inner") == 0:
+            if comm.coord("inner") == 0:
                 dist.send(tensor, group=inner, group_dst=1)
             else:
                 dist.recv(tensor, group=inner, group_src=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.comm.together import first_object, gather_objects
 from phalanx.launch.local import run_ranks
@@ -14,7 +14,7 @@ from phalanx.strategy import Strategy
 def ask(whose: tuple[int, ...]) -> tuple[object, int]:
     """Return the first value where some ranks have one, and the collectives it took."""
     rank = dist.get_rank()
-    with Ledger(build_mesh(Strategy.parse("dp3"))) as ledger:
+    with Ledger(Ranks(Strategy.parse("dp3")).mesh) as ledger:
         found = first_object(f"words of {rank}" if rank in whose else None)
     return found, sum(entry.calls for entry in ledger.entries())
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from phalanx.comm import primitives
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.comm.waits import told_to, waiting
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import Plan
@@ -34,21 +33,21 @@ class Waits:
 
 
 def waits_of_collectives() -> dict[str, int]:
-    mesh = build_mesh(Strategy.parse("tp2"))
+    comm = Ranks(Strategy.parse("tp2"))
     waits, found = Waits(), dict[str, int]()
     with told_to(waits):
         for name, collective in {
-            "all_reduce": lambda x: primitives.all_reduce(x, mesh, "tp"),
-            "all_gather": lambda x: primitives.all_gather(x, mesh, "tp", 0),
-            "reduce_scatter": lambda x: primitives.reduce_scatter(x, mesh, "tp", 0),
-            "all_to_all": lambda x: primitives.all_to_all(x, mesh, "tp", 0, 1),
-            "broadcast": lambda x: primitives.broadcast_start(x, mesh, "tp", 0).wait(),
-            "reduce": lambda x: primitives.reduce_start(x, mesh, "tp", 0).wait(),
-            "swap": lambda x: primitives.swap(x, mesh.get_group("tp"), 1 - mesh.get_rank()),
+            "all_reduce": lambda x: comm.all_reduce(x, "tp"),
+            "all_gather": lambda x: comm.all_gather(x, "tp", 0),
+            "reduce_scatter": lambda x: comm.reduce_scatter(x, "tp", 0),
+            "all_to_all": lambda x: comm.all_to_all(x, "tp", 0, 1),
+            "broadcast": lambda x: comm.broadcast_start(x, "tp", 0).wait(),
+            "reduce": lambda x: comm.reduce_start(x, "tp", 0).wait(),
+            "swap": lambda x: comm.swap(x, "tp", 1 - comm.coord("tp")),
         }.items():  # fmt: skip
             collective(torch.ones(4, 4))
             found[name] = waits.taken()
-    primitives.all_reduce(torch.ones(4), mesh, "tp")
+    comm.all_reduce(torch.ones(4), "tp")
     found["afterwards"] = waits.taken()
     return found
 
@@ -60,10 +59,10 @@ def test_each_collective_that_blocks_is_a_wait() -> None:
 
 
 def waits_of_layers() -> tuple[int, int]:
-    mesh = build_mesh(Strategy.parse("fsdp2"))
+    comm = Ranks(Strategy.parse("fsdp2"))
     model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]))
     model.forward = lambda x: model[0][2](model[0][1](model[0][0](x)))  # type: ignore
-    Plan(Strategy.parse("fsdp2"), model).build(mesh)
+    Plan(Strategy.parse("fsdp2"), model).build(comm)
     waits = Waits()
     with told_to(waits):
         loss = model(torch.ones(2, 4)).sum()

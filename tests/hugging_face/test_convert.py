@@ -31,7 +31,7 @@ from transformers.utils import logging
 from marks import by_hand
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.weights import open_checkpoint, sizes_of
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.hugging_face.config import config_to_hf
 from phalanx.hugging_face.convert import convert
@@ -166,9 +166,9 @@ def test_half_precision_is_kept_exactly(dtype: torch.dtype, tmp_path: Path) -> N
 
 
 def weights_on_rank(folder: Path, shape: ModelShape, strategy: str) -> dict[str, Tensor]:
-    mesh = build_mesh(Strategy.parse(strategy), "cpu")
+    comm = Ranks(Strategy.parse(strategy), "cpu")
     model = Decoder(shape)
-    Plan(Strategy.parse(strategy), model).build(mesh)
+    Plan(Strategy.parse(strategy), model).build(comm)
     state.load_weights(folder, model)
     full = {}
     for name, parameter in model.named_parameters():

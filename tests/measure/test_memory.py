@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from phalanx.comm import exchange
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import KINDS, MemoryAccount, MemoryLedger
@@ -215,18 +215,18 @@ def measure(
 ) -> tuple[MemoryAccount, StateBytes]:
     """The second step of a decoder under a strategy."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE)
     model.compute_dtype = compute
     plan = Plan(strategy, model, compute=compute)
     step = Step(
         model,
-        reducer=plan.build(mesh, lambda shard, *_: shard.normal_()),
+        reducer=plan.build(comm, lambda shard, *_: shard.normal_()),
         optimizer=build_optimizer(model, OptimizerConfig()),
         objective=NextToken(),
         config=OptimizerConfig(),
-        mesh=mesh,
+        comm=comm,
         num_steps=9,
     )
     batches = decoder_batches(SHAPE, 1, 1, 32, 0, 3) * accumulation

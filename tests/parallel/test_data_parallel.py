@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.errors import TrainingError
 from phalanx.launch.local import run_ranks
@@ -55,16 +55,16 @@ class Branches(nn.Module):
 
 def reduce_branches(kind: data.Kind) -> tuple[dict[str, torch.Tensor | None], list[Entry]]:
     """On the outer axis ranks repeat the job, so that global ranks differ from coordinates."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "dp"))
-    coordinate = mesh.get_local_rank("dp")
+    comm = Ranks({"outer": 2, "dp": 2})
+    coordinate = comm.coord("dp")
     torch.manual_seed(dist.get_rank())  # apply() must make the weights equal over dp
     model = Branches().double()
-    reducer = data.apply(model, mesh, kind)
+    reducer = data.apply(model, comm, kind)
     short = model.short.double()
-    dist.all_reduce(short, group=mesh.get_group("dp"))
+    dist.all_reduce(short, group=comm.mesh.get_group("dp"))
     assert torch.equal(short, 2.0 * model.short), "apply() left the buffers apart"
     samples = torch.arange(24, dtype=torch.float64).view(2, 2, 6).sin()
-    with Ledger(mesh) as ledger:
+    with Ledger(comm.mesh) as ledger:
         for index, sample in enumerate(samples[coordinate]):
             reducer.before_backward(is_last=index == 1)
             with ledger.phase("backward"):
@@ -97,10 +97,10 @@ def test_unused_parameters_and_accumulation(kind: data.Kind) -> None:
 
 def pending_before_finish() -> list[bool]:
     """Two buckets of one layer each: the last layer's is on its way before backward ends."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    comm = Ranks({"dp": 2})
     wide = BUCKET_BYTES // 4 // 64
     model = nn.Sequential(nn.Linear(64, wide, bias=False), nn.Linear(wide, 64, bias=False))
-    reducer = data.BucketedReducer(list(model.parameters()), mesh)
+    reducer = data.BucketedReducer(list(model.parameters()), comm)
     seen: list[bool] = []
     model[0].weight.register_hook(lambda grad: seen.append(reducer._buckets[0].pending is not None))
     for is_last in (False, True):
@@ -116,9 +116,9 @@ def test_a_full_bucket_is_reduced_while_backward_runs_and_once_a_batch() -> None
 
 def held_between_steps() -> tuple[int, int, int]:
     """Return the parameters' bytes, and the most alive beside them in forward and in backward."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    comm = Ranks({"dp": 2})
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
-    reducer = data.apply(model, mesh)
+    reducer = data.apply(model, comm)
     nothing = torch.optim.SGD([torch.ones(1)])
     for _ in range(2):
         model.zero_grad(set_to_none=True)
@@ -141,16 +141,16 @@ def test_forward_holds_no_gradients() -> None:
 
 def reduce_sharded() -> tuple[float, bool]:
     """A weight split over tp: each tp coordinate reduces its own part over dp."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    comm = Ranks({"dp": 2, "tp": 2})
     torch.manual_seed(0)
     whole = torch.randn(6, 4, dtype=torch.float64)
-    weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+    weight = nn.Parameter(distribute_tensor(whole, comm.mesh["tp"], [Shard(0)]))
     model = nn.Module()
     model.weight = weight
-    reducer = data.apply(model, mesh)
+    reducer = data.apply(model, comm)
     inputs = torch.randn(2, 4, dtype=torch.float64)
     reducer.before_backward(is_last=True)
-    (weight.to_local() @ inputs[mesh.get_local_rank("dp")]).square().sum().backward()
+    (weight.to_local() @ inputs[comm.coord("dp")]).square().sum().backward()
     reducer.finish()
     expected = sum(2 * torch.outer(whole @ x, x) for x in inputs)
     assert isinstance(weight.grad, DTensor)
@@ -178,10 +178,10 @@ class Shared(nn.Module):
 
 def reduce_shared(use_reentrant: bool, kind: data.Kind) -> torch.Tensor | str:
     """Return the sum over dp of the gradient of the weight, or the words of a refusal."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    comm = Ranks({"dp": 2})
     torch.manual_seed(0)
     model = Shared(use_reentrant).double()
-    reducer = data.apply(model, mesh, kind)
+    reducer = data.apply(model, comm, kind)
     reducer.before_backward(is_last=True)
     x = torch.full((3, 4), 1.0 + dist.get_rank(), dtype=torch.float64, requires_grad=True)
     try:

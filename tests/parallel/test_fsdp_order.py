@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from phalanx.comm.calls import read_call
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.comm.watch import Watch
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import Plan
@@ -69,11 +69,11 @@ class Order(Watch):
 def events_of(text: str) -> list[str]:
     """Return what one step of this rank did, in order."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     model = Blocks()
     sizes = {sum(p.numel() for p in b.parameters()): str(i) for i, b in enumerate(model.blocks)}
     order = Order(sizes | {2: "rest", 2 * WIDTH: "head", VOCABULARY * WIDTH: "embedding"})
-    reducer = Plan(strategy, model).build(mesh)
+    reducer = Plan(strategy, model).build(comm)
     optimizer = torch.optim.SGD(model.parameters())
     for index, block in enumerate(model.blocks):
         # Inside the block: after its parameters were gathered for it.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx import strategy
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
@@ -34,7 +34,7 @@ def answers(text: str) -> list[tuple[StateBytes, list[Entry], list[Any]]]:
     parsed = Strategy.parse(text)
     made = plan_decoder(parsed, SHAPE)
     found = [(made.holds(2), made.traffic(MICROBATCHES), made.table())]
-    made.build(build_mesh(parsed), lambda shard, *_: shard.zero_())
+    made.build(Ranks(parsed), lambda shard, *_: shard.zero_())
     return [*found, (made.holds(2), made.traffic(MICROBATCHES), made.table())]
 
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
@@ -257,20 +256,20 @@ def test_what_cannot_be_recomputed_is_refused(model: nn.Module, text: str, words
 
 
 def sharded_steps(texts: list[str]) -> list[tuple[list[Tensor], dict[str, int]]]:
-    mesh = build_mesh(Strategy.parse("fsdp2"), "cpu")
-    return [sharded_step(mesh, text) for text in texts]
+    comm = Ranks(Strategy.parse("fsdp2"), "cpu")
+    return [sharded_step(comm, text) for text in texts]
 
 
-def sharded_step(mesh: DeviceMesh, text: str) -> tuple[list[Tensor], dict[str, int]]:
+def sharded_step(comm: Ranks, text: str) -> tuple[list[Tensor], dict[str, int]]:
     """Take a step with FSDP2 on each block; return loss and gradients, and gathers by phase."""
     model = build(LLAMA, torch.float64, text)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["fsdp"])
-    fully_shard(model, mesh=mesh["fsdp"], reshard_after_forward=False)
+        fully_shard(block, mesh=comm.mesh["fsdp"])
+    fully_shard(model, mesh=comm.mesh["fsdp"], reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-    with Ledger(mesh) as ledger:
+    with Ledger(comm.mesh) as ledger:
         with ledger.phase("forward"):
             loss = loss_of(model, torch.arange(4)[dist.get_rank() :: 2])
         with ledger.phase("backward"):

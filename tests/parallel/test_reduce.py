@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from marks import by_hand
-from phalanx.comm.join import build_mesh, data_coordinate
+from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -41,19 +40,19 @@ Parts = dict[tuple[str, tuple[int, ...]], str]
 def trained(text: str, num_steps: int, is_spoiled: bool = False) -> Parts:
     """Train in float32; return a hash of each part held, by its name and place."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     model = Decoder(SHAPE)
     model.initialize(3)
     if is_spoiled:
         reduce.ReplicaReducer.finish = finish_data_alone
-    reducer = Plan(strategy, model).build(mesh)
+    reducer = Plan(strategy, model).build(comm)
     config = OptimizerConfig(warmup_steps=1)
     step = Step(
         model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
-        mesh=mesh, num_steps=num_steps, run=Accumulate(reducer),
+        comm=comm, num_steps=num_steps, run=Accumulate(reducer),
     )  # fmt: skip
     for batch in decoder_batches(SHAPE, num_steps, 4, 9, 0, 3):
-        step(split(batch, *data_coordinate(mesh), 1))
+        step(split(batch, comm.coord("data"), comm.size("data"), 1))
     held: dict[str, nn.Parameter | Tensor] = {}
     for name, parameter in model.named_parameters():
         held[name] = parameter
@@ -129,10 +128,10 @@ class Unused(torch.autograd.Function):
 
 def added(is_in_parts: bool) -> tuple[int, int, Tensor]:
     """Run four backwards; return additions of DTensors, places in memory, and the gradient."""
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp_row", "tp_col"))
-    part = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Shard(1)], run_check=False)
+    comm = Ranks({"tp_row": 1, "tp_col": 1})
+    part = DTensor.from_local(torch.ones(2, 3), comm.mesh, [Shard(0), Shard(1)], run_check=False)
     parameter = nn.Parameter(part)
-    reducer = reduce.ReplicaReducer([parameter] if is_in_parts else [], mesh, None)
+    reducer = reduce.ReplicaReducer([parameter] if is_in_parts else [], comm, None)
     places: set[int] = set()
     with Additions() as additions:
         for factor in (1, 10, 100):

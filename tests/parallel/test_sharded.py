@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from marks import by_hand
-from phalanx.comm.join import build_mesh, data_coordinate
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.errors import StrategyError
@@ -112,12 +112,12 @@ def fill(part: torch.Tensor, name: str, whole: tuple[int, ...], offset: tuple[in
 
 
 def new_decoder(strategy: Strategy, dtype: torch.dtype = torch.float64):
-    """Create a decoder on the meta device and split it; return it, its mesh and its reducer."""
-    mesh = build_mesh(strategy)
+    """Create a decoder on the meta device and split it; return it, its ranks and its reducer."""
+    comm = Ranks(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE).to(dtype)
-    reducer = Plan(strategy, model).build(mesh, fill)
-    return model, mesh, reducer
+    reducer = Plan(strategy, model).build(comm, fill)
+    return model, comm, reducer
 
 
 def created_in_parts(text: str) -> tuple[int, dict[str, torch.Tensor]]:
@@ -148,12 +148,12 @@ def test_first_weights_are_those_of_one_process_and_no_rank_makes_them_all(text:
 def most_held_in_creation(shape: ModelShape) -> tuple[int, int]:
     """Return the bytes of the whole model, and the most that this rank held while it was made."""
     strategy = Strategy.parse("fsdp4")
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     with torch.device("meta"):
         model = Decoder(shape)
     nothing = torch.optim.SGD([torch.ones(1)])
     with MemoryLedger(nn.Identity(), nothing, "cpu") as ledger:
-        Plan(strategy, model).build(mesh, functools.partial(fill_initial, shape, 5))
+        Plan(strategy, model).build(comm, functools.partial(fill_initial, shape, 5))
     return sum(p.nbytes for p in model.parameters()), ledger.account().peak_bytes
 
 
@@ -166,21 +166,21 @@ def test_no_rank_ever_holds_more_than_its_share_and_a_little_to_draw_in() -> Non
 
 def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE)
     model.compute_dtype = torch.bfloat16
     plan = Plan(strategy, model, compute=torch.bfloat16)
     predicted = plan.traffic([(8 // strategy.data_ranks // 2, 12)] * 2)
-    reducer = plan.build(mesh, fill)
+    reducer = plan.build(comm, fill)
     config = OptimizerConfig(warmup_steps=0)
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        mesh=mesh, num_steps=20, run=Accumulate(reducer),
+        comm=comm, num_steps=20, run=Accumulate(reducer),
     )  # fmt: skip
-    place, losses = data_coordinate(mesh)[0], []
+    place, losses = comm.coord("data"), []
     for batch in decoder_batches(SHAPE, 4, 8, 12, strategy.data_ranks, 1):
-        with Ledger(mesh) as ledger, step.watched(ledger.phase):
+        with Ledger(comm.mesh) as ledger, step.watched(ledger.phase):
             losses.append(step(split(batch, place, strategy.data_ranks, 2)).loss)
         entries = ledger.entries()
     assert all(p.dtype == torch.float32 for p in model.parameters())
@@ -229,14 +229,14 @@ def uses(when: str, rank: int, index: int) -> bool:
 
 def gradients_of_mixed(text: str, when: str) -> tuple[dict[str, float | None], bool]:
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     torch.manual_seed(dist.get_rank())  # apply() must make weights and buffers equal
     model = Mixed().double()
     plan = Plan(strategy, model)
     predicted = plan.traffic([(2, 6)] * 2)
-    reducer = plan.build(mesh)
+    reducer = plan.build(comm)
     samples = torch.arange(48, dtype=torch.float64).view(4, 2, 6).sin()
-    with Ledger(mesh) as ledger:
+    with Ledger(comm.mesh) as ledger:
         for index in range(2):
             with ledger.phase("forward"):
                 is_used = uses(when, dist.get_rank(), index)
@@ -295,12 +295,12 @@ def test_nothing_stays_gathered_after_inference(text: str) -> None:
 
 def overflow(text: str) -> tuple[float, float]:
     """Return the scale of a loss before and after a step whose gradient overflows on one rank."""
-    model, mesh, reducer = new_decoder(Strategy.parse(text), torch.float32)
+    model, comm, reducer = new_decoder(Strategy.parse(text), torch.float32)
     config = OptimizerConfig(warmup_steps=0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        mesh=mesh, num_steps=20, run=Accumulate(reducer), scaler=scaler,
+        comm=comm, num_steps=20, run=Accumulate(reducer), scaler=scaler,
     )  # fmt: skip
     batch = decoder_batches(SHAPE, 1, 4, 12, 2, 1)[0]
     loss, num_valid = step.compute_gradients(split(batch, dist.get_rank(), 2, 1))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.comm.join import build_mesh, data_coordinate, device_of
+from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models import attention
@@ -52,27 +52,27 @@ Found = tuple[list[float], dict[str, torch.Tensor]]
 def train(text: str, device: str, dtype: torch.dtype, compute: str, is_compiled: bool) -> Found:
     """Take three steps; return their losses, and the weights after them."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy, device)
+    comm = Ranks(strategy, device)
     with torch.device("meta"):
         model = Decoder(SHAPE).to(dtype)
     model.compute_dtype = getattr(torch, compute)
     model.train()
     reducer = Plan(strategy, model, compute=model.compute_dtype).build(
-        mesh, functools.partial(fill_initial, SHAPE, 3)
+        comm, functools.partial(fill_initial, SHAPE, 3)
     )
     config = OptimizerConfig(warmup_steps=0, clip_norm=0.5)
     step = Step(
         model, build_optimizer(model, config), NextToken(0, SHAPE.dropout), config,
-        mesh=mesh, num_steps=9, run=Accumulate(reducer),
+        comm=comm, num_steps=9, run=Accumulate(reducer),
         scaler=torch.amp.GradScaler(device) if compute == "float16" else None,
     )  # fmt: skip
     if is_compiled:
         for block in model.blocks:
             block.compile(backend="inductor" if device == "cuda" else "aot_eager")
-    place, size = data_coordinate(mesh)
+    place, size = comm.coord("data"), comm.size("data")
     losses: list[float] = []
     for batch in decoder_batches(SHAPE, 3, 8, 32, 1, 5):
-        microbatches = [part.to(device_of(mesh)) for part in split(batch, place, size, 2)]
+        microbatches = [part.to(comm.device) for part in split(batch, place, size, 2)]
         losses.append(step(microbatches).loss)
     weights = {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().double().cpu()

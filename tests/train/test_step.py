@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.comm.join import build_mesh, data_coordinate
+from phalanx.comm.comm import Counting, Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.launch.local import run_ranks
@@ -45,7 +44,7 @@ TINY = ModelShape(
 
 def norms_of_mixed_gradients() -> dict[float, tuple[float, float]]:
     """Gradients that are plain, sharded on one axis, on both, unevenly, and replicated."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "col"))
+    comm = Ranks({"row": 2, "col": 2})
     torch.manual_seed(0)
     wholes = [torch.randn(6, 5, dtype=torch.float64) for _ in range(5)]
     wholes[1] = torch.randn(1, 5, dtype=torch.float64)  # one rank of the axis has no row
@@ -57,12 +56,13 @@ def norms_of_mixed_gradients() -> dict[float, tuple[float, float]]:
         [Replicate(), Replicate()],
     ]
     parts = [
-        whole if places is None else distribute_tensor(whole, mesh, places)
+        whole if places is None else distribute_tensor(whole, comm.mesh, places)
         for whole, places in zip(wholes, placements, strict=True)
     ]
     everything = torch.cat([whole.flatten() for whole in wholes])
     return {
-        p: (float(gradient_norm(parts, p)), float(everything.norm(p))) for p in (1.0, 2.0, math.inf)
+        p: (float(gradient_norm(parts, comm, p)), float(everything.norm(p)))
+        for p in (1.0, 2.0, math.inf)
     }
 
 
@@ -75,13 +75,13 @@ def test_each_element_counts_once_in_every_norm() -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_scaling_gives_the_limit_and_leaves_small_gradients_alone(p: float) -> None:
     gradients = [torch.tensor([3.0, -4.0], dtype=torch.float64), torch.zeros(0)]
-    norm = float(gradient_norm(gradients, p))
+    norm = float(gradient_norm(gradients, Counting({}), p))
     scale_to(gradients, norm, 0.5)
-    assert float(gradient_norm(gradients, p)) == pytest.approx(0.5, rel=1e-5)
+    assert float(gradient_norm(gradients, Counting({}), p)) == pytest.approx(0.5, rel=1e-5)
     before = gradients[0].clone()
     scale_to(gradients, 0.5, 2.0)
     assert torch.equal(gradients[0], before)
-    assert float(gradient_norm([], p)) == 0
+    assert float(gradient_norm([], Counting({}), p)) == 0
 
 
 def test_learning_rate_rises_in_a_line_and_falls_by_half_a_cosine() -> None:
@@ -144,7 +144,7 @@ class Classes:
 
 
 def train_by_step(rows: torch.Tensor, targets: torch.Tensor, config: OptimizerConfig) -> list:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    comm = Ranks({"dp": 2})
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     step = Step(
@@ -152,9 +152,9 @@ def train_by_step(rows: torch.Tensor, targets: torch.Tensor, config: OptimizerCo
         build_optimizer(model, config),
         Classes(),
         config,
-        mesh=mesh,
+        comm=comm,
         num_steps=4,
-        run=Accumulate(data.apply(model, mesh)),
+        run=Accumulate(data.apply(model, comm)),
     )
     mine = slice(0, 2) if dist.get_rank() == 0 else slice(2, None)  # 2 rows and 5
     share = list(zip(rows[mine].split(1), targets[mine].split(1), strict=True))
@@ -175,12 +175,12 @@ def test_a_step_does_what_a_loop_written_by_hand_does(clip_norm: float) -> None:
 
 def step_with_a_scaler() -> list[tuple[float, bool, float]]:
     """An overflow halves the scale and is skipped; then training goes on."""
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    comm = Ranks({"dp": 1})
     model = nn.Linear(4, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
     step = Step(
         model, build_optimizer(model, OptimizerConfig()), Sum(), OptimizerConfig(),
-        mesh=mesh, num_steps=9, scaler=scaler,
+        comm=comm, num_steps=9, scaler=scaler,
     )  # fmt: skip
     found = []
     for factor in (1e9, 1.0):
@@ -198,13 +198,13 @@ def test_a_scaler_skips_an_overflow_and_goes_on() -> None:
 
 
 def norm_of_fsdp_over_a_sharded_weight() -> tuple[float, float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    comm = Ranks({"fsdp": 2, "tp": 2})
     torch.manual_seed(0)
     whole = torch.randn(8, 4)
     model = nn.Linear(4, 8, bias=False)
-    model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
-    fully_shard(model, mesh=mesh["fsdp"])
-    return float(gradient_norm([model.weight.detach()])), float(whole.norm())
+    model.weight = nn.Parameter(distribute_tensor(whole, comm.mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=comm.mesh["fsdp"])
+    return float(gradient_norm([model.weight.detach()], comm)), float(whole.norm())
 
 
 def test_the_norm_of_a_weight_sharded_twice_on_one_dim() -> None:
@@ -214,7 +214,7 @@ def test_the_norm_of_a_weight_sharded_twice_on_one_dim() -> None:
 
 def step_over_a_nan(nonfinite: str) -> tuple[str, bool, list[float]]:
     """Only rank 1 sees the NaN; returns what happened, whether weights moved, and the next loss."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    comm = Ranks({"dp": 2})
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     step = Step(
@@ -222,9 +222,9 @@ def step_over_a_nan(nonfinite: str) -> tuple[str, bool, list[float]]:
         build_optimizer(model, OptimizerConfig()),
         Sum(),
         OptimizerConfig(),
-        mesh=mesh,
+        comm=comm,
         num_steps=4,
-        run=Accumulate(data.apply(model, mesh)),
+        run=Accumulate(data.apply(model, comm)),
         nonfinite=nonfinite,  # type: ignore[arg-type]
     )
     rows = torch.ones(2, 4)
@@ -274,14 +274,14 @@ class HostReads(TorchDispatchMode):
 def reads_of_a_step(text: str, needs_scaler: bool) -> tuple[int, list[int]]:
     """Return how often a step reads a number by itself, and how many it reads together."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     model = Decoder(TINY)
     model.initialize(0)
-    reducer = Plan(strategy, model).build(mesh)
+    reducer = Plan(strategy, model).build(comm)
     config = OptimizerConfig(clip_norm=1e-3)
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        mesh=mesh, num_steps=2, run=Accumulate(reducer),
+        comm=comm, num_steps=2, run=Accumulate(reducer),
         scaler=torch.amp.GradScaler("cpu", init_scale=2.0) if needs_scaler else None,
     )  # fmt: skip
     together: list[int] = []
@@ -298,7 +298,7 @@ def reads_of_a_step(text: str, needs_scaler: bool) -> tuple[int, list[int]]:
     ]
     for batch in batches:
         together.clear()
-        microbatches = split(batch, *data_coordinate(mesh), 2)
+        microbatches = split(batch, comm.coord("data"), comm.size("data"), 2)
         with HostReads() as reads:
             result = step(microbatches)
     assert result.num_valid_tokens == int((batches[-1].labels_BT != IGNORE).sum())
@@ -327,18 +327,18 @@ def looked_at(phase: str) -> Generator[None]:
 def tensors_in_cycles(text: str, compute: torch.dtype | None) -> list[str]:
     """Return the tensors, and frames that hold some, which only Python's collector would free."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     model = Decoder(TINY)
     model.initialize(0)
     model.compute_dtype = compute
-    reducer = Plan(strategy, model, compute=compute).build(mesh)
+    reducer = Plan(strategy, model, compute=compute).build(comm)
     config = OptimizerConfig()
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        mesh=mesh, num_steps=2, run=Accumulate(reducer),
+        comm=comm, num_steps=2, run=Accumulate(reducer),
     )  # fmt: skip
     batches = decoder_batches(TINY, 2, 8, 12, strategy.data_ranks, 1)
-    first, second = (split(batch, *data_coordinate(mesh), 2) for batch in batches)
+    first, second = (split(batch, comm.coord("data"), comm.size("data"), 2) for batch in batches)
     step(first)  # what is made once, cycles of PyTorch among it, is made now
     gc.collect()
     gc.disable()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from phalanx.comm import exchange
+from phalanx.comm import comm, exchange
 from phalanx.models import attention, decoder, layers
 from phalanx.parallel import data, reduce, sharded
 from phalanx.parallel.tensor import layers as tensor_layers
@@ -142,7 +142,24 @@ def _decay_everywhere(right: Any) -> Any:
 
 
 def _local_loss(right: Any) -> Any:
-    return lambda tensor, mesh: tensor if tensor.dtype == torch.float64 else right(tensor, mesh)
+    """The sums of the losses are not reduced; the count of tokens is."""
+
+    def wrong(self: Any, tensor: Any, name: str, *rest: Any) -> Any:
+        is_loss = name == "loss" and tensor.dtype == torch.float64
+        return tensor if is_loss else right(self, tensor, name, *rest)
+
+    return wrong
+
+
+def _unreduced(right: Any) -> Any:
+    """Gradients are not reduced; what the ranks agree on is."""
+
+    def wrong(self: Any, tensor: Any, name: str, reduction: str = "sum") -> Any:
+        if (name, reduction) == ("grad", "sum"):
+            return comm.Pending(tensor)
+        return right(self, tensor, name, reduction)
+
+    return wrong
 
 
 def _moment_on_rank_1(key: str) -> Callable[[Any], Any]:
@@ -251,7 +268,7 @@ OF_DP: dict[str, Mutant] = {
     ),
     "gradients that stay a rank's own": (
         "llama",
-        [(data, "all_reduce_start", lambda right: lambda *args: data.Pending(args[0], None))],
+        [(comm.Comm, "all_reduce_start", _unreduced)],
         "norm", "its sum over ranks or microbatches",
     ),
     "decay of vectors": (
@@ -264,7 +281,7 @@ OF_DP: dict[str, Mutant] = {
         "embedding", "its update by the optimizer",
     ),
     "a loss that is not summed over ranks": (
-        "llama", [(step, "sum_over_data", _local_loss)], None, "sum of the losses over ranks",
+        "llama", [(comm.Comm, "all_reduce", _local_loss)], None, "sum of the losses over ranks",
     ),
     "a norm that counts each gradient twice": (
         "gpt2",

@@ -8,7 +8,7 @@ import pytest
 from mutants import OF_DP, OF_FSDP, OF_TP, SLOW, Mutant, planted
 
 from marks import by_hand
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy
 from phalanx.verify.cases import Settings, awkward_shapes, decoder_case
@@ -21,7 +21,7 @@ GROUPS = {"dp2": OF_DP, "fsdp2": OF_FSDP, "tp2": OF_TP}
 def verdicts_on_ranks(text: str, is_slow: bool) -> dict[str, Verdict]:
     """Run the mutants of a group in one job, and at the end what has no fault."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     cases = {
         name: decoder_case(shape, strategy, Settings(steps=2))
         for name, shape in awkward_shapes(strategy).items()
@@ -31,9 +31,9 @@ def verdicts_on_ranks(text: str, is_slow: bool) -> dict[str, Verdict]:
         if (name in SLOW) != is_slow:
             continue
         with planted(*patches):
-            found[name] = verify_case(cases[case], strategy, mesh)
+            found[name] = verify_case(cases[case], strategy, comm)
     for name, case in cases.items():
-        found[name] = verify_case(case, strategy, mesh)
+        found[name] = verify_case(case, strategy, comm)
     return found
 
 

@@ -15,7 +15,7 @@ from mutants import SLOW, Patch, planted
 from marks import by_hand
 from phalanx.checkpoint import state
 from phalanx.cli.verify import RoadConfig
-from phalanx.comm.primitives import local_part
+from phalanx.comm.comm import Counting, local_shard
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -46,14 +46,14 @@ def _rounded(right: Any) -> Any:
     def wrong(folder: Any, model: Any, optimizer: Any) -> None:
         right(folder, model, optimizer)
         for parameter in model.parameters():
-            local = local_part(parameter.detach())
+            local = local_shard(parameter.detach())
             local.copy_(local.float())
 
     return wrong
 
 
 def _rows_of_rank_0(right: Any) -> Any:
-    return lambda mesh: (0, right(mesh)[1])
+    return lambda job, comm, consumed: right(job, Counting(comm.axes), consumed)
 
 
 def _from_step_0(right: Any) -> Any:
@@ -70,9 +70,9 @@ def _from_step_0(right: Any) -> Any:
 def _position_by_steps(right: Any) -> Any:
     """The place in the data is taken for steps times the present global batch."""
 
-    def wrong(job: Job, mesh: Any, consumed: int) -> Any:
+    def wrong(job: Job, comm: Any, consumed: int) -> Any:
         steps = 0 if job.start is None else job.start.about.steps_done
-        return right(job, mesh, steps * job.batch.global_size)
+        return right(job, comm, steps * job.batch.global_size)
 
     return wrong
 
@@ -130,7 +130,7 @@ OF_ROAD: dict[str, tuple[list[Patch], str | None, str]] = {
         [(state, "load", _rounded)], "embedding", "weight of embedding.weight",
     ),
     "rank 1 with the rows of rank 0": (
-        [(session, "data_coordinate", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
+        [(session, "_loader", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
     ),
     "a schedule that begins anew": (
         [(training, "open_session", _from_step_0)],

@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 
 from phalanx.bench.verb import Found, ResultConfig, Say
-from phalanx.comm.join import build_mesh, data_coordinate, device_of
+from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, solve_batch
 from phalanx.config.fields import Positional, Range
@@ -282,10 +282,10 @@ def _batch_of(case: ScalingCase) -> BatchConfig:
 def time_rank(text: str, case: ScalingCase) -> float:
     """Take steps of the case on this rank; return the median seconds of one."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy, case.device)
-    device, precision = device_of(mesh), resolve(case.precision, case.device)
+    comm = Ranks(strategy, case.device)
+    device, precision = comm.device, resolve(case.precision, case.device)
     plan = plan_decoder(strategy, case.shape, precision.master, precision.compute)
-    reducer = plan.build(mesh, functools.partial(fill_initial, case.shape, 0))
+    reducer = plan.build(comm, functools.partial(fill_initial, case.shape, 0))
     model = plan.model
     if case.compile:
         compile_blocks(model)
@@ -295,12 +295,12 @@ def time_rank(text: str, case: ScalingCase) -> float:
         build_optimizer(model, config),
         NextToken(0, case.shape.dropout),
         config,
-        mesh=mesh,
+        comm=comm,
         num_steps=WARMUP_STEPS + case.steps,
         run=Accumulate(reducer),
     )
     num_rows = solve_batch(_batch_of(case), strategy.data_ranks).microbatch
-    rank, _ = data_coordinate(mesh)
+    rank = comm.coord("data")
     batch = _random_batch(case, rank * num_rows, num_rows).to(device)
     times_s: list[float] = []
     for _ in range(step.num_steps):

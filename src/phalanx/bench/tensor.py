@@ -27,9 +27,8 @@ from phalanx.bench.tensor_theory import (
     product_flops,
     theory,
 )
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
-from phalanx.comm.primitives import local_part
 from phalanx.comm.together import barrier
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
@@ -244,11 +243,11 @@ class SplitBlock:
     def __init__(self, strategy: Strategy, size: BlockSize, precision: Precision) -> None:
         """Split it, and make its weights and a microbatch; every rank calls this."""
         self.strategy, self.size, self.precision = strategy, size, precision
-        mesh = self.mesh = build_mesh(strategy)
+        comm = self.comm = Ranks(strategy)
         dtype: torch.dtype = getattr(torch, precision)
         shape = size.shape
         self.model = OneBlock(shape).to(torch.promote_types(dtype, torch.float32))
-        self.layout = layout_of(strategy, mesh)
+        self.layout = layout_of(strategy, comm)
         TensorSplit(Target(strategy, self.model, roles=_PATTERNS)).bind(self.layout)
         self.batch = BatchShape(size.num_rows, size.length)
         self.model.to_empty(device="cpu")
@@ -260,7 +259,7 @@ class SplitBlock:
         whole = torch.randn(size.num_rows, size.length, size.hidden, generator=generator)
         self.x = self.layout.shard(whole, self.layout.residual).to(dtype).requires_grad_()
         self.d_y = torch.randn(self.x.shape, generator=generator).to(dtype)
-        self.reducer = ReplicaReducer(self.model.parameters(), mesh, None)
+        self.reducer = ReplicaReducer(self.model.parameters(), comm, None)
 
     def forward(self) -> Tensor:
         """Run the block, which has no embedding that would know the batch."""
@@ -282,13 +281,13 @@ class SplitBlock:
         kept: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            kept.append(local_part(tensor))
+            kept.append(local_shard(tensor))
             return tensor
 
-        ledger = Ledger(self.mesh)
+        ledger = Ledger(self.comm.mesh)
         with ledger, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             self.step(ledger.phase)
-        weights = [local_part(parameter) for parameter in self.model.parameters()]
+        weights = [local_shard(parameter) for parameter in self.model.parameters()]
         known = {_storage(tensor)[0] for tensor in (*weights, *(self.angles or ()))}
         storages = dict(_storage(tensor) for tensor in kept)
         entries = ledger.entries()

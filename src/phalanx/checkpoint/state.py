@@ -24,7 +24,7 @@ from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.plan import Sharding, one_row_each, sharding_of
-from phalanx.comm.primitives import local_part
+from phalanx.comm.comm import local_shard
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
 from phalanx.parallel.reduce import is_fused
@@ -65,7 +65,7 @@ def held_once_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _held(tensor: torch.Tensor) -> Held:
-    return Held(sharding_of(tensor), local_part(tensor.detach()))
+    return Held(sharding_of(tensor), local_shard(tensor.detach()))
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -87,16 +87,15 @@ def meet() -> tuple[float, float]:
     """On each of two ranks: add up what both hold; return (sum of all numbers, seconds)."""
     import torch
 
-    from phalanx.comm.join import build_mesh
-    from phalanx.comm.primitives import all_reduce
+    from phalanx.comm.comm import Ranks
     from phalanx.comm.together import barrier
     from phalanx.strategy import Strategy
 
-    mesh = build_mesh(Strategy.parse("dp2"))
-    numbers = torch.full((TEST_NUMBERS,), float(1 + mesh.get_rank()))
+    comm = Ranks(Strategy.parse("dp2"))
+    numbers = torch.full((TEST_NUMBERS,), 1.0 + comm.coord("dp"))
     barrier()
     begun_s = time.perf_counter()
-    all_reduce(numbers, mesh, "dp")
+    comm.all_reduce(numbers, "dp")
     return numbers.sum().item(), time.perf_counter() - begun_s
 
 

@@ -1,1 +1,1 @@
-"""The only caller of collectives: primitives that name their axis, and the ledger."""
+"""The only caller of collectives: the communicator, and the ledger."""

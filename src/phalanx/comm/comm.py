@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm import exchange
@@ -85,10 +84,13 @@ class Comm(ABC):
         self.axes = dict(axes)
         self.device = device
         self._coords = dict(coords)
+        self._axes_of: dict[str, tuple[str, ...]] = {}
 
     def axes_of(self, name: str) -> tuple[str, ...]:
         """Return the axes of the mesh that `name` means, outer to inner; perhaps none."""
-        return axes_of(name, self.axes)
+        if name not in self._axes_of:
+            self._axes_of[name] = axes_of(name, self.axes)
+        return self._axes_of[name]
 
     def size(self, name: str) -> int:
         """Return the number of ranks of an axis or a set; 1 where the job has none."""
@@ -211,13 +213,11 @@ class Ranks(Comm):
         mesh: for FSDP2, DTensor, the ledger and the debugger; all else names axes.
     """
 
-    def __init__(
-        self, split: Strategy | Mapping[str, int] | DeviceMesh, device: str = "cpu"
-    ) -> None:
+    def __init__(self, split: Strategy | Mapping[str, int], device: str = "cpu") -> None:
         """Lay out the ranks of the job; every rank calls this.
 
         Args:
-            split: a strategy, or sizes of axes, for as many ranks as the job has; or their mesh.
+            split: a strategy, or sizes of axes, for as many ranks as the job has.
             device: "cpu" or "cuda", then that of `torch.cuda.set_device`.
 
         Raises:
@@ -227,11 +227,7 @@ class Ranks(Comm):
         if isinstance(split, Strategy):
             check_ranks(split, dist.get_world_size())
             split = split.mesh_axes()
-        if isinstance(split, DeviceMesh):
-            self.mesh, device = split, split.device_type
-            split = dict(zip(split.mesh_dim_names or (), split.shape, strict=True))
-        else:
-            self.mesh = open_mesh(split, device)
+        self.mesh = open_mesh(split, device)
         coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
         super().__init__(split, coords, torch.device(here))

@@ -28,10 +28,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.errors import ConfigError
-from phalanx.strategy import Strategy, check_ranks
-
-DATA_AXES = ("dp", "fsdp")
-"""The axes whose coordinates hold different samples."""
 
 STORE_CONNECTIONS = 3
 """Connections of each rank to the store, which rank 0 holds."""
@@ -181,21 +177,6 @@ def job_store() -> dist.Store:
     return store.clone()
 
 
-def build_mesh(strategy: Strategy, device: str = "cpu") -> DeviceMesh:
-    """Lay the ranks of the job out as `strategy` names them.
-
-    Args:
-        strategy: its degrees must multiply to the number of ranks of the job.
-        device: "cpu" or "cuda".
-
-    Raises:
-        StrategyError: the degrees do not multiply to the number of ranks.
-        ConfigError: a rank may not open as many files as the mesh needs.
-    """
-    check_ranks(strategy, dist.get_world_size())
-    return open_mesh(strategy.mesh_axes(), device)
-
-
 def open_mesh(axes: Mapping[str, int], device: str = "cpu") -> DeviceMesh:
     """Lay the ranks of the job out on `axes`, and connect those of each; every rank calls this.
 
@@ -212,40 +193,3 @@ def open_mesh(axes: Mapping[str, int], device: str = "cpu") -> DeviceMesh:
     for axis in axes:
         _connect(mesh.get_group(axis), fully=axis != "dp")
     return mesh
-
-
-def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Return the number of ranks of an axis of the mesh itself.
-
-    `mesh[axis].size()` would first make a mesh of it.
-    """
-    return mesh.size((mesh.mesh_dim_names or ()).index(axis))
-
-
-def tp_axes(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the sub-axes of tp; empty where the mesh has no tp."""
-    return tuple(name for name in mesh.mesh_dim_names or () if name.split("_")[0] == "tp")
-
-
-def tp_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Make a group of all ranks of tp, whatever grid they stand in; every rank calls this."""
-    # Private, and the way to one axis of several; tests/parallel/tensor pins it.
-    return mesh[tp_axes(mesh)]._flatten().get_group()  # pyright: ignore[reportPrivateUsage]
-
-
-def data_coordinate(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return this rank's place among the ranks that hold different samples, and their number."""
-    place, size = 0, 1
-    for axis in DATA_AXES:
-        if axis in (mesh.mesh_dim_names or ()):
-            num_ranks = axis_size(mesh, axis)
-            place = place * num_ranks + mesh.get_local_rank(axis)
-            size *= num_ranks
-    return place, size
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device this rank computes on."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -25,11 +25,10 @@ from typing import Literal, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from phalanx.comm.comm import Comm, Pending, Ranks, local_shard
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
-from phalanx.comm.primitives import Pending, all_reduce, all_reduce_start, broadcast, local_part
 from phalanx.errors import TrainingError
 from phalanx.parallel.reduce import GradientReducer, buckets
 from phalanx.parallel.split import Split, StateBytes, Target
@@ -96,19 +95,19 @@ class DataSplit(Split):
         """Return the gradients' sums."""
         return traffic(self.target.sizes(), self.target.strategy.dp.degree, self._kind)
 
-    def reducer(self, mesh: DeviceMesh, inner: GradientReducer | None) -> GradientReducer:
+    def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
         """Return what sums gradients over dp."""
-        return apply(self.target.model, mesh, self._kind)
+        return apply(self.target.model, comm, self._kind)
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, kind: Kind = "bucketed") -> GradientReducer:
+def apply(model: nn.Module, comm: Comm, kind: Kind = "bucketed") -> GradientReducer:
     """Make parameters and buffers equal over dp and return what will reduce their gradients."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            broadcast(local_part(tensor), mesh, "dp")
+            comm.broadcast(local_shard(tensor), "dp")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     reducer = NaiveReducer if kind == "naive" else BucketedReducer
-    return reducer(parameters, mesh)
+    return reducer(parameters, comm)
 
 
 class NaiveReducer(GradientReducer):
@@ -122,7 +121,7 @@ class NaiveReducer(GradientReducer):
             for parameter in itertools.compress(self.parameters, is_used):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                all_reduce(local_part(parameter.grad), self.mesh, "dp")
+                self.comm.all_reduce(local_shard(parameter.grad), "grad")
 
 
 @dataclass
@@ -146,7 +145,7 @@ class _Bucket:
     def open(self) -> torch.Tensor:
         """Return the buffer, made where there is none."""
         if self.flat is None:
-            locals_ = [local_part(member) for member in self.members]
+            locals_ = [local_shard(member) for member in self.members]
             sizes = [local.numel() for local in locals_]
             self.flat = torch.empty(sum(sizes), dtype=locals_[0].dtype, device=locals_[0].device)
             parts = self.flat.split(sizes)
@@ -169,13 +168,13 @@ class BucketedReducer(GradientReducer):
     A buffer lives as long as the gradients in it: forward holds none, as in one process.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
-        super().__init__(parameters, mesh)
+    def __init__(self, parameters: list[nn.Parameter], comm: Comm) -> None:
+        super().__init__(parameters, comm)
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._num_started = 0
         self._is_last = False
-        sizes = [local_part(parameter).nbytes for parameter in parameters]
+        sizes = [local_shard(parameter).nbytes for parameter in parameters]
         for indices in buckets(sizes):
             self._add_bucket([parameters[index] for index in indices])
         for parameter in parameters:
@@ -203,8 +202,8 @@ class BucketedReducer(GradientReducer):
         grad = parameter.grad
         if grad is None:
             raise RuntimeError("autograd called the hook of a parameter without a gradient")
-        if local_part(grad).data_ptr() != view.data_ptr():
-            view.copy_(local_part(grad))
+        if local_shard(grad).data_ptr() != view.data_ptr():
+            view.copy_(local_shard(grad))
             parameter.grad = _like(grad, view)
         if self._is_last:
             if bucket.pending is not None:
@@ -221,7 +220,7 @@ class BucketedReducer(GradientReducer):
         for bucket in self._buckets[self._num_started :]:
             if bucket.missing:
                 return
-            bucket.pending = all_reduce_start(bucket.open(), self.mesh, "dp")
+            bucket.pending = self.comm.all_reduce_start(bucket.open(), "grad")
             self._num_started += 1
 
     @torch.no_grad()

@@ -9,13 +9,12 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # Private module of a function that PyTorch documents; tests/parallel/test_sharded.py pins it.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from phalanx.comm.join import device_of
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
@@ -104,12 +103,12 @@ class Plan(Generic[Model]):
         return [row for split in self._splits for row in split.table()]
 
     def build(
-        self, mesh: DeviceMesh, first_weights: FirstWeights | None = None
+        self, comm: Ranks, first_weights: FirstWeights | None = None
     ) -> GradientReducer | None:
         """Split the model, in place; every rank calls this together, once.
 
         Args:
-            mesh: the mesh that `build_mesh(strategy)` made.
+            comm: `Ranks(strategy)`.
             first_weights: what fills the parameters of a model on the meta device: each rank makes
                 its own shards alone, and never holds the whole. A model that is elsewhere has its
                 first weights already.
@@ -118,13 +117,13 @@ class Plan(Generic[Model]):
             What reduces the gradients, or None where there is nothing to reduce.
         """
         for split in self._splits:
-            split.apply(mesh)
+            split.apply(comm)
         if first_weights is not None:
-            self.model.to_empty(device=device_of(mesh))
+            self.model.to_empty(device=comm.device)
             _fill(self.model, first_weights)
         reducer = None
         for split in reversed(self._splits):
-            reducer = split.reducer(mesh, reducer)
+            reducer = split.reducer(comm, reducer)
         return reducer
 
 

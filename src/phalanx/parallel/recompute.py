@@ -34,7 +34,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -43,6 +42,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
+from phalanx.comm.comm import Ranks
 from phalanx.errors import StrategyError
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.split import Split, Target
@@ -137,7 +137,7 @@ class RecomputeSplit(Split):
         """Tell whether anything is run again."""
         return strategy.recompute.kind != "none"
 
-    def apply(self, mesh: DeviceMesh) -> None:
+    def apply(self, comm: Ranks) -> None:
         """Replace forwards by those that keep less."""
         has_tensors = self.target.strategy.tp.degree > 1
         apply(self.target.model, self.target.strategy.recompute, carried if has_tensors else None)

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     Placement,
@@ -27,9 +26,8 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from phalanx.comm.axes import axes_of
-from phalanx.comm.join import device_of
+from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.ledger import Phase, no_phase
-from phalanx.comm.primitives import all_reduce, local_part
 from phalanx.models.attention import to_device
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -60,12 +58,9 @@ class GradientReducer:
     Call `before_backward` before each backward and `finish` after the last.
     """
 
-    def __init__(
-        self, parameters: list[nn.Parameter], mesh: DeviceMesh, axes: Sequence[str] = ("dp",)
-    ) -> None:
+    def __init__(self, parameters: list[nn.Parameter], comm: Comm) -> None:
         self.parameters = parameters
-        self.mesh = mesh
-        self.axes = axes
+        self.comm = comm
 
     def before_backward(self, *, is_last: bool) -> None:
         """Say that a backward follows, and whether it is the last of this global batch."""
@@ -82,9 +77,8 @@ class GradientReducer:
         """
         if not used:
             return used
-        flags = to_device(torch.tensor(used, dtype=torch.uint8), device_of(self.mesh))
-        for axis in self.axes:
-            all_reduce(flags, self.mesh, axis, "max")
+        flags = to_device(torch.tensor(used, dtype=torch.uint8), self.comm.device)
+        self.comm.all_reduce(flags, "grad", "max")
         return used if all(used) else flags.bool().tolist()
 
     def _has_gradient(self) -> list[bool]:
@@ -95,12 +89,12 @@ class ReplicaReducer(GradientReducer):
     """Reduces over data as `inner` does, then over the sub-axes of tp that hold replicas."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], mesh: DeviceMesh, inner: GradientReducer | None
+        self, parameters: Iterable[nn.Parameter], comm: Comm, inner: GradientReducer | None
     ) -> None:
-        super().__init__([p for p in parameters if p.requires_grad], mesh)
+        super().__init__([p for p in parameters if p.requires_grad], comm)
         self._inner = inner
         # Under fsdp autograd sees other parameters than these: what was gathered.
-        is_sharded = "fsdp" in (mesh.mesh_dim_names or ())
+        is_sharded = comm.size("fsdp") > 1
         self._adders = add_up_in_parts([] if is_sharded else self.parameters)
 
     def before_backward(self, *, is_last: bool) -> None:
@@ -127,7 +121,7 @@ class ReplicaReducer(GradientReducer):
     def _sum(self, parts: list[torch.Tensor], axes: tuple[str, ...]) -> None:
         flat = torch.cat([part.reshape(-1) for part in parts])
         for axis in axes:
-            all_reduce(flat, self.mesh, axis)
+            self.comm.all_reduce(flat, axis)
         for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
             part.copy_(total.view_as(part))
 
@@ -158,7 +152,7 @@ def _add_part(
     if parameter.grad is None or gradient is None:
         return None
     total, parameter.grad = parameter.grad, None
-    local_part(total).add_(local_part(gradient))
+    local_shard(total).add_(local_shard(gradient))
     return (total,)  # which autograd takes for the first gradient, and does not copy
 
 

@@ -34,14 +34,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter
-from phalanx.comm.join import DATA_AXES
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
-from phalanx.comm.primitives import broadcast, local_part
 from phalanx.errors import StrategyError
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.groups import Group, Sums, groups_of, most_gathered, most_gradients
@@ -159,29 +157,29 @@ class ShardedSplit(Split):
             accumulation=len(microbatches),
         )
 
-    def apply(self, mesh: DeviceMesh) -> None:
+    def apply(self, comm: Ranks) -> None:
         """Hand the model to FSDP2."""
-        apply(self.target.model, mesh, self._kind, compute=self.target.compute)
+        apply(self.target.model, comm, self._kind, compute=self.target.compute)
 
-    def reducer(self, mesh: DeviceMesh, inner: GradientReducer | None) -> GradientReducer:
+    def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
         """Return what steers gathers and reductions."""
-        return ShardedReducer(self.target.model, mesh, self._kind)
+        return ShardedReducer(self.target.model, comm, self._kind)
 
 
 def apply(
     model: nn.Module,
-    mesh: DeviceMesh,
+    comm: Ranks,
     kind: Kind = "zero3",
     *,
     compute: torch.dtype | None = None,
 ) -> None:
     """Split every parameter over fsdp, in place.
 
-    Parameters become DTensors of the axis fsdp (and dp, if the mesh has it) and keep their names.
+    Parameters become DTensors of the axis fsdp (and dp, if the job has it) and keep their names.
 
     Args:
         model: a module with its first weights, or on the meta device.
-        mesh: has the axis fsdp.
+        comm: has the axis fsdp.
         kind: the stage.
         compute: data type of the blocks' arithmetic; see `groups_of`.
 
@@ -189,12 +187,11 @@ def apply(
         StrategyError: see `groups_of`.
     """
     groups = groups_of(model, compute)
-    axes = tuple(axis for axis in DATA_AXES if axis in (mesh.mesh_dim_names or ()))
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            for axis in axes if not tensor.is_meta else ():
-                broadcast(local_part(tensor), mesh, axis)
-    where = _where(model, mesh, axes)
+            if not tensor.is_meta:
+                comm.broadcast(local_shard(tensor), "data")
+    where = _where(model, comm)
     for group in groups:
         sharded = fully_shard(
             [model.get_submodule(name) for name in group.names],
@@ -208,12 +205,13 @@ def apply(
         fully_shard(model, **where)
 
 
-def _where(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> dict[str, Any]:
+def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
     """Return the arguments by which FSDP2 knows its axes among those that split parameters."""
+    axes = comm.axes_of("data")
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return {"mesh": mesh["fsdp"] if axes == ("fsdp",) else mesh[axes]}
+        return {"mesh": comm.mesh["fsdp"] if axes == ("fsdp",) else comm.mesh[axes]}
     copies = "dp" if "dp" in axes else None
-    return {"mesh": mesh, "dp_mesh_dims": mesh_dims()(shard="fsdp", replicate=copies)}
+    return {"mesh": comm.mesh, "dp_mesh_dims": mesh_dims()(shard="fsdp", replicate=copies)}
 
 
 def mesh_dims() -> type[Any]:
@@ -245,10 +243,9 @@ class ShardedReducer(GradientReducer):
     When backward ends, FSDP2 has reduced the gradients already, to sums.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, kind: Kind) -> None:
-        axes = [axis for axis in DATA_AXES if axis in (mesh.mesh_dim_names or ())]
+    def __init__(self, model: nn.Module, comm: Ranks, kind: Kind) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
-        super().__init__(trained, mesh, axes)
+        super().__init__(trained, comm)
         self._root = cast(FSDPModule, model)
         self._kind = kind
         self._used: set[nn.Parameter] = set()
@@ -265,7 +262,7 @@ class ShardedReducer(GradientReducer):
         # torch 2.13 there is no such setting, and all ranks must use the same parameters.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        if self.mesh.device_type == "cpu":
+        if self.comm.device.type == "cpu":
             module.set_custom_all_gather(ExchangeAllGather())
             module.set_custom_reduce_scatter(ExchangeReduceScatter())
         self._watch(cast(nn.Module, module))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.reduce import GradientReducer
 from phalanx.strategy import Strategy
@@ -121,16 +121,16 @@ class Split:
         """Return what it does to each parameter, as far as that differs between parameters."""
         return []
 
-    def apply(self, mesh: DeviceMesh) -> None:
+    def apply(self, comm: Ranks) -> None:
         """Split the model, in place; it may be on the meta device."""
 
-    def reducer(self, mesh: DeviceMesh, inner: GradientReducer | None) -> GradientReducer | None:
+    def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer | None:
         """Return what reduces the gradients of the model, now split and with its first weights.
 
         Args:
-            mesh: that of the strategy.
+            comm: of the strategy.
             inner: what reduces them over the axes within this one's reach: those after it in
                 `plan.SPLITS`.
         """
-        _ = mesh
+        _ = comm
         return inner

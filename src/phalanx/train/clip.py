@@ -13,37 +13,32 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from phalanx.comm.primitives import all_reduce, local_part
+from phalanx.comm.comm import Comm, local_shard
 
 
-def gradient_norm(gradients: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0) -> torch.Tensor:
     """Return the p-norm of all gradients taken as one vector; equal on every rank.
 
     Args:
         gradients: plain tensors that every rank holds whole, or DTensors.
+        comm: the ranks that hold the DTensors.
         p: 1, 2 or inf (any p > 0 is right).
 
     Returns:
         A 0-d tensor of the gradients' data type.
     """
-    by_axes: dict[tuple[DeviceMesh | None, tuple[str, ...]], list[torch.Tensor]]
-    by_axes = defaultdict(list)
+    by_axes: dict[tuple[str, ...] | None, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            place = (gradient.device_mesh, _sharded_axes(gradient))
-            by_axes[place].append(gradient.to_local())
-        else:
-            by_axes[None, ()].append(gradient)
+        axes = _sharded_axes(gradient) if isinstance(gradient, DTensor) else None
+        by_axes[axes].append(local_shard(gradient))
     parts: list[torch.Tensor] = []
-    for (mesh, axes), locals_ in by_axes.items():
+    for axes, locals_ in by_axes.items():
         part = _power_sum(locals_, p)
-        if mesh is not None:
-            for axis in axes:
-                all_reduce(part, mesh, axis, "max" if math.isinf(p) else "sum")
+        for axis in axes or ():
+            comm.all_reduce(part, axis, "max" if math.isinf(p) else "sum")
         parts.append(part)
     if not parts:
         return torch.zeros(())
@@ -63,7 +58,7 @@ def _power_sum(parts: list[torch.Tensor], p: float) -> torch.Tensor:
 def scale_to(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
     """Scale the gradients in place so that a norm above `limit` becomes `limit`."""
     factor = min(1.0, limit / (norm + 1e-6))
-    parts = [local_part(gradient) for gradient in gradients]
+    parts = [local_shard(gradient) for gradient in gradients]
     if parts:  # one kernel for many on a GPU
         torch._foreach_mul_(parts, factor)  # pyright: ignore[reportPrivateUsage]
 

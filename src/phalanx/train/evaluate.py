@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.comm.join import data_coordinate
-from phalanx.comm.primitives import sum_over_data
 from phalanx.data.loader import evaluation_batches, evaluation_rows
 from phalanx.train.notice import said_if_long
 from phalanx.train.session import Session
@@ -42,7 +40,7 @@ def evaluate(session: Session) -> Evaluation | None:
     rows = evaluation_rows(len(session.validation), job.config.eval_samples)
     if len(rows) == 0:
         return None
-    rank, num_ranks = data_coordinate(session.mesh)
+    rank, num_ranks = session.comm.coord("data"), session.comm.size("data")
     sums = torch.zeros(2, dtype=torch.float64, device=session.device)
     batches = evaluation_batches(
         session.validation, rows, microbatch=job.batch.microbatch, rank=rank, num_ranks=num_ranks
@@ -54,7 +52,7 @@ def evaluate(session: Session) -> Evaluation | None:
             sums[0] += objective.loss_sum(session.model, batch.to(session.device), 0)
             sums[1] += batch.count_valid()
     session.model.train()
-    nats, num_tokens = sum_over_data(sums, session.mesh).tolist()
+    nats, num_tokens = session.comm.all_reduce(sums, "loss").tolist()
     num_bytes = session.validation.count_bytes(rows, job.tokens.token_bytes())
     return Evaluation(
         loss=nats / num_tokens,

@@ -113,7 +113,7 @@ def _checked(session: Session) -> Generator[None]:
         yield
         return
     collectives = CollectiveCheck(
-        session.mesh,
+        session.comm.mesh,
         named=dict(session.model.named_parameters()),
         limit_s=min(LIMIT_S, config.timeout_s),
     )

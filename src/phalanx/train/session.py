@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
-from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.checkpoint import state
 from phalanx.checkpoint.saver import Saver
-from phalanx.comm.join import build_mesh, data_coordinate, device_of
-from phalanx.comm.primitives import local_part
+from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, stream_length
 from phalanx.data.order import Order
@@ -47,7 +45,7 @@ class Session:
 
     Attributes:
         job: the job, the same on every rank.
-        mesh: the ranks by axis.
+        comm: the ranks by axis.
         device: of this rank.
         precision: data types.
         plan: how the model is split.
@@ -59,7 +57,7 @@ class Session:
     """
 
     job: Job
-    mesh: DeviceMesh
+    comm: Ranks
     device: torch.device
     precision: Precision
     plan: Plan[Decoder]
@@ -97,8 +95,8 @@ def open_session(job: Job) -> Session:
         PhalanxError: the strategy, precision or checkpoint does not fit.
     """
     config = job.config
-    mesh = build_mesh(job.strategy, job.device)
-    device = device_of(mesh)
+    comm = Ranks(job.strategy, job.device)
+    device = comm.device
     saver = Saver(job.out, keep=config.keep_checkpoints, timeout_s=config.timeout_s)
     # Another run may have saved to it, and ended, since the job was resolved.
     on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
@@ -111,7 +109,7 @@ def open_session(job: Job) -> Session:
     model = plan.model.train()
     with said_if_long("building the model"):
         fill = functools.partial(fill_initial, job.shape, config.seed)
-        reducer = plan.build(mesh, fill)
+        reducer = plan.build(comm, fill)
     if job.init is not None:
         with said_if_long(f"reading weights from {job.init}"):
             state.load_weights(job.init, model)
@@ -120,7 +118,7 @@ def open_session(job: Job) -> Session:
         build_optimizer(model, config.optimizer),
         NextToken(config.seed, job.shape.dropout),
         config.optimizer,
-        mesh=mesh,
+        comm=comm,
         num_steps=job.num_steps,
         run=Accumulate(reducer),
         scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
@@ -139,13 +137,13 @@ def open_session(job: Job) -> Session:
     _reserve(saver, step)
     return Session(
         job=job,
-        mesh=mesh,
+        comm=comm,
         device=device,
         precision=precision,
         plan=plan,
         model=model,
         step=step,
-        loader=_loader(job, mesh, consumed),
+        loader=_loader(job, comm, consumed),
         validation=_validation(job),
         saver=saver,
     )
@@ -156,7 +154,7 @@ def _reserve(saver: Saver, step: Step) -> None:
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free_bytes = free_memory_bytes("cpu") // num_here
     if not next(step.model.parameters()).is_cuda:  # gradients and moments will lie there, too
-        free_bytes -= 3 * sum(local_part(p).nbytes for p in step.model.parameters())
+        free_bytes -= 3 * sum(local_shard(p).nbytes for p in step.model.parameters())
     barrier()  # all of a host have looked before one takes what it may
     line = saver.reserve(step.model, step.optimizer, free_bytes)
     if line is not None and dist.get_rank() == 0:
@@ -182,14 +180,14 @@ def compile_blocks(model: Decoder) -> None:
         block.compile(dynamic=False)
 
 
-def _loader(job: Job, mesh: DeviceMesh, consumed: int) -> Loader:
+def _loader(job: Job, comm: Comm, consumed: int) -> Loader:
     corpus = job.config.corpus
     samples = Samples(job.tokens.train, corpus.seq_len, document_mask=corpus.document_mask)
     return Loader(
         samples,
         Order(len(samples), job.config.seed, corpus.shuffle),
         job.batch,
-        data_coordinate(mesh)[0],
+        comm.coord("data"),
         end=stream_length(len(samples), job.config.epochs),
         tail=corpus.tail,
         consumed=consumed,

@@ -18,11 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm.join import device_of
+from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Phase
-from phalanx.comm.primitives import sum_over_data
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.measure.timer import Phase as Term
@@ -81,7 +79,7 @@ class Step:
         objective: Objective,
         config: OptimizerConfig,
         *,
-        mesh: DeviceMesh,
+        comm: Comm,
         num_steps: int,
         run: Runner = SINGLE,
         scaler: torch.amp.GradScaler | None = None,
@@ -91,10 +89,10 @@ class Step:
         self.optimizer = optimizer
         self.objective = objective
         self.config = config
-        self.mesh = mesh
+        self.comm = comm
         self.num_steps = num_steps
         self.run = run
-        self.scaler = scaler or torch.amp.GradScaler(mesh.device_type, enabled=False)
+        self.scaler = scaler or torch.amp.GradScaler(comm.device.type, enabled=False)
         self.nonfinite = nonfinite
         self.steps_done = 0
         self._watchers: list[Phase] = []
@@ -113,12 +111,12 @@ class Step:
         Returns:
             The loss, and the valid tokens of the global batch; numbers on this rank's device.
         """
-        device = device_of(self.mesh)
+        device = self.comm.device
         num_valid = torch.zeros((), dtype=torch.int64, device=device)
         for microbatch in microbatches:
             num_valid += self.objective.num_valid(microbatch)
         with self.phase("count"):
-            sum_over_data(num_valid, self.mesh)
+            self.comm.all_reduce(num_valid, "loss")
         divisor = num_valid.clamp(min=1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -130,7 +128,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         self.run(microbatches, loss_of, self.phase)
         with self.phase("metrics"):
-            loss = sum_over_data(loss_sum, self.mesh) / divisor
+            loss = self.comm.all_reduce(loss_sum, "loss") / divisor
         return loss, num_valid
 
     def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
@@ -146,7 +144,7 @@ class Step:
         """
         with self.phase("clip"):
             self.scaler.unscale_(self.optimizer)
-            norm = gradient_norm(self.gradients(), self.config.clip_p)
+            norm = gradient_norm(self.gradients(), self.comm, self.config.clip_p)
             # `get_scale` would wait for the device.
             found = _read(loss, norm, num_valid, self.scaler.scale(torch.ones_like(loss)))
         is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm.join import build_mesh, device_of
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.config import OptimizerConfig
@@ -145,20 +144,20 @@ def verify_on_ranks(
 ) -> list[Verdict]:
     """Return the verdict of each case; every rank of a job calls this together."""
     strategy = Strategy.parse(strategy_text)
-    mesh = build_mesh(strategy, next(iter(cases.values())).device)
+    comm = Ranks(strategy, next(iter(cases.values())).device)
     verdicts: list[Verdict] = []
     for name, case in cases.items():
         with ExitStack() as stack:
             if debug_comm:
-                stack.enter_context(CollectiveCheck(mesh))
-            verdict = verify_case(case, strategy, mesh)
+                stack.enter_context(CollectiveCheck(comm.mesh))
+            verdict = verify_case(case, strategy, comm)
         verdicts.append(dataclasses.replace(verdict, case=name))
     return verdicts
 
 
-def verify_case(case: Case, strategy: Strategy, mesh: DeviceMesh) -> Verdict:
-    """Return the verdict on a case; every rank of `mesh` calls this together."""
-    differences, unequal, facts, entries = _compare_steps(case, strategy, mesh)
+def verify_case(case: Case, strategy: Strategy, comm: Ranks) -> Verdict:
+    """Return the verdict on a case; every rank of `comm` calls this together."""
+    differences, unequal, facts, entries = _compare_steps(case, strategy, comm)
     sent = _sent(case, strategy, entries)
     verdict = Verdict(str(strategy), differences, [str(each) for each in unequal], sent, entries)
     if verdict.first is None and not unequal:
@@ -168,21 +167,21 @@ def verify_case(case: Case, strategy: Strategy, mesh: DeviceMesh) -> Verdict:
         module = first.name.rpartition(".")[0] if first.name else None
         place = Place(module, first.text, first.step, first.rank)
     else:
-        place = locate(case, strategy, mesh, verdict.first)
+        place = locate(case, strategy, comm, verdict.first)
     causes = likely_causes(case.build(), strategy, case.accumulation, differences, facts)
     return dataclasses.replace(verdict, place=place, causes=causes)
 
 
 def _compare_steps(
-    case: Case, strategy: Strategy, mesh: DeviceMesh
+    case: Case, strategy: Strategy, comm: Ranks
 ) -> tuple[list[Difference], list[Unequal], list[RankFacts], list[Entry]]:
     """Compare step by step, to the end of the first that differs; all ranks return the same."""
-    is_first, device = dist.get_rank() == 0, device_of(mesh)
+    is_first, device = dist.get_rank() == 0, comm.device
     reference = ReferenceRun(case, device) if is_first else None
     # In float64 the limit is fixed, and nothing has to be perturbed.
     needs_limits = is_first and case.dtype != "float64"
     perturbed = ReferenceRun(case, device, perturbation=1) if needs_limits else None
-    run = SplitRun(case, strategy, mesh)
+    run = SplitRun(case, strategy, comm)
     ours = run.first_weights()
     differences: list[Difference] = []
     if reference is not None:

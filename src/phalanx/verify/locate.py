@@ -15,9 +15,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm.join import device_of
+from phalanx.comm.comm import Ranks
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layout import Layout
@@ -92,7 +91,7 @@ class Found:
 def locate(
     case: Case,
     strategy: Strategy,
-    mesh: DeviceMesh,
+    comm: Ranks,
     first: Difference,
     record: Record | None = None,
 ) -> Place:
@@ -101,7 +100,7 @@ def locate(
     Args:
         case: what was run.
         strategy: how it was split.
-        mesh: of the strategy.
+        comm: of the strategy.
         first: the first difference.
         record: how a step is run again; as `SplitRun` does if None.
     """
@@ -109,24 +108,24 @@ def locate(
     if first.quantity == "first weight":
         return Place(_owner(first.name), f"the first weights of {first.name} differ", step)
     is_first = torch.distributed.get_rank() == 0
-    expected: list[Expected] = broadcast_object(_expected(case, step, mesh) if is_first else None)
+    expected: list[Expected] = broadcast_object(_expected(case, step, comm) if is_first else None)
     suspect = first.name if first.quantity == "gradient" else None
-    recording = (record or partial(_record, case, strategy, mesh))(step, suspect)
-    results: list[Found] = gather_objects(_found(recording, case, strategy, mesh, step, expected))
+    recording = (record or partial(_record, case, strategy, comm))(step, suspect)
+    results: list[Found] = gather_objects(_found(recording, case, strategy, comm, step, expected))
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}
     place = _first_that_differs(expected, results, step, types)
     if place is not None:
         return place
     gradient = None
     if is_first and suspect is not None:
-        gradient = _reference_gradient(case, step, mesh, suspect)
+        gradient = _reference_gradient(case, step, comm, suspect)
     return _outside(first, step, results, gradient, types)
 
 
-def _expected(case: Case, step: int, mesh: DeviceMesh) -> list[Expected]:
+def _expected(case: Case, step: int, comm: Ranks) -> list[Expected]:
     """Record a step of the reference, and of the perturbed one for the limits."""
     events, moved = (
-        _recorded(ReferenceRun(case, device_of(mesh), perturbation=seed), step) for seed in (0, 1)
+        _recorded(ReferenceRun(case, comm.device, perturbation=seed), step) for seed in (0, 1)
     )
     dtype: torch.dtype = getattr(torch, case.dtype)
     others = {event.key: event.tensor for event in moved}
@@ -146,17 +145,17 @@ def _recorded(run: ReferenceRun, step: int) -> list[Event]:
     return recorder.events
 
 
-def _reference_gradient(case: Case, step: int, mesh: DeviceMesh, name: str) -> Tensor | None:
-    for number, record in enumerate(ReferenceRun(case, device_of(mesh)).steps()):
+def _reference_gradient(case: Case, step: int, comm: Ranks, name: str) -> Tensor | None:
+    for number, record in enumerate(ReferenceRun(case, comm.device).steps()):
         if number == step:
             return record.gradients.get(name)
     return None
 
 
 def _record(
-    case: Case, strategy: Strategy, mesh: DeviceMesh, step: int, suspect: str | None
+    case: Case, strategy: Strategy, comm: Ranks, step: int, suspect: str | None
 ) -> Recording:
-    run = SplitRun(case, strategy, mesh)
+    run = SplitRun(case, strategy, comm)
     recorder = Recorder(run.model, copies=strategy.tp.degree == 1, suspect=suspect)
     steps = run.steps(recorder.phase)
     for _ in range(step):
@@ -170,7 +169,7 @@ def _found(
     recording: Recording,
     case: Case,
     strategy: Strategy,
-    mesh: DeviceMesh,
+    comm: Ranks,
     step: int,
     expected: list[Expected],
 ) -> Found:
@@ -178,7 +177,7 @@ def _found(
     layout: Layout | None = None
     roles: dict[str, str] = {}
     if strategy.tp.degree > 1:
-        layout = layout_of(strategy, mesh)
+        layout = layout_of(strategy, comm)
         roles = {site.name: site.role for site in sites_of(case.build(), case.roles)}
     recorder = recording.recorder
     aligner = Aligner(count_rows(case.batches[step]), layout, roles)

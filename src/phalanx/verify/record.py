@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phalanx.comm.join import data_coordinate, device_of
+from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger, Phase
-from phalanx.comm.primitives import local_part
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.parallel.accumulate import Accumulate
@@ -90,22 +88,22 @@ class SplitRun:
         place: this rank's number among the data ranks, and how many those are.
     """
 
-    def __init__(self, case: Case, strategy: Strategy, mesh: DeviceMesh) -> None:
+    def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
         # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self._case = case
-        self._ledger = Ledger(mesh)
+        self._ledger = Ledger(comm.mesh)
         self._dtype: torch.dtype = getattr(torch, case.dtype)
-        self.model = case.build().to(device_of(mesh), self._dtype).train()
-        self.place = data_coordinate(mesh)
+        self.model = case.build().to(comm.device, self._dtype).train()
+        self.place = comm.coord("data"), comm.size("data")
         # Before the optimizer takes the parameters.
-        reducer = Plan(strategy, self.model, roles=case.roles).build(mesh)
+        reducer = Plan(strategy, self.model, roles=case.roles).build(comm)
         self._step = Step(
             self.model,
             build_optimizer(self.model, case.optimizer),
             case.objective,
             case.optimizer,
-            mesh=mesh,
+            comm=comm,
             num_steps=len(case.batches),
             run=Accumulate(reducer),
             nonfinite="skip",  # what is not finite is compared and named
@@ -131,7 +129,7 @@ class SplitRun:
         """
         step = self._step
         for number, batch in enumerate(self._case.batches, start=1):
-            moved = cast_batch(batch, self._dtype, device_of(step.mesh))
+            moved = cast_batch(batch, self._dtype, step.comm.device)
             with ExitStack() as watching:
                 if number == len(self._case.batches):
                     watching.enter_context(self._ledger)
@@ -140,11 +138,11 @@ class SplitRun:
                     watching.enter_context(step.watched(phase))
                 microbatches = split(moved, *self.place, self._case.accumulation)
                 loss, num_valid = step.compute_gradients(microbatches)
-            norms = {p: float(gradient_norm(step.gradients(), p)) for p in NORMS}
+            norms = {p: float(gradient_norm(step.gradients(), step.comm, p)) for p in NORMS}
             found = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
             gradients = {name: full(grad) for name, grad in found}
             bits = _bits("gradient", found)
-            nonfinite = [n for n, g in found if not bool(local_part(g).isfinite().all())]
+            nonfinite = [n for n, g in found if not bool(local_shard(g).isfinite().all())]
             result = step.apply_gradients(loss, num_valid)
             norms[step.config.clip_p] = result.grad_norm
             moments = [

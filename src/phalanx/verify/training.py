@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.checkpoint import manifest
-from phalanx.comm.join import build_mesh, data_coordinate
-from phalanx.comm.primitives import local_part
+from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.config import TrainConfig
 from phalanx.data.batch import Batch
@@ -158,7 +157,7 @@ class Witness(Watcher):
         road.is_kept = road.is_kept and all(map(torch.equal, self._weights, self._shards()))
 
     def _shards(self) -> list[Tensor]:
-        return [local_part(p).detach().clone() for p in self._session.model.parameters()]
+        return [local_shard(p).detach().clone() for p in self._session.model.parameters()]
 
     def _record(self, loss: float = 0.0, norms: Mapping[float, float] | None = None) -> StepRecord:
         """Gather the state; every rank calls this together."""
@@ -194,8 +193,8 @@ def _note_output(road: Road, module: nn.Module, args: object, output: Tensor) ->
 
 def locate_rank(job: Job, case: Case, first: Difference) -> Place:
     """Take the run again on this rank, and find the module at which a step goes wrong."""
-    mesh = build_mesh(job.strategy, job.device)
-    return locate(case, job.strategy, mesh, first, functools.partial(_record_step, job, case))
+    comm = Ranks(job.strategy, job.device)
+    return locate(case, job.strategy, comm, first, functools.partial(_record_step, job, case))
 
 
 def _record_step(job: Job, case: Case, step: int, suspect: str | None) -> Recording:
@@ -208,7 +207,7 @@ def _record_step(job: Job, case: Case, step: int, suspect: str | None) -> Record
         take_steps(session, pointer)
     begin = int(case.batches[step].rows_B[0])
     of_batch = [torch.tensor(each) - begin for each in rows[step]]
-    return Recording(recorder, of_batch, data_coordinate(session.mesh)[0])
+    return Recording(recorder, of_batch, session.comm.coord("data"))
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import BatchShape
@@ -50,19 +49,19 @@ class Cut:
 
     def __init__(self, text: str, num_rows: int = B, length: int = T) -> None:
         self.strategy = Strategy.parse(text)
-        self.mesh: DeviceMesh = build_mesh(self.strategy)
-        self.layout: Layout = layout_of(self.strategy, self.mesh)
+        self.comm: Ranks = Ranks(self.strategy)
+        self.layout: Layout = layout_of(self.strategy, self.comm)
         self.batch = BatchShape(num_rows, length)
         self.residual, self.inner, self.entry, self.column, self.row = AXES[self.strategy.tp.kind]
-        self.copy = self.mesh.get_local_rank("dp") if self.strategy.dp.degree > 1 else 0
+        self.copy = self.comm.coord("dp")
 
     def position(self, axes: str) -> tuple[int, int]:
         """Return this rank's number among the parts over `axes`, and their number."""
         number, count = 0, 1
         for name in axes.split():
             axis = name if name == "tp" else f"tp_{name}"
-            size = self.mesh.size((self.mesh.mesh_dim_names or ()).index(axis))
-            number, count = number * size + self.mesh.get_local_rank(axis), count * size
+            number = number * self.comm.size(axis) + self.comm.coord(axis)
+            count *= self.comm.size(axis)
         return number, count
 
     def padded(self, whole: Tensor, dim: int, axes: str) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from phalanx.comm.join import build_mesh, tp_group
+from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
@@ -32,10 +32,10 @@ def fill(part: Tensor, name: str, whole: tuple[int, ...], offset: tuple[int, ...
 def parts_made(text: str) -> tuple[int, list[tuple[str, list[int], Tensor]], dict[str, Tensor]]:
     """Return the elements held, each part with its name and place, and the whole parameters."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE)
-    Plan(strategy, model).build(mesh, fill)
+    Plan(strategy, model).build(comm, fill)
     parts: list[tuple[str, list[int], Tensor]] = []
     for name, parameter in model.named_parameters():
         part, offset = shard_of(parameter)
@@ -76,25 +76,20 @@ def test_first_weights_are_those_of_one_process_by_parts(text: str, num_parts: i
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
 
 
-def groups_of_tp(text: str) -> list[int]:
-    group = tp_group(build_mesh(Strategy.parse(text)))
-    return dist.get_process_group_ranks(group)
-
-
-def test_flattening_a_mesh_gives_the_group_of_all_its_axes() -> None:
-    """DeviceMesh._flatten is private."""
-    groups = run_ranks(groups_of_tp, 8, "dp2,tp4:2d", threads=1)
-    assert groups == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
-
-
 def shape_and_offset() -> tuple[list[int], list[int], list[int]]:
     cut = Cut("tp4:2d")
     places = (Shard(1), Shard(0))
-    shape, offset = compute_local_shape_and_global_offset((7, 6), cut.mesh, places)
+    mesh = cut.comm.mesh
+    shape, offset = compute_local_shape_and_global_offset((7, 6), mesh, places)
     whole = torch.arange(42).view(7, 6)
     index = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
     part = DTensor.from_local(
-        whole[index], cut.mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
+        whole[index],
+        cut.comm.mesh,
+        places,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
     )
     assert torch.equal(part.full_tensor(), whole)
     assert part.redistribute(placements=[Replicate(), Replicate()]).shape == (7, 6)

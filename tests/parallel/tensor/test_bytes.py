@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
@@ -43,7 +43,7 @@ STATE = ("parameters", "optimizer", "other")
 def held(text: str) -> tuple[int, int, list[int], StateBytes]:
     """Return the bytes of weights and optimizer, what one and two blocks keep, and the plan."""
     strategy = Strategy.parse(text)
-    mesh = build_mesh(strategy)
+    comm = Ranks(strategy)
     kept: list[int] = []
     weights = moments = 0
     for num_layers in (1, 2):
@@ -51,7 +51,7 @@ def held(text: str) -> tuple[int, int, list[int], StateBytes]:
         with torch.device("meta"):
             model = Decoder(shape)
         plan = Plan(strategy, model)
-        plan.build(mesh, lambda shard, *_: shard.normal_(std=0.02))
+        plan.build(comm, lambda shard, *_: shard.normal_(std=0.02))
         optimizer = build_optimizer(model, OptimizerConfig())
         tokens_BT = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % SHAPE.vocab_size
         model(tokens_BT, tokens_BT).backward()

@@ -11,7 +11,6 @@ from parts import TEXTS, B, Cut, D, T, gap
 from parts import F as WIDE
 from torch import Tensor, nn
 
-from phalanx.comm.primitives import all_reduce
 from phalanx.launch.local import run_ranks
 from phalanx.models.layers import Norm
 from phalanx.models.shape import ModelShape
@@ -76,7 +75,7 @@ def row(cut: Cut) -> Iterator[tuple[str, float]]:
 def owed(cut: Cut, grad: Tensor | None) -> Tensor:
     """Add up the gradient of a weight that all layers of depth hold."""
     assert grad is not None
-    return all_reduce(grad, cut.mesh, "tp_depth") if "tp_depth" in cut.layout.axes else grad
+    return cut.comm.all_reduce(grad, "tp_depth") if "tp_depth" in cut.layout.axes else grad
 
 
 def embedding(cut: Cut) -> Iterator[tuple[str, float]]:
@@ -149,7 +148,7 @@ def norms(cut: Cut) -> Iterator[tuple[str, float]]:
         expected = x.clone().requires_grad_()
         y = alone(expected)
         y.backward(d_y)
-        layout = layout_of(tensor, cut.mesh)
+        layout = layout_of(tensor, cut.comm)
         TensorSplit(Target(tensor, split, roles={"norm": "norm"})).bind(layout)
         part = cut.activation(x, cut.residual).requires_grad_()
         y_part = split.norm(part)
@@ -162,7 +161,7 @@ def norms(cut: Cut) -> Iterator[tuple[str, float]]:
         for name, parameter in split.norm.named_parameters():
             grad = parameter.grad.to_local()
             for axis in partial_axes(parameter):
-                all_reduce(grad, cut.mesh, axis)
+                cut.comm.all_reduce(grad, axis)
             found = cut.short(alone.get_parameter(name).grad, 0, cut.residual[2])
             yield f"{kind}, {name}", gap(grad, found)
 

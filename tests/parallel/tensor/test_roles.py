@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.checkpoint.state import weights_of
-from phalanx.comm.join import build_mesh
+from phalanx.comm.comm import Ranks
 from phalanx.errors import CheckpointError, StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -154,7 +154,7 @@ def fused_weight() -> tuple[Tensor, Tensor]:
     """Return this rank's part of a fused weight, and what it says is the whole."""
     model = Vision()
     strategy = Strategy.parse("tp2")
-    Plan(strategy, model, roles=ROLES).build(build_mesh(strategy))
+    Plan(strategy, model, roles=ROLES).build(Ranks(strategy))
     with pytest.raises(CheckpointError, match=r"qkv.weight' holds several maps"):
         weights_of(model)
     weight = model.layers[0].attention.qkv.weight

@@ -8,14 +8,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     Placement,
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
-from phalanx.comm.comm import Counting, Ranks
+from phalanx.comm.comm import Comm, Counting, Ranks
 from phalanx.parallel.tensor import layers, transformers_models
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.megatron import Megatron
@@ -62,10 +61,9 @@ def apply(
     _bind_model(model)
 
 
-def layout_of(strategy: Strategy, mesh: DeviceMesh | None = None) -> Layout:
-    """Return the layout of a strategy; without a mesh, one that only counts."""
-    comm = Counting(strategy.mesh_axes()) if mesh is None else Ranks(mesh)
-    return LAYOUTS[strategy.tp.kind](comm)
+def layout_of(strategy: Strategy, comm: Comm | None = None) -> Layout:
+    """Return the layout of a strategy; without the ranks of a job, one that only counts."""
+    return LAYOUTS[strategy.tp.kind](comm or Counting(strategy.mesh_axes()))
 
 
 def _shard(placed: Placed, layout: Layout) -> nn.Parameter:

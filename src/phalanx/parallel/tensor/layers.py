@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.comm.primitives import local_part
+from phalanx.comm.comm import local_shard
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Head
 from phalanx.models.loss import IGNORE
@@ -234,7 +234,7 @@ def bind_head(module: nn.Module, layout: Layout) -> None:
     """Multiply by the vocabulary; return the loss of labels, or full logits."""
 
     def shard_of(self: nn.Module, x: Tensor, weight: Tensor, length: int) -> Tensor:
-        (logits,) = operators.column_parallel_linear(layout, x, [local_part(weight)], length)
+        (logits,) = operators.column_parallel_linear(layout, x, [local_shard(weight)], length)
         return _with_bias(self, logits)
 
     def full_logits(self: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ def _shards_in_place(module: nn.Module, gives_gradient: bool = True) -> Generato
     before = [dict(home) for home in homes]
     try:
         for home in homes:
-            shards = {name: local_part(p) for name, p in home.items() if p is not None}
+            shards = {name: local_shard(p) for name, p in home.items() if p is not None}
             if not gives_gradient:
                 shards = {name: operators.without_gradient(s) for name, s in shards.items()}
             home.update(shards)
@@ -352,7 +352,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def _shard(module: nn.Module, name: str) -> Tensor:
     """Return this rank's shard of a parameter, through which gradients flow to it."""
-    return local_part(cast(Tensor, getattr(module, name)))
+    return local_shard(cast(Tensor, getattr(module, name)))
 
 
 def _given(shard: Tensor, layout: Layout) -> Tensor:

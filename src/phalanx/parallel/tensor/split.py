@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed.device_mesh import DeviceMesh
-
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.reduce import GradientReducer, ReplicaReducer
 from phalanx.parallel.split import Shapes, Split, Target
@@ -50,14 +49,14 @@ class TensorSplit(Split):
         """Return the shards, with the axes that split them."""
         return report(self.placed)
 
-    def apply(self, mesh: DeviceMesh) -> None:
+    def apply(self, comm: Ranks) -> None:
         """Replace parameters by shards, and forwards by those of the layout."""
-        self.bind(apply.layout_of(self.target.strategy, mesh))
+        self.bind(apply.layout_of(self.target.strategy, comm))
 
     def bind(self, layout: Layout) -> None:
         """Do as `apply` does, with a layout of ranks that the caller has made."""
         apply.apply(self.target.model, layout, self.sites, self.placed)
 
-    def reducer(self, mesh: DeviceMesh, inner: GradientReducer | None) -> GradientReducer:
+    def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
         """Return what adds up, after `inner`, the gradients of what several ranks hold."""
-        return ReplicaReducer(self.target.model.parameters(), mesh, inner)
+        return ReplicaReducer(self.target.model.parameters(), comm, inner)

@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from phalanx.comm.ledger import Entry, Ledger
-from phalanx.comm.primitives import all_reduce
 from phalanx.comm.waits import told_to
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import EvaluationRecord, RunLog, StepRecord
@@ -111,7 +110,7 @@ class Records:
         """Measure the step that is taken inside; one is counted, and one accounted for."""
         step = self.session.step
         if self.num_steps == LEDGER_STEP:
-            with Ledger(self.session.mesh) as ledger, step.watched(ledger.phase):
+            with Ledger(self.session.comm.mesh) as ledger, step.watched(ledger.phase):
                 yield
             self.entries = ledger.entries()
         elif self.num_steps == MEMORY_STEP and self._blind_spot is None:
@@ -218,10 +217,8 @@ class Records:
         """Measure on all ranks at once, and return the mean over the ranks."""
         mine = quick_ceiling(self.session.device, self._arithmetic)
         total = torch.tensor(mine, dtype=torch.float64, device=self.session.device)
-        mesh = self.session.mesh
-        for axis in mesh.mesh_dim_names or ():
-            all_reduce(total, mesh, axis)
-        return float(total) / mesh.size()
+        comm = self.session.comm
+        return float(comm.all_reduce(total, "job")) / comm.size("job")
 
     def _record(self, result: StepResult, times: StepTimes, num_rows: int) -> StepRecord:
         use = self.utilization(times.wall_s, num_rows)

@@ -13,7 +13,6 @@ from rich.console import RenderableType
 
 from phalanx.checkpoint import manifest
 from phalanx.comm.ledger import Entry
-from phalanx.comm.primitives import all_reduce
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.memory_report import MemoryReport, predicted_bytes, resident_peak_bytes
@@ -145,8 +144,7 @@ def _memory(records: Records) -> MemoryReport | None:
     if account is None:
         return None
     largest = torch.tensor(account.peak_bytes, device=session.device)
-    for axis in session.mesh.mesh_dim_names or ():
-        all_reduce(largest, session.mesh, axis, "max")
+    session.comm.all_reduce(largest, "job", "max")
     predicted = predicted_bytes(session.plan.holds(job.batch.accumulation))
     predicted["activations"] = activations(
         job.shape,
