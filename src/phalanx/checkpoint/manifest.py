@@ -19,9 +19,10 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_origin, get_type_hints
 
 from phalanx.checkpoint.foreign import brief, harmless, is_plain_name, read_json, write_json
+from phalanx.config.fields import members
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum
@@ -39,23 +40,6 @@ REMOVED = ".removed"
 
 LOCK = ".lock"
 """Name of the file beside the checkpoints that is locked by the process that saves them."""
-
-_KINDS: Final[dict[str, tuple[type, ...]]] = {
-    "steps_done": (int,),
-    "num_steps": (int,),
-    "consumed": (int,),
-    "num_ranks": (int,),
-    "strategy": (str,),
-    "shape": (dict,),
-    "stream": (dict,),
-    "settings": (dict,),
-    "scaler": (dict, type(None)),
-    "has_optimizer": (bool,),
-    "is_passing": (bool,),
-    "files": (dict,),
-    "format": (int,),
-}
-"""What each entry of a manifest may be."""
 
 _WORDS: Final[dict[type, str]] = {
     int: "a whole number",
@@ -136,6 +120,13 @@ class Manifest:
                 "the checkpoint holds weights alone, without an optimizer's state, so no run can "
                 "be resumed from it; begin a run with its weights by --init"
             )
+
+
+_KINDS: Final = {
+    name: tuple(get_origin(member) or member for member in members(hint))
+    for name, hint in get_type_hints(Manifest).items()
+}
+"""What each entry of a manifest may be."""
 
 
 class Checkpoint(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, ConsoleRenderable, Group, RenderHook
@@ -85,12 +84,7 @@ class Preparation:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def report(self, what: str, done_bytes: int, all_bytes: int) -> None:

@@ -8,19 +8,14 @@ section 3). So any place in any epoch is found at once, with no list of N number
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sized
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.utils.data import Sampler
 
 from phalanx.errors import ConfigError
 
 _NUM_ROUNDS = 8
-_CHUNK = 4096
 
 
 def permute(
@@ -84,85 +79,3 @@ class Order:
             here = epochs == epoch
             result[here] = permute(places[here], self.num_samples, self.seed, int(epoch))
         return result
-
-
-class GlobalSampler(Sampler[int]):
-    """A sampler with the semantics of torch's DistributedSampler, that can go on from anywhere.
-
-    Rank r of R draws the places r, r + R, r + 2R, ... of the epoch. The tail that does not fill all
-    ranks is padded with samples from the start of the epoch, or dropped. Without shuffling it gives
-    index for index what torch's gives; with it, the order comes from `permute`.
-
-    The state is one place in the epoch, so it can be loaded with another number of ranks. Counting
-    is by what this iterator has given out: with a DataLoader that reads ahead, load a state whose
-    `consumed` you have counted yourself.
-    """
-
-    def __init__(
-        self,
-        dataset: Sized,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        if num_replicas is None or rank is None:
-            has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if num_replicas is None:
-                num_replicas = torch.distributed.get_world_size() if has_group else 1
-            if rank is None:
-                rank = torch.distributed.get_rank() if has_group else 0
-        if not 0 <= rank < num_replicas:
-            raise ConfigError(
-                f"rank is {rank}; with {num_replicas} replicas it is 0 to {num_replicas - 1}"
-            )
-        self.dataset = dataset
-        self.num_replicas = num_replicas
-        self.rank = rank
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
-        self._start = 0
-        self._drawn = 0
-
-    def __len__(self) -> int:
-        left = len(self.dataset) - self._start
-        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
-
-    def __iter__(self) -> Iterator[int]:
-        num_samples, start, count = len(self.dataset), self._start, len(self)
-        self._drawn = 0
-        for begin in range(0, count, _CHUNK):
-            turns = np.arange(begin, min(begin + _CHUNK, count), dtype=np.int64)
-            # What the modulus brings back to the start of the epoch is the padding.
-            places = (start + self.rank + self.num_replicas * turns) % num_samples
-            if self.shuffle:
-                places = permute(places, num_samples, self.seed, self.epoch)
-            for sample in places.tolist():
-                self._drawn += 1
-                yield sample
-        # The state still says that all is drawn; the next iterator begins at the start.
-        self._start, self._drawn = 0, -(-num_samples // self.num_replicas)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that is drawn next, from its start; the same again changes nothing."""
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._start = self._drawn = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the place in it up to which all ranks together have drawn."""
-        consumed = self._start + self._drawn * self.num_replicas
-        return {"epoch": self.epoch, "consumed": min(consumed, len(self.dataset))}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, of any number of ranks."""
-        epoch, consumed = int(state["epoch"]), int(state["consumed"])
-        if not 0 <= consumed <= len(self.dataset):
-            raise ConfigError(
-                f"the state of the sampler has consumed {consumed} samples of an epoch of "
-                f"{len(self.dataset)}"
-            )
-        self.epoch, self._start, self._drawn = epoch, consumed, 0

@@ -21,6 +21,18 @@ What a storage is, is decided by what it is found to be, at any time of its life
     activations    whatever else forward or backward makes: kept for backward, or passing through
     other          the rest: samples, buffers of the model, temporaries of clipping and update
 
+[Note: Spans] What a storage is, is often known only when it is over: what backward makes becomes a
+gradient once a parameter's `.grad` refers to it. So nothing is summed while the step runs. Each
+storage is a span, with a kind that may be set until the end, and the step a list of events; the
+account adds them up afterwards, when every span has its kind:
+
+    events     +a  +b  -a  +c  ...        + a span begins, - it ends, in the order of the step
+    spans      a: 40 bytes, activations   b: 16 bytes, first unknown, at the end gradients
+    account    40  56  16  ...            bytes of each kind after each event; its maximum: the peak
+
+A storage that changes its kind for good, as FSDP2's flat buffer does when the parameters have been
+copied out of it, ends one span and begins the next.
+
 Not seen: work space inside a kernel, memory of libraries (gloo, NCCL, oneDNN), memory that the
 allocator keeps free, and what compiled code allocates: there is no account of a compiled run.
 """
@@ -32,7 +44,6 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -84,7 +95,7 @@ class MemoryAccount:
 
 
 class _Span:
-    """A stretch of a storage's life in which its size and kind stay the same."""
+    """A stretch of a storage's life in which its size and kind stay the same: [Note: Spans]."""
 
     __slots__ = ("is_live", "kind", "num_bytes", "phase")
 
@@ -141,13 +152,8 @@ class MemoryLedger(Watch):
         super().__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
         self._open.close()
         if self._device.type == "cuda":
             self._allocated_bytes = torch.cuda.max_memory_allocated(self._device)
@@ -192,7 +198,12 @@ class MemoryLedger(Watch):
         return result
 
     def _run_seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one of our own operators, which are written in Python, and see what it makes."""
+        """Run one of our own operators, which are written in Python, and see what it makes.
+
+        Unlike a composite ([Note: Composites]) it is one call to the ledger of bytes and to the
+        check of calls: only memory is made inside. The price is that modes below this one do not
+        see it, so this account and `--debug-comm` exclude each other.
+        """
         # Private, and the only way past this mode to the kernel with the mode on for what it calls;
         # tests/measure/test_memory.py pins it.
         c = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -274,6 +285,7 @@ class MemoryLedger(Watch):
         return storage.device.type == self._device.type and storage.nbytes() > 0
 
     def _begin(self, storage: torch.UntypedStorage, kind: Kind | None, phase: str) -> _Span:
+        # By identity: a storage that is gone leaves `_live` before another can get its id.
         key = id(storage)
         span = _Span(storage.nbytes(), kind, phase)
         self._live[key] = (weakref.ref(storage, functools.partial(self._on_free, key)), span)
@@ -281,7 +293,8 @@ class MemoryLedger(Watch):
 
     def _on_free(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
         del reference
-        # A thread of gloo may free the last of a collective after the step has ended.
+        # Called when Python drops the storage. A thread of gloo may free the last of a collective
+        # after the step has ended.
         found = self._live.pop(key, None)
         if found is not None:
             self._end(found[1])
