@@ -35,6 +35,12 @@ def prepare_and_stop():
         time.sleep(2)  # a beat
         os.kill(os.getpid(), signal.SIGSTOP)
 
+def wait_in_vain(_):
+    dist.barrier()
+    if rank == 1:
+        prepare_and_stop()
+    dist.barrier()
+
 def work(value):
     everyone = [None, None]
     dist.all_gather_object(everyone, value)
@@ -55,7 +61,9 @@ def run(prepare, facts, work):
 try:
     if sys.argv[1] == "end":
         run(lambda: 0, lambda _: {}, end)
-    if sys.argv[1] == "stop":
+    if sys.argv[1] == "working":
+        run(lambda: 0, lambda _: {}, wait_in_vain)
+    if sys.argv[1] == "preparing":
         run(prepare_and_stop, lambda _: {}, work)
     for _ in range(2):
         print(run(prepare, lambda _: {"steps": 7}, work), flush=True)
@@ -99,9 +107,10 @@ def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script
     assert "the run ends after the step" not in done.stderr
 
 
-def test_a_rank_that_is_stopped_while_it_prepares_is_named_and_killed(script: str) -> None:
-    done = run_two(script, "stop")
-    said = r"^rank 0: rank 1 on .* not been heard of .*, last in preparing"
+@pytest.mark.parametrize(("when", "doing"), [("preparing", "preparing"), ("working", "running")])
+def test_a_rank_that_is_stopped_is_named_and_killed(when: str, doing: str, script: str) -> None:
+    done = run_two(script, when)
+    said = f"^rank 0: rank 1 on .* not been heard of .*, last in {doing}"
     assert re.search(said, done.stderr, re.MULTILINE), done.stderr
     # torchrun waits 30 s for a stopped process before it says this.
     assert "forcefully exiting" not in done.stderr

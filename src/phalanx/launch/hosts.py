@@ -166,17 +166,17 @@ class Watch:
         if self._last_word.acquire(blocking=False):
             if self._speaks():
                 print(f"rank {self._rank}: {_advised(message)}", file=sys.stderr, flush=True)  # noqa: T201
-                self._kill_silent()
+                self._give_up_silent(self._timeout_s)
+                kill_silent()
             else:
                 time.sleep(1.0)  # torchrun ends all ranks of a host when the first leaves
             os._exit(1)
 
-    def _kill_silent(self) -> None:
-        """Kill who is silent on this host: torchrun would wait 30 s for one that is stopped."""
-        for rank in self._silent_for(self._timeout_s):
-            if rank in self._here and "TORCHELASTIC_RUN_ID" in os.environ:
-                with suppress(ProcessLookupError):
-                    os.kill(self._bulletin.processes[rank], signal.SIGKILL)
+    def _give_up_silent(self, limit_s: float) -> None:
+        """Note which processes of this host have to be killed once the job has ended."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # else they may be of another container
+            silent = [rank for rank in self._silent_for(limit_s) if rank in self._here]
+            _given_up.extend(self._bulletin.processes[rank] for rank in silent)
 
     def is_torn_down(self) -> bool:
         """Return whether torchrun ends this rank since another of its host has ended, and end it.
@@ -250,9 +250,20 @@ class Watch:
             message = "\n".join(
                 [f"rank {self._rank} has waited in vain; all stood", *self._roll.lines()]
             )
+        self._give_up_silent(limit_s)
         judged = TrainingError(_advised(message))
         judged.__cause__ = error if isinstance(error, PhalanxError) else None
         return judged
+
+
+_given_up: list[int] = []
+
+
+def kill_silent() -> None:
+    """Kill the processes that were given up: torchrun waits 30 s for one that is stopped."""
+    for pid in _given_up:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _advised(message: str) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of, named
 from phalanx.launch import interface, scratch
-from phalanx.launch.hosts import PeerFailed, Watch
+from phalanx.launch.hosts import PeerFailed, Watch, kill_silent
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
@@ -409,7 +409,8 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     rank = os.environ["RANK"]
     if isinstance(error, PhalanxError):
         # There is no command line under torchrun.
-        print(f"rank {rank}: {message_of(error)}", file=sys.stderr)  # noqa: T201
+        print(f"rank {rank}: {message_of(error)}", file=sys.stderr, flush=True)  # noqa: T201
+        kill_silent()
         leave(error.exit_code)
     if isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
