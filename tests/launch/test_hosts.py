@@ -189,6 +189,19 @@ def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
     assert second._silent_for(1.0) == []  # of the others it hears no more
 
 
+def test_who_was_stopped_itself_holds_nobody_for_silent(
+    watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    first, _, _ = (watch_of(rank) for rank in range(3))
+    first._roll = Roll(lambda: clock[0])
+    first._listen(True)
+    clock[0] = 3600.0
+    first._wake()
+    assert first._lost(1.0) == ""
+
+
 def spied(
     read: Callable[[Bulletin, range, Roll], None], seen: list[range]
 ) -> Callable[[Bulletin, range, Roll], None]:

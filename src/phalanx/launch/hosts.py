@@ -24,7 +24,7 @@ from phalanx.errors import PhalanxError, TrainingError, message_of, named
 from phalanx.launch.bulletin import Bulletin, Failed
 from phalanx.launch.pulse import PULSE, Beat
 from phalanx.launch.roll import SILENT_S, Roll
-from phalanx.launch.supervisor import tell
+from phalanx.launch.supervisor import SLEPT_S, tell
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -69,7 +69,7 @@ class Watch:
         self._bulletin = Bulletin(store, rank, num_ranks, here, timeout_s)
         self._roll = Roll()
         self._failed: Failed | None = None
-        self._read_s = time.monotonic()
+        self._read_s = self._looked_s = time.monotonic()
         self._is_store_gone = False
         self._is_curious = False
         self._is_listening = False
@@ -125,6 +125,7 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._ended.wait(1.0):
+            self._wake()
             self._beat = PULSE.beat()
             if self._speaks():
                 self._tell()
@@ -132,6 +133,14 @@ class Watch:
                 self._end(lost)
             elif self._failed is not None and self._beat.still_s > SILENT_S:
                 self._end(str(self._failed))
+
+    def _wake(self) -> None:
+        """Hold nobody for silent for the time in which this process was stopped itself."""
+        now_s = time.monotonic()
+        slept_s, self._looked_s = now_s - self._looked_s, now_s
+        if slept_s > SLEPT_S:
+            self._bulletin.reached_s += slept_s
+            self._roll.wake(slept_s)
 
     def _tell(self) -> None:
         """Tell, once, who holds this host up."""

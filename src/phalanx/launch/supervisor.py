@@ -30,7 +30,7 @@ TICK_S: Final = 0.25
 """How often the supervisor looks up, in seconds."""
 
 SLEPT_S: Final = 5.0
-"""If the supervisor did not look for so long, it was stopped itself, and its ranks with it."""
+"""A watcher that did not look for so long was stopped itself, and its ranks with it."""
 
 MISSED_S: Final = 2.0
 """How long a rank must be silent to be the one that another has waited for in vain, in seconds."""
