@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from states import from_hf
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -36,7 +37,7 @@ from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.hugging_face.config import config_to_hf
 from phalanx.hugging_face.convert import convert
 from phalanx.hugging_face.folder import INDEX, WEIGHTS, write_folder
-from phalanx.hugging_face.names import from_hf, table
+from phalanx.hugging_face.names import table
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape

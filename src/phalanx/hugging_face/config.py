@@ -1,42 +1,100 @@
-"""The content of a Hugging Face config.json to and from the shape of a decoder."""
+"""The content of a Hugging Face config.json to and from the shape of a decoder.
+
+A `Family` says once, for both directions, which of their entries is which size of ours.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, NotDivisible, nearest
 from phalanx.models.shape import ModelShape
 
-_LLAMA: Final[Mapping[str, Any]] = MappingProxyType(
-    {"norm": "rms", "position": "rope", "mlp": "swiglu", "bias": False, "qk_norm": False}
+
+@dataclass(frozen=True)
+class Family:
+    """A model type of theirs.
+
+    Attributes:
+        architecture: the class in transformers.
+        parts: what a decoder of this type is made of, in our words.
+        sizes: their entry -> our size, of those that the type has.
+        norm_eps: their entry for it.
+        constants: entries that are written, and the only values of theirs that are read.
+        required: the only values that are read of entries that are not written.
+        is_tied: whether the output is the embedding where they do not say.
+    """
+
+    architecture: str
+    parts: Mapping[str, Any]
+    sizes: Mapping[str, str]
+    norm_eps: str
+    constants: Mapping[str, Any]
+    required: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_tied: bool = False
+
+
+_LLAMA: Final = Family(
+    architecture="LlamaForCausalLM",
+    parts={"norm": "rms", "position": "rope", "mlp": "swiglu", "bias": False, "qk_norm": False},
+    sizes={
+        "hidden_size": "hidden",
+        "vocab_size": "vocab_size",
+        "intermediate_size": "ffn",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "head_dim": "head_dim",
+        "max_position_embeddings": "max_seq_len",
+    },
+    norm_eps="rms_norm_eps",
+    constants={"hidden_act": "silu", "attention_bias": False},
+    required={"mlp_bias": False, "use_sliding_window": False},
 )
 
-FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": _LLAMA,
-        "qwen3": MappingProxyType({**_LLAMA, "qk_norm": True}),
-        "gpt2": MappingProxyType(
-            {
+        "qwen3": replace(
+            _LLAMA, architecture="Qwen3ForCausalLM", parts={**_LLAMA.parts, "qk_norm": True}
+        ),
+        "gpt2": Family(
+            architecture="GPT2LMHeadModel",
+            parts={
                 "norm": "layer",
                 "position": "learned",
                 "mlp": "gelu",
                 "bias": True,
                 "qk_norm": False,
                 "rope_scaling": None,
-            }
+            },
+            sizes={
+                "n_embd": "hidden",
+                "vocab_size": "vocab_size",
+                "n_inner": "ffn",
+                "n_layer": "num_layers",
+                "n_head": "num_heads",
+                "n_positions": "max_seq_len",
+            },
+            norm_eps="layer_norm_epsilon",
+            constants={"activation_function": "gelu_new"},
+            required={
+                "scale_attn_weights": True,
+                "scale_attn_by_inverse_layer_idx": False,
+                "add_cross_attention": False,
+            },
+            is_tied=True,
         ),
     }
 )
-"""What a decoder of each model type is made of."""
+"""The model types that a decoder computes."""
 
-_ARCHITECTURES: Final = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
+_OPTIONAL: Final = ("num_key_value_heads", "head_dim", "n_inner")
+"""Sizes that follow from others where they are null or not there."""
 
 
 def family_of(shape: ModelShape) -> str:
@@ -46,12 +104,12 @@ def family_of(shape: ModelShape) -> str:
         ConfigError: none does; names what the nearest has instead.
     """
     differing = {
-        family: [
+        name: [
             f"its {part} is {theirs!r}, not {getattr(shape, part)!r}"
-            for part, theirs in parts.items()
+            for part, theirs in family.parts.items()
             if getattr(shape, part) != theirs
         ]
-        for family, parts in FAMILIES.items()
+        for name, family in FAMILIES.items()
     }
     differing["gpt2"] += [
         f"its {part} is {theirs}, not {getattr(shape, part)}"
@@ -82,18 +140,35 @@ def config_to_hf(shape: ModelShape, dtype: str) -> dict[str, Any]:
     Raises:
         ConfigError: no Hugging Face model computes this shape.
     """
-    family = family_of(shape)
-    return {
-        "architectures": [_ARCHITECTURES[family]],
-        "model_type": family,
-        "vocab_size": shape.vocab_size,
+    name = family_of(shape)
+    family = FAMILIES[name]
+    config = {
+        "architectures": [family.architecture],
+        "model_type": name,
         "tie_word_embeddings": shape.tied,
         # Unset, transformers would take ids of the first Llama, which mean something else here.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": dtype,
-        **(_gpt2_config(shape) if family == "gpt2" else _llama_config(shape)),
+        **{theirs: getattr(shape, ours) for theirs, ours in family.sizes.items()},
+        family.norm_eps: shape.norm_eps,
+        **family.constants,
     }
+    if shape.position == "learned":
+        return {
+            **config,
+            "embd_pdrop": shape.dropout,
+            "resid_pdrop": shape.dropout,
+            "attn_pdrop": 0.0,
+        }
+    scaling = None
+    if shape.rope_scaling is not None:
+        names = (
+            *("factor", "low_freq_factor", "high_freq_factor"),
+            "original_max_position_embeddings",
+        )
+        scaling = {"rope_type": "llama3", **dict(zip(names, shape.rope_scaling, strict=True))}
+    return {**config, "rope_theta": shape.rope_theta, "rope_scaling": scaling}
 
 
 def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
@@ -102,122 +177,38 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     Raises:
         ConfigError: the model type, or one of its options, is not one that Decoder computes.
     """
-    readers = {"llama": _llama_shape, "qwen3": _qwen3_shape, "gpt2": _gpt2_shape}
-    model_type = str(config.get("model_type"))
-    if model_type not in readers:
+    name = str(config.get("model_type"))
+    if name not in FAMILIES:
         raise ConfigError(
-            f"Hugging Face config: model_type is '{model_type}'{nearest(model_type, readers)}; "
-            f"legal are {', '.join(readers)}"
+            f"Hugging Face config: model_type is '{name}'{nearest(name, FAMILIES)}; legal are "
+            f"{', '.join(FAMILIES)}"
         )
     if config.get("quantization_config"):
         raise ConfigError(
             "Hugging Face config: the weights are quantized (quantization_config); only float64, "
             "float32, bfloat16 and float16 are read"
         )
-    return readers[model_type](config)
-
-
-def _llama_config(shape: ModelShape) -> dict[str, Any]:
-    scaling = None
-    if shape.rope_scaling is not None:
-        factor, low, high, original_length = shape.rope_scaling
-        scaling = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": original_length,
-        }
-    return {
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.max_seq_len,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": scaling,
-        "attention_bias": False,
-    }
-
-
-def _gpt2_config(shape: ModelShape) -> dict[str, Any]:
-    return {
-        "n_embd": shape.hidden,
-        "n_inner": shape.ffn,
-        "n_layer": shape.num_layers,
-        "n_head": shape.num_heads,
-        "n_positions": shape.max_seq_len,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": shape.norm_eps,
-        "embd_pdrop": shape.dropout,
-        "resid_pdrop": shape.dropout,
-        "attn_pdrop": 0.0,
-    }
-
-
-def _llama_shape(config: Mapping[str, Any], qk_norm: bool = False) -> ModelShape:
-    for option, legal in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("use_sliding_window", False),
-    ):
+    family = FAMILIES[name]
+    for option, legal in {**family.constants, **family.required}.items():
         _require(config, option, legal)
-    num_heads = _whole(config, "num_attention_heads")
-    hidden = _whole(config, "hidden_size")
-    theta, scaling = _rope(config)
-    return ModelShape(
-        vocab_size=_whole(config, "vocab_size"),
-        num_layers=_whole(config, "num_hidden_layers"),
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=_whole(config, "num_key_value_heads", unset=num_heads),
-        head_dim=_whole(config, "head_dim", unset=hidden // num_heads),
-        ffn=_whole(config, "intermediate_size"),
-        max_seq_len=_whole(config, "max_position_embeddings"),
-        norm_eps=_number(config, "rms_norm_eps"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        qk_norm=qk_norm,
-        tied=_flag(config, "tie_word_embeddings", unset=False),
-    )
-
-
-def _qwen3_shape(config: Mapping[str, Any]) -> ModelShape:
-    return _llama_shape(config, qk_norm=True)
-
-
-def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
-    for option, legal in (
-        ("activation_function", "gelu_new"),
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-    ):
-        _require(config, option, legal)
-    hidden, num_heads = _whole(config, "n_embd"), _whole(config, "n_head")
-    if hidden % num_heads:
+    sizes = {
+        ours: _whole(config, theirs)
+        for theirs, ours in family.sizes.items()
+        if theirs not in _OPTIONAL or config.get(theirs) is not None
+    }
+    hidden, num_heads = sizes["hidden"], sizes["num_heads"]
+    if name == "gpt2" and hidden % num_heads:
         raise NotDivisible("Hugging Face config: n_embd", hidden, num_heads)
-    return ModelShape(
-        vocab_size=_whole(config, "vocab_size"),
-        num_layers=_whole(config, "n_layer"),
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden // num_heads,
-        ffn=_whole(config, "n_inner", unset=4 * hidden),
-        max_seq_len=_whole(config, "n_positions"),
-        norm="layer",
-        norm_eps=_number(config, "layer_norm_epsilon"),
-        position="learned",
-        mlp="gelu",
-        bias=True,
-        tied=_flag(config, "tie_word_embeddings", unset=True),
-    )
+    derived = {"num_kv_heads": num_heads, "head_dim": hidden // num_heads, "ffn": 4 * hidden}
+    values: dict[str, Any] = {**derived, **sizes, **family.parts}
+    if values["position"] == "rope":
+        values["rope_theta"], values["rope_scaling"] = _rope(config)
+    tied = config.get("tie_word_embeddings", family.is_tied)
+    if not isinstance(tied, bool):
+        raise ConfigError(
+            f"Hugging Face config: tie_word_embeddings is {tied!r}; expected true or false"
+        )
+    return ModelShape(**values, norm_eps=_number(config, family.norm_eps), tied=tied)
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, int] | None]:
@@ -245,11 +236,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, 
     return theta, (_number(rope, "factor"), low, high, original_length)
 
 
-def _whole(config: Mapping[str, Any], option: str, unset: int | None = None) -> int:
-    """Return a size; `unset` stands for one that is null or not there, None refuses that."""
-    value = config.get(option)
-    if value is None and unset is not None:
-        return unset
+def _whole(config: Mapping[str, Any], option: str) -> int:
     value = _need(config, option)
     if type(value) is not int or value < 1:
         raise ConfigError(
@@ -266,13 +253,6 @@ def _number(config: Mapping[str, Any], option: str) -> float:
             f"Hugging Face config: {option} is {value!r}; expected a number above 0 and finite"
         )
     return float(value)
-
-
-def _flag(config: Mapping[str, Any], option: str, unset: bool) -> bool:
-    value = config.get(option, unset)
-    if not isinstance(value, bool):
-        raise ConfigError(f"Hugging Face config: {option} is {value!r}; expected true or false")
-    return value
 
 
 def _need(config: Mapping[str, Any], option: str) -> Any:

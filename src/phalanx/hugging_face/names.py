@@ -173,39 +173,6 @@ def tied_copies(names: Iterable[str], shape: ModelShape) -> list[str]:
     return [name for name in names if shape.tied and name.endswith("lm_head.weight")]
 
 
-def from_hf(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Rename, split and transpose Hugging Face weights into a state dict of `Decoder(shape)`.
-
-    The tensors are views of those of `state`, not copies.
-
-    Raises:
-        CheckpointError: a weight is missing or of another size, or one is left over.
-        ConfigError: no Hugging Face model computes this shape.
-    """
-    found = locate({name: tensor.shape for name, tensor in state.items()}, shape)
-    return {
-        name: part
-        for link in table(shape)
-        for name, part in zip(link.ours, link.split(state[found[link.theirs]]), strict=True)
-    }
-
-
-def to_hf(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Turn a state dict of `Decoder(shape)` into Hugging Face weights: the inverse of `from_hf`.
-
-    Raises:
-        CheckpointError: a weight is missing.
-        ConfigError: no Hugging Face model computes this shape.
-    """
-    out: dict[str, Tensor] = {}
-    for link in table(shape):
-        for name in link.ours:
-            if name not in state:
-                raise CheckpointError(f"weights: '{name}' is missing{nearest(name, state)}")
-        out[link.theirs] = link.join([state[name] for name in link.ours]).contiguous()
-    return out
-
-
 def _is_known_extra(name: str, shape: ModelShape) -> bool:
     if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
         return True
