@@ -46,14 +46,15 @@ def open_checkpoint(path: Path) -> Weights:
     folder, about = manifest.find_and_read(path)
     try:
         files.verify(folder, about)
-    except CheckpointError as error:
-        raise CheckpointError(f"cannot read {folder}: {error}") from error
-    try:
         tensors = index.read(folder, about.files)
     except CheckpointError as error:
         raise CheckpointError(f"cannot read {folder}: {error}") from error
     shape = shape_in(about, folder)
-    sizes = {name: tensors[f"model.{name}"].layout.shape for name in _weights_in(tensors)}
+    sizes = {
+        name.removeprefix("model."): tensor.layout.shape
+        for name, tensor in tensors.items()
+        if name.startswith("model.")
+    }
     if shape.num_layers > len(sizes):  # before a model is made of so many
         raise CheckpointError(
             f"{folder}: it has {len(sizes)} weights; the shape in {manifest.NAME} asks for "
@@ -79,10 +80,6 @@ def open_checkpoint(path: Path) -> Weights:
             raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
 
     return Weights(folder, shape, read)
-
-
-def _weights_in(tensors: index.Index) -> list[str]:
-    return [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
 
 
 def shape_in(about: Manifest, folder: Path) -> ModelShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,6 @@ from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from phalanx.hugging_face.compare import Agreement
     from phalanx.hugging_face.convert import Converted
 
@@ -81,6 +80,8 @@ def _convert(
     Raises:
         ConfigError: the size of a shard is given for a checkpoint, which has none.
     """
+    import torch
+
     from phalanx.hugging_face.convert import MAX_SHARD_BYTES, convert, kind_of
 
     max_shard_bytes = MAX_SHARD_BYTES
@@ -94,26 +95,22 @@ def _convert(
     return convert(
         source,
         destination,
-        dtype=_dtype(config.dtype),
+        dtype=getattr(torch, config.dtype),
         max_shard_bytes=max_shard_bytes,
         progress=preparation.report,
     )
 
 
 def _agreement(converted: Converted) -> Agreement:
+    import torch
+
     from phalanx.checkpoint.weights import open_checkpoint
     from phalanx.hugging_face.compare import compare_logits
 
     ours, theirs = converted.source, converted.destination
     if converted.kind == "phalanx":
         ours, theirs = theirs, ours
-    return compare_logits(open_checkpoint(ours), theirs, converted.dtype)
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    return getattr(torch, name)
+    return compare_logits(open_checkpoint(ours), theirs, getattr(torch, converted.dtype))
 
 
 def _closing(converted: Converted, took_s: float) -> str:
@@ -121,32 +118,19 @@ def _closing(converted: Converted, took_s: float) -> str:
     copied = f", with {', '.join(converted.companions)}" if converted.companions else ""
     return (
         f"wrote {converted.destination}: {what} ({converted.family}), {converted.num_tensors} "
-        f"tensors, {converted.num_bytes:,} bytes of {_name(converted)}, in {took_s:.1f} s"
+        f"tensors, {converted.num_bytes:,} bytes of {converted.dtype}, in {took_s:.1f} s"
         f"{copied}"
     )
 
 
 def _document(converted: Converted, agreement: Agreement | None, took_s: float) -> dict[str, Any]:
-    return {
-        "source": str(converted.source),
-        "destination": str(converted.destination),
-        "kind": converted.kind,
-        "family": converted.family,
-        "dtype": _name(converted),
-        "num_tensors": converted.num_tensors,
-        "num_bytes": converted.num_bytes,
-        "companions": converted.companions,
-        "took_s": took_s,
-        "check": None
-        if agreement is None
-        else {
+    check = None
+    if agreement is not None:
+        check = {
             "agrees": agreement.is_within,
             "largest_difference": agreement.largest_difference,
             "largest_logit": agreement.largest_logit,
             "num_tokens": agreement.num_rows * agreement.length,
-        },
-    }
-
-
-def _name(converted: Converted) -> str:
-    return str(converted.dtype).removeprefix("torch.")
+        }
+    folders = {"source": str(converted.source), "destination": str(converted.destination)}
+    return {**dataclasses.asdict(converted), **folders, "took_s": took_s, "check": check}

@@ -28,6 +28,11 @@ from phalanx.storage import replace_file
 Progress = Callable[[str, int, int], None]
 """Told what is being done, bytes done, and bytes in all (0 while those are not known)."""
 
+
+def unheard(what: str, done_bytes: int, all_bytes: int) -> None:
+    """Stand in for a Progress that nobody asked for."""
+
+
 SETTLED_S: Final = 2.0
 """How long files must have been left alone for their times to tell of every change."""
 

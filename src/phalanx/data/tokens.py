@@ -25,7 +25,7 @@ from phalanx.config.schema import SMALLEST_VOCABULARY
 from phalanx.data.cache import cache_folder, fingerprint, publish, read_facts
 from phalanx.data.corpus import documents
 from phalanx.data.split import Split, split_documents
-from phalanx.data.survey import Corpus, Progress, Text
+from phalanx.data.survey import Corpus, Progress, Text, unheard
 from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file
 from phalanx.data.tokenizer import (
     END_OF_TEXT,
@@ -115,7 +115,7 @@ def prepare(
     if given is not None:
         check_vocabulary(given, model_vocab_size, f"tokenizer {tokenizer}")
         end_of_text_id(given)
-    source = Corpus(data, corpus.max_bytes, progress or _ignore_progress)
+    source = Corpus(data, corpus.max_bytes, progress or unheard)
     cache = cache_folder(corpus.cache)
     text = source.text(cache, is_follower=is_follower)
     if given is None:
@@ -184,10 +184,6 @@ def _wanted_vocabulary(corpus: CorpusConfig, model_vocab_size: int) -> int:
             f"shape.vocab_size to at least {corpus.vocab_size}"
         )
     return corpus.vocab_size
-
-
-def _ignore_progress(what: str, done_bytes: int, all_bytes: int) -> None:
-    """Stand in for a progress callback."""
 
 
 def _trained_tokenizer(cache: Path, source: Corpus, text: Text, vocab_size: int) -> Tokenizer:

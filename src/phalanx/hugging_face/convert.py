@@ -21,6 +21,7 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.plan import Sharding, WritePlan, file_of
 from phalanx.checkpoint.tensor_file import TensorInfo
 from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
+from phalanx.data.survey import Progress, unheard
 from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.hugging_face import folder as folders
 from phalanx.hugging_face.companions import copy_companions
@@ -31,9 +32,6 @@ from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum, check_free, checksum, published
 
 Kind = Literal["hugging face", "phalanx"]
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, bytes done and bytes in all."""
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
 
@@ -47,7 +45,7 @@ class Converted:
         destination: the folder that was written.
         kind: what the destination is.
         family: the Hugging Face model type.
-        dtype: of the tensors on disk.
+        dtype: of the tensors on disk, as torch names it: "float32".
         num_tensors: tensors in it.
         num_bytes: their bytes.
         companions: names of the files that were copied along.
@@ -57,7 +55,7 @@ class Converted:
     destination: Path
     kind: Kind
     family: str
-    dtype: torch.dtype
+    dtype: str
     num_tensors: int
     num_bytes: int
     companions: list[str]
@@ -92,7 +90,7 @@ def convert(
     family = family_of(weights.shape)
     sizes = sizes_of(weights.shape)
     num_bytes = dtype.itemsize * sum(size.numel() for size in sizes.values())
-    report = progress or _ignore_progress
+    report = progress or unheard
     done_bytes = 0
 
     def read(name: str) -> Tensor:
@@ -117,7 +115,7 @@ def convert(
         destination=destination,
         kind="phalanx" if kind == "hugging face" else "hugging face",
         family=family,
-        dtype=dtype,
+        dtype=_name(dtype),
         num_tensors=num_tensors,
         num_bytes=num_bytes,
         companions=companions,
@@ -204,7 +202,7 @@ def _write_hugging_face(
     sizes = sizes_of(shape)
     folders.write_folder(
         folder,
-        config_to_hf(shape, str(dtype).removeprefix("torch.")),
+        config_to_hf(shape, _name(dtype)),
         {name: link.join_sizes(sizes) for name, link in links.items()},
         dtype,
         lambda name: links[name].join([read(part) for part in links[name].ours]),
@@ -242,10 +240,10 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _beside(path: Path) -> list[Path]:
     parent = path.resolve().parent
     return list(parent.iterdir()) if parent.is_dir() else []
-
-
-def _ignore_progress(what: str, done_bytes: int, all_bytes: int) -> None:
-    """Stand in for a progress callback."""

@@ -8,7 +8,6 @@ model.safetensors.index.json                  which file each tensor is in
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint import tensor_file
-from phalanx.checkpoint.foreign import read_json
+from phalanx.checkpoint.foreign import read_json, write_json
 from phalanx.checkpoint.tensor_file import TensorInfo, open_file
 from phalanx.errors import CheckpointError
 
@@ -175,8 +174,8 @@ def write_folder(
                 name: file for file, names in zip(files, shards, strict=True) for name in names
             },
         }
-        _write_json(folder / INDEX, index)
-    _write_json(folder / CONFIG, config)
+        write_json(folder / INDEX, index, indent=2)
+    write_json(folder / CONFIG, config, indent=2)
 
 
 def _cut(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
@@ -190,7 +189,3 @@ def _cut(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         filled_bytes += size_bytes
     return shards
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
