@@ -88,26 +88,19 @@ class Manifest:
     files: dict[str, Checksum] = field(default_factory=dict[str, Checksum])
     format: int = FORMAT
 
-    def check(self, shape: ModelShape, stream: dict[str, Any]) -> None:
-        """Refuse to go on without an optimizer, with another model, or in another order of samples.
-
-        Dropout belongs to the shape, but not to what the weights are, so it may differ.
+    def check_shape(self, shape: ModelShape) -> None:
+        """Refuse to go on with another model; dropout, which is no property of weights, may differ.
 
         Raises:
-            CheckpointError: names the first thing that differs.
+            CheckpointError: names the first size that differs.
         """
-        self.check_optimizer()
-        ours = {"shape": dataclasses.asdict(shape), "stream": stream}
-        ours = json.loads(json.dumps(ours))  # as it was written: tuples become lists
-        for what, words in (("shape", "model"), ("stream", "stream of samples")):
-            theirs = getattr(self, what)
-            for name, value in ours[what].items():
-                if value != theirs.get(name) and name != "dropout":
-                    raise CheckpointError(
-                        f"the checkpoint is of another {words}: its {name} is "
-                        f"{theirs.get(name)}, this run's is {value}; resume with the settings it "
-                        "was made with"
-                    )
+        ours = json.loads(json.dumps(dataclasses.asdict(shape)))  # as it was written: no tuples
+        for name, value in ours.items():
+            if value != self.shape.get(name) and name != "dropout":
+                raise CheckpointError(
+                    f"the checkpoint is of another model: its {name} is {self.shape.get(name)}, "
+                    f"this run's is {value}; resume with the settings it was made with"
+                )
 
     def check_optimizer(self) -> None:
         """Refuse to go on from weights alone.

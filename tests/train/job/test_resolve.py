@@ -186,7 +186,7 @@ def test_the_estimate_of_a_checkpoint_is_near_its_size(config: TrainConfig) -> N
 
 
 def test_float16_on_a_cpu_is_refused_before_any_process(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match="float16 needs a GPU"):
+    with pytest.raises(ConfigError, match="the nearest is bfloat16"):
         resolve(dataclasses.replace(config, precision="float16"))
 
 

@@ -72,13 +72,16 @@ def settle(config: TrainConfig) -> Request:
     """
     check(config)
     start, init = checkpoint_of(config.resume, "resume"), checkpoint_of(config.init, "init")
+    if start is not None:
+        start.about.check_optimizer()
     if config.data is not None:
         sources(config.data)
     strategy, device = choose_strategy(config)
     if start is not None:
-        start.about.check_optimizer()
         config = resume.as_before(config, start.about, strategy.data_ranks)
     shape = resume.shape_of(config, start, init)
+    if start is not None:
+        start.about.check_shape(shape)
     name = resume.name_of(config, shape, start, init)
     check_positions(config, shape)
     batch = solve_batch(config.batch, strategy.data_ranks)

@@ -108,7 +108,6 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
     )
     if start is not None:
         check_stream(start, resolved(config, batch), tokens)
-        start.about.check(request.shape, stream_of(config, tokens))
     num_samples = len(Samples(tokens.train, config.corpus.seq_len))
     if tokens.train.num_tokens <= config.corpus.seq_len:
         raise DataError(
