@@ -308,7 +308,9 @@ def test_the_configuration_of_a_run_that_goes_on_is_shown(
     config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_checkpoints(dataclasses.replace(config, steps=9), 2)
-    words = "train --resume run --strategy dp2 --device cpu --show-config --json"
+    words = (
+        "train --resume run --strategy dp2 --device cpu --corpus.seq-len 16 --show-config --json"
+    )
     assert main(words.split()) == 0
     shown = json.loads(capsys.readouterr().out)
     taken = {key: shown["config"]["batch"][key] for key in ("global_size", "microbatch")}
