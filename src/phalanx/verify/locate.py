@@ -20,7 +20,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.roles import sites_of
+from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
 from phalanx.verify.batches import count_rows
 from phalanx.verify.compare import Difference
@@ -178,7 +178,7 @@ def _found(
     roles: dict[str, str] = {}
     if strategy.tp.degree > 1:
         layout = layout_of(strategy, comm)
-        roles = {site.name: site.role for site in sites_of(case.build(), case.roles)}
+        roles = {binding.name: binding.role for binding in bind_roles(case.build(), case.roles)}
     recorder = recording.recorder
     aligner = Aligner(count_rows(case.batches[step]), layout, roles)
     gaps, sums = _compare(recorder.events, aligner, recording.rows, expected)

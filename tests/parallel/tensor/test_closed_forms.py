@@ -16,7 +16,7 @@ from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.placed import placed
-from phalanx.parallel.tensor.roles import sites_of
+from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Strategy
 
@@ -47,8 +47,10 @@ PATTERNS = {"branch": "branch", "branch.up": "column", "branch.down": "row"}
 
 def traffic(target: Target, batch: BatchShape) -> list[Entry]:
     """Return what is sent over tp, of sizes too that a plan refuses."""
-    layout, sites = layout_of(target.strategy), sites_of(target.model, target.roles)
-    return account.traffic(target, layout, sites, placed(target.model, sites, layout), [batch])
+    layout, bindings = layout_of(target.strategy), bind_roles(target.model, target.roles)
+    return account.traffic(
+        target, layout, bindings, placed(target.model, bindings, layout), [batch]
+    )
 
 
 def sent_by_pair(text: str, compute: torch.dtype | None = None) -> dict[str, float]:

@@ -16,7 +16,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
-from phalanx.parallel.tensor.roles import default_patterns, sites_of
+from phalanx.parallel.tensor.roles import bind_roles, default_patterns
 from phalanx.strategy import Strategy
 from phalanx.verify.harness import compare_cases, verify
 from phalanx.verify.record import Case
@@ -203,27 +203,27 @@ def test_a_shared_parameter_needs_one_role() -> None:
 
 def test_patterns_of_ones_own_come_first() -> None:
     decoder = Decoder(SHAPE)
-    assert {site.name: site.role for site in sites_of(decoder)}["norm"] == "norm"
-    assert {site.name: site.role for site in sites_of(decoder, {"norm": "token"})}[
+    assert {binding.name: binding.role for binding in bind_roles(decoder)}["norm"] == "norm"
+    assert {binding.name: binding.role for binding in bind_roles(decoder, {"norm": "token"})}[
         "norm"
     ] == "token"
     assert "position_embedding" not in default_patterns(decoder)
 
 
 def test_dropout_of_torch_is_refused_and_ours_is_not() -> None:
-    assert sites_of(Decoder(dataclasses.replace(SHAPE, dropout=0.1)))
+    assert bind_roles(Decoder(dataclasses.replace(SHAPE, dropout=0.1)))
     model = Vision()
     model.layers[1].mlp.append(nn.Dropout(0.25))
     with pytest.raises(StrategyError, match=r"'layers.1.mlp.3.p' = 0.25: each rank would drop"):
-        sites_of(model, ROLES)
+        bind_roles(model, ROLES)
     model.layers[1].mlp[3].p = 0.0
-    assert sites_of(model, ROLES)
+    assert bind_roles(model, ROLES)
 
 
 def test_tables_that_cannot_be_split_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(4, 4, scale_grad_by_freq=True))
     with pytest.raises(StrategyError, match="'0' has scale_grad_by_freq = True"):
-        sites_of(model, {"0": "embedding"})
+        bind_roles(model, {"0": "embedding"})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
-from phalanx.parallel.tensor.check import lies_as_dtensor_says
+from phalanx.parallel.tensor.check import dtensor_shards_agree
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.verify import harness
@@ -119,7 +119,7 @@ def test_rows_are_refused_where_dtensor_takes_them_for_others(tp_sizes: tuple[in
                 (num_rows,), (fsdp, *tp_sizes), list(coords), placements
             )
             is_right &= sizes == (size,) and (size == 0 or begins == (begin,))
-        is_taken = lies_as_dtensor_says(num_rows, tp_sizes, fsdp)
+        is_taken = dtensor_shards_agree(num_rows, tp_sizes, fsdp)
         # Over several axes it refuses some that are right.
         assert is_taken <= is_right, (num_rows, fsdp)
         assert is_taken == is_right or len(tp_sizes) > 1, (num_rows, fsdp)

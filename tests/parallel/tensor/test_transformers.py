@@ -17,7 +17,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.tensor import transformers_models
 from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.roles import sites_of
+from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
 from phalanx.verify.harness import verify_on_ranks
 from phalanx.verify.record import Case
@@ -277,11 +277,11 @@ def test_dropout_is_refused_with_the_names_of_its_settings() -> None:
         StrategyError,
         match=r"'transformer.drop.p' = 0.1, .* and 1 more.*config: .*embd_pdrop.*attn_pdrop",
     ):
-        sites_of(model)
+        bind_roles(model)
     model = llama()
     model.model.layers[0].self_attn.attention_dropout = 0.5
     with pytest.raises(StrategyError, match=r"self_attn.attention_dropout' = 0.5"):
-        sites_of(model)
+        bind_roles(model)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_settings_that_have_no_layout_are_refused(setting: str, value: object, w
     model = bert("BertModel")
     setattr(model.config, setting, value)
     with pytest.raises(StrategyError, match=words):
-        sites_of(model)
+        bind_roles(model)
 
 
 @pytest.mark.parametrize(

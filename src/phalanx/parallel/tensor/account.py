@@ -28,7 +28,7 @@ from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import token_loss_sum
 from phalanx.parallel.tensor.norm import split_norm
 from phalanx.parallel.tensor.placed import Placed
-from phalanx.parallel.tensor.roles import Site, reads_residual
+from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
 from phalanx.parallel.tensor.spec import BatchShape, Spec
 from phalanx.parallel.tensor.transformers_models import gathered_bases
 
@@ -62,7 +62,7 @@ class _Work:
 def traffic(
     target: Target,
     layout: Layout,
-    sites: Sequence[Site],
+    bindings: Sequence[RoleBinding],
     parameters: Sequence[Placed],
     batches: Sequence[BatchShape],
 ) -> list[Entry]:
@@ -71,12 +71,12 @@ def traffic(
     Args:
         target: the model, and how it is to be split.
         layout: that of the strategy.
-        sites: the modules with a role.
+        bindings: the modules with a role.
         parameters: where theirs lie.
         batches: of each microbatch of the step.
     """
     grid = tuple((axis, layout.comm.size(axis)) for axis in layout.axes)
-    works = Counter(_works(target, sites))
+    works = Counter(_works(target, bindings))
     sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for batch, num_batches in Counter(batches).items():
         for (work, recompute), number in works.items():
@@ -95,40 +95,42 @@ def traffic(
     ]
 
 
-def _works(target: Target, sites: Sequence[Site]) -> Iterator[tuple[_Work, str]]:
+def _works(target: Target, bindings: Sequence[RoleBinding]) -> Iterator[tuple[_Work, str]]:
     """Yield the work of each layer, and how it is recomputed."""
     strategy = target.strategy
     master = next(target.model.parameters()).dtype
     compute = target.compute or master
     blocks = tuple(f"{name}." for name, _ in blocks_of(target.model))
-    width = _width(sites)
-    for site in sites:
-        is_block = site.name.startswith(blocks)
+    width = _width(bindings)
+    for binding in bindings:
+        is_block = binding.name.startswith(blocks)
         # fsdp gathers the weights of blocks in the data type of the arithmetic.
         dtype = compute if is_block and strategy.fsdp.degree > 1 else master
         recompute = strategy.recompute.kind if is_block else "none"
-        for kind, sizes in _kinds(site, sites, width):
+        for kind, sizes in _kinds(binding, bindings, width):
             yield _Work(kind, sizes, compute, dtype), recompute
-    for _ in gathered_bases(target.model, functools.partial(reads_residual, sites)):
+    for _ in gathered_bases(target.model, functools.partial(reads_residual, bindings)):
         yield _Work("gather", (width,), compute, master), "none"
 
 
-def _kinds(site: Site, sites: Sequence[Site], width: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
+def _kinds(
+    binding: RoleBinding, bindings: Sequence[RoleBinding], width: int
+) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Yield each kind of work of a module, with its sizes."""
-    if site.role == "branch":
-        shapes = [_matrix_shape(column.module) for column in site.columns]
+    if binding.role == "branch":
+        shapes = [_matrix_shape(column.module) for column in binding.columns]
         yield "columns", (shapes[0][1], *(num_out for num_out, _ in shapes))
-    elif site.role == "row":
-        num_out, num_in = _matrix_shape(site.module)
+    elif binding.role == "row":
+        num_out, num_in = _matrix_shape(binding.module)
         yield "row", (num_in, num_out)
-    elif site.role == "head":
-        num_ids, num_in = _matrix_shape(_table(site, sites))
+    elif binding.role == "head":
+        num_ids, num_in = _matrix_shape(_table(binding, bindings))
         yield "columns", (num_in, num_ids)
-        yield "loss" if isinstance(site.module, Head) else "logits", (num_ids,)
-    elif site.role == "norm":
-        yield "norm", (width, int(subtracts_mean(site.module)))
-    elif site.role in ("embedding", "gather", "scatter", "token"):
-        yield site.role, (width,)
+        yield "loss" if isinstance(binding.module, Head) else "logits", (num_ids,)
+    elif binding.role == "norm":
+        yield "norm", (width, int(subtracts_mean(binding.module)))
+    elif binding.role in ("embedding", "gather", "scatter", "token"):
+        yield binding.role, (width,)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -216,10 +218,10 @@ def _replicas(parameters: Sequence[Placed], num_shares: int) -> dict[tuple[str, 
     return sizes
 
 
-def _width(sites: Sequence[Site]) -> int:
+def _width(bindings: Sequence[RoleBinding]) -> int:
     """Return the number of features of the residual."""
-    site = next(site for site in sites if site.role in ("row", "embedding"))
-    return _matrix_shape(site.module)[1 if site.role == "embedding" else 0]
+    binding = next(binding for binding in bindings if binding.role in ("row", "embedding"))
+    return _matrix_shape(binding.module)[1 if binding.role == "embedding" else 0]
 
 
 def _matrix_shape(module: nn.Module) -> tuple[int, int]:
@@ -228,8 +230,8 @@ def _matrix_shape(module: nn.Module) -> tuple[int, int]:
     return (num_in, num_out) if is_transposed(module) else (num_out, num_in)
 
 
-def _table(site: Site, sites: Sequence[Site]) -> nn.Module:
+def _table(binding: RoleBinding, bindings: Sequence[RoleBinding]) -> nn.Module:
     """Return the module that holds the weight of an output projection: the embedding if tied."""
-    if getattr(site.module, "weight", None) is not None:
-        return site.module
-    return next(other.module for other in sites if other.role == "embedding")
+    if getattr(binding.module, "weight", None) is not None:
+        return binding.module
+    return next(other.module for other in bindings if other.role == "embedding")

@@ -20,7 +20,7 @@ from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.megatron import Megatron
 from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.placed import Placed
-from phalanx.parallel.tensor.roles import Site, reads_residual
+from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
 from phalanx.parallel.tensor.scope import batch_scope
 from phalanx.parallel.tensor.three_d import ThreeD
 from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
@@ -37,14 +37,14 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 
 def apply(
-    model: nn.Module, layout: Layout, sites: Sequence[Site], parameters: Sequence[Placed]
+    model: nn.Module, layout: Layout, bindings: Sequence[RoleBinding], parameters: Sequence[Placed]
 ) -> None:
     """Split a model over tp, in place.
 
     Args:
         model: a module with its first weights, or on the meta device.
         layout: on the ranks of the job.
-        sites: the modules of the model that have a role.
+        bindings: the modules of the model that have a role.
         parameters: where their parameters lie.
     """
     shards = {row.parameter: _shard(row, layout) for row in parameters}
@@ -55,9 +55,9 @@ def apply(
         named = module.named_parameters(recurse=False, remove_duplicate=False)
         for name, parameter in list(named):
             setattr(module, name, shards[parameter])
-    for site in sites:
-        _bind(site, layout)
-    transformers_models.bind(model, layout, functools.partial(reads_residual, sites))
+    for binding in bindings:
+        _bind(binding, layout)
+    transformers_models.bind(model, layout, functools.partial(reads_residual, bindings))
     _bind_model(model)
 
 
@@ -72,7 +72,7 @@ def _shard(placed: Placed, layout: Layout) -> nn.Parameter:
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
     stride, placements = full.stride(), spec.placements(layout.comm.axes)
-    if placed.site.parts > 1:
+    if placed.binding.num_maps > 1:
         full, placements = _interleaved(full, placed, layout)
     held = (spec.shard(dim, size, layout.comm) for dim, size in enumerate(full.shape))
     shard = DTensor.from_local(
@@ -96,7 +96,7 @@ def _interleaved(
     Returns:
         The reordered tensor, and the placements by which DTensor knows the shards of `full` itself.
     """
-    axes, num_maps = layout.comm.axes, placed.site.parts
+    axes, num_maps = layout.comm.axes, placed.binding.num_maps
     known = list(placed.spec.placements(axes))
     for dim, names in enumerate(placed.spec.axes):
         for axis in set(names).intersection(layout.column.axes[0]):
@@ -119,10 +119,10 @@ def _bind_model(model: nn.Module) -> None:
     model.forward = forward
 
 
-def _bind(site: Site, layout: Layout) -> None:
-    if site.role == "branch":
-        columns = [column.module for column in site.columns]
-        layers.bind_branch(site.module, layout, columns, [c.parts for c in site.columns])
-    elif site.role != "column":
-        bind: Any = getattr(layers, f"bind_{site.role}")
-        bind(site.module, layout)
+def _bind(binding: RoleBinding, layout: Layout) -> None:
+    if binding.role == "branch":
+        columns = [column.module for column in binding.columns]
+        layers.bind_branch(binding.module, layout, columns, [c.num_maps for c in binding.columns])
+    elif binding.role != "column":
+        bind: Any = getattr(layers, f"bind_{binding.role}")
+        bind(binding.module, layout)

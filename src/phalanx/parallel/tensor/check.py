@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -14,17 +14,20 @@ from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layers import HEAD_COUNTS, is_transposed
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.placed import Placed
-from phalanx.parallel.tensor.roles import Site
+from phalanx.parallel.tensor.roles import RoleBinding
 from phalanx.strategy import Axis, Strategy
 
 
 def check(
-    sites: Sequence[Site], parameters: Sequence[Placed], layout: Layout, strategy: Strategy
+    bindings: Sequence[RoleBinding],
+    parameters: Sequence[Placed],
+    layout: Layout,
+    strategy: Strategy,
 ) -> None:
     """Refuse sizes that the layout of tp does not divide.
 
     Args:
-        sites: the modules with a role.
+        bindings: the modules with a role.
         parameters: where theirs lie.
         layout: that of the strategy.
         strategy: how all is to be split.
@@ -32,14 +35,12 @@ def check(
     Raises:
         StrategyError: names the first that does not fit and the nearest degree with which all do.
     """
-    problem = _problem(sites, parameters, layout)
+    problem = next(_problems(bindings, parameters, layout), None)
     if problem is not None:
-        nearest = _nearest(sites, parameters, strategy.tp)
-        advice = (
-            f"the nearest is {Strategy(tp=nearest)}"
-            if nearest
-            else "no degree of this kind fits it"
-        )
+        nearest = _nearest(bindings, parameters, strategy.tp)
+        advice = "no degree of this kind fits it"
+        if nearest is not None:
+            advice = f"the nearest is {Strategy(tp=nearest)}"
         raise StrategyError(f"{Strategy(tp=strategy.tp)}: {problem}; {advice}")
     if strategy.fsdp.degree > 1:
         _check_rows(parameters, strategy)
@@ -59,16 +60,16 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
         if row.parameter.ndim == 0:
             continue  # has no rows, which fsdp refuses itself
         num_rows, sizes = row.parameter.shape[0], row.degrees(0)
-        if row.site.parts > 1 and sizes:
+        if row.binding.num_maps > 1 and sizes:
             raise StrategyError(
-                f"{Strategy(fsdp=strategy.fsdp)}: '{row.name}' holds {row.site.parts} maps, and tp "
-                f"splits its rows, which fsdp cannot split again; use dp{num_ranks}, or hold them "
-                f"as {row.site.parts} modules"
+                f"{Strategy(fsdp=strategy.fsdp)}: '{row.name}' holds {row.binding.num_maps} maps, "
+                f"and tp splits its rows, which fsdp cannot split again; use dp{num_ranks}, or "
+                f"hold them as {row.binding.num_maps} modules"
             )
-        if lies_as_dtensor_says(num_rows, sizes, num_ranks):
+        if dtensor_shards_agree(num_rows, sizes, num_ranks):
             continue
         others = _from_nearest(num_ranks)
-        fits = [n for n in others if lies_as_dtensor_says(num_rows, sizes, n)]
+        fits = [n for n in others if dtensor_shards_agree(num_rows, sizes, n)]
         multiple = math.prod(sizes)
         raise StrategyError(
             f"{Strategy(fsdp=strategy.fsdp, tp=strategy.tp)}: '{row.name}' has {num_rows} rows, of "
@@ -78,7 +79,7 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
         )
 
 
-def lies_as_dtensor_says(num_rows: int, tp_sizes: Sequence[int], fsdp: int) -> bool:
+def dtensor_shards_agree(num_rows: int, tp_sizes: Sequence[int], fsdp: int) -> bool:
     """Return whether each rank holds the rows that DTensor says it does.
 
     FSDP2 shards the local shard of tp; DTensor's `_StridedShard` reads the placement as if fsdp had
@@ -111,7 +112,9 @@ def _cut(size: int, degree: int) -> list[int]:
     return [min(part, max(0, size - number * part)) for number in range(degree)]
 
 
-def _nearest(sites: Sequence[Site], parameters: Sequence[Placed], tp: Axis) -> Axis | None:
+def _nearest(
+    bindings: Sequence[RoleBinding], parameters: Sequence[Placed], tp: Axis
+) -> Axis | None:
     """Return the nearest degree that fits, the smaller of two as near; None if only 1 does."""
     for degree in _from_nearest(tp.degree):
         axis = dataclasses.replace(tp, degree=degree)
@@ -120,7 +123,7 @@ def _nearest(sites: Sequence[Site], parameters: Sequence[Placed], tp: Axis) -> A
         except StrategyError:  # its ranks cannot stand in the grid of the kind
             continue
         layout = layout_of(strategy)
-        if _problem(sites, [row.under(layout) for row in parameters], layout) is None:
+        if not any(_problems(bindings, [row.under(layout) for row in parameters], layout)):
             return axis
     return None
 
@@ -130,43 +133,40 @@ def _from_nearest(degree: int) -> list[int]:
     return sorted(range(2, 2 * degree), key=lambda other: (abs(other - degree), other))
 
 
-def _problem(sites: Sequence[Site], parameters: Sequence[Placed], layout: Layout) -> str | None:
-    """Return what does not fit, in words."""
+def _problems(
+    bindings: Sequence[RoleBinding], parameters: Sequence[Placed], layout: Layout
+) -> Iterator[str]:
+    """Yield what does not fit, in words; of a vocabulary any number of rows does."""
     own: dict[str, list[Placed]] = defaultdict(list)
     for row in parameters:
-        own[row.site.name].append(row)
+        own[row.binding.name].append(row)
     num_shards = layout.column.num_shards(0, layout.comm)
-    for site in sites:
-        for row in own[site.name]:
-            if (problem := _uneven(row)) is not None:
-                return problem
-        width = head_width(site.module)
-        for column in site.columns if width > 1 else ():
+    for binding in bindings:
+        for row in own[binding.name]:
+            shape = tuple(row.parameter.shape)
+            for dim, size in enumerate(shape):
+                multiple = math.prod(row.degrees(dim))
+                if multiple > 1 and dim == (1 if is_transposed(binding.module) else 0):
+                    multiple *= binding.num_maps
+                if size % multiple and not (dim == 0 and binding.role in ("embedding", "head")):
+                    yield (
+                        f"'{row.name}' is of shape {shape}, and {size} is not a multiple of "
+                        f"{multiple}"
+                    )
+        width = head_width(binding.module)
+        for column in binding.columns if width > 1 else ():
             weight = column.module.get_parameter("weight")
             num_out = weight.shape[1 if is_transposed(column.module) else 0]
-            num_heads = num_out // column.parts // width
+            num_heads = num_out // column.num_maps // width
             if num_heads % num_shards:
-                return (
+                yield (
                     f"'{column.name}' has {num_heads} heads, which is not a multiple of "
                     f"{num_shards}"
                 )
-        for name in HEAD_COUNTS if site.role == "branch" else ():
-            count = getattr(site.module, name, None)
+        for name in HEAD_COUNTS if binding.role == "branch" else ():
+            count = getattr(binding.module, name, None)
             if isinstance(count, int) and count % num_shards:
-                return f"'{site.name}.{name}' is {count}, which is not a multiple of {num_shards}"
-    return None
-
-
-def _uneven(row: Placed) -> str | None:
-    """Return, in words, a dimension of which shards would differ; a vocabulary's may."""
-    shape = tuple(row.parameter.shape)
-    for dim, size in enumerate(shape):
-        multiple = math.prod(row.degrees(dim))
-        if multiple > 1 and dim == (1 if is_transposed(row.site.module) else 0):
-            multiple *= row.site.parts
-        if size % multiple and not (dim == 0 and row.site.role in ("embedding", "head")):
-            return f"'{row.name}' is of shape {shape}, and {size} is not a multiple of {multiple}"
-    return None
+                yield f"'{binding.name}.{name}' is {count}, which is not a multiple of {num_shards}"
 
 
 def head_width(branch: nn.Module) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.errors import StrategyError
 from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.roles import OF_ALL, Site
+from phalanx.parallel.tensor.roles import OF_ALL, RoleBinding
 from phalanx.parallel.tensor.spec import Spec
 
 
@@ -24,13 +24,13 @@ class Placed:
     Attributes:
         names: in the model; several if modules share it.
         parameter: itself.
-        site: the module that holds it, the first of several, and its role.
+        binding: the module that holds it, the first of several, and its role.
         layout: that splits it.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
-    site: Site
+    binding: RoleBinding
     layout: Layout
 
     @property
@@ -41,7 +41,7 @@ class Placed:
     @cached_property
     def spec(self) -> Spec:
         """The sub-axes of tp that split each dimension."""
-        return _spec(self.site, self.parameter, self.layout)
+        return _spec(self.binding, self.parameter, self.layout)
 
     def under(self, layout: Layout) -> Placed:
         """Return the same parameter under another layout."""
@@ -64,12 +64,12 @@ class Placed:
         return self.spec.shard_shape(self.parameter.shape, self.layout.comm)
 
 
-def placed(model: nn.Module, sites: Iterable[Site], layout: Layout) -> list[Placed]:
+def placed(model: nn.Module, bindings: Iterable[RoleBinding], layout: Layout) -> list[Placed]:
     """Return the parameters of a model, each once.
 
     Args:
         model: not split yet.
-        sites: its modules with a role.
+        bindings: its modules with a role.
         layout: how tp splits.
 
     Raises:
@@ -80,12 +80,12 @@ def placed(model: nn.Module, sites: Iterable[Site], layout: Layout) -> list[Plac
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     found: dict[nn.Parameter, Placed] = {}
-    for site in sites:
-        for key, parameter in site.module.named_parameters(recurse=site.role in OF_ALL):
-            row = Placed(tuple(names[parameter]), parameter, site, layout)
+    for binding in bindings:
+        for key, parameter in binding.module.named_parameters(recurse=binding.role in OF_ALL):
+            row = Placed(tuple(names[parameter]), parameter, binding, layout)
             if found.setdefault(parameter, row).spec != row.spec:
                 raise StrategyError(
-                    f"tp: '{site.name}.{key}' is one parameter with another that is split "
+                    f"tp: '{binding.name}.{key}' is one parameter with another that is split "
                     "otherwise; give their modules roles that agree, as embedding and head do"
                 )
     if (parameter := next((p for p in names if p not in found), None)) is not None:
@@ -98,20 +98,20 @@ def placed(model: nn.Module, sites: Iterable[Site], layout: Layout) -> list[Plac
     return list(found.values())
 
 
-def _spec(site: Site, parameter: nn.Parameter, layout: Layout) -> Spec:
+def _spec(binding: RoleBinding, parameter: nn.Parameter, layout: Layout) -> Spec:
     """Return how a parameter of a module of a role is split."""
     full: tuple[str, ...] = ()
     features = layout.residual.axes[2]
     matrix, vector = (full, full), full
-    if site.role in ("embedding", "head", "column"):
+    if binding.role in ("embedding", "head", "column"):
         # fsdp splits the rows of each shard again, which no DTensor can say of a fused vector.
-        matrix, vector = layout.column.axes, layout.inner.axes[2] if site.parts == 1 else full
-    elif site.role == "row":
+        matrix, vector = layout.column.axes, layout.inner.axes[2] if binding.num_maps == 1 else full
+    elif binding.role == "row":
         matrix, vector = layout.row.axes, features
-    elif site.role == "table":
+    elif binding.role == "table":
         matrix = (full, features)
-    elif site.role == "norm":
+    elif binding.role == "norm":
         vector = features
     if parameter.ndim == 2:
-        return Spec.of(*(reversed(matrix) if is_transposed(site.module) else matrix))
+        return Spec.of(*(reversed(matrix) if is_transposed(binding.module) else matrix))
     return Spec.of(*(vector, *[full] * parameter.ndim)[: parameter.ndim])

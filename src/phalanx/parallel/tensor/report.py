@@ -42,7 +42,9 @@ def report(parameters: Iterable[Placed]) -> list[Row]:
     return _folded(
         Row(
             name=row.name,
-            role=row.site.role if row.site.parts == 1 else f"{row.site.role}/{row.site.parts}",
+            role=row.binding.role
+            if row.binding.num_maps == 1
+            else f"{row.binding.role}/{row.binding.num_maps}",
             full=tuple(row.parameter.shape),
             shard=row.shard_shape,
             axes=row.spec.axes,

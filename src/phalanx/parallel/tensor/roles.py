@@ -66,7 +66,7 @@ DECODER: Patterns = {
 
 
 @dataclass(frozen=True)
-class Site:
+class RoleBinding:
     """A module and its role.
 
     Attributes:
@@ -74,14 +74,14 @@ class Site:
         role: see layers.py.
         module: itself.
         columns: of a branch, its column maps, in the order of registration.
-        parts: maps that a column map holds, one after another.
+        num_maps: maps that a column map holds, one after another.
     """
 
     name: str
     role: Role
     module: nn.Module
-    columns: tuple[Site, ...] = ()
-    parts: int = 1
+    columns: tuple[RoleBinding, ...] = ()
+    num_maps: int = 1
 
 
 def default_patterns(model: nn.Module) -> Patterns:
@@ -91,7 +91,7 @@ def default_patterns(model: nn.Module) -> Patterns:
     return {p: role for p, role in patterns.items() if any(_matches(p, n) for n in names)}
 
 
-def sites_of(model: nn.Module, patterns: Patterns | None = None) -> list[Site]:
+def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleBinding]:
     """Return the modules that have a role, in the order of the model.
 
     Args:
@@ -117,27 +117,31 @@ def sites_of(model: nn.Module, patterns: Patterns | None = None) -> list[Site]:
                 f"tp: the pattern '{pattern}' ({text}) matches no module{_nearest(pattern, names)}"
             )
     modules = dict(model.named_modules())
-    sites: dict[str, Site] = {}
+    bindings: dict[str, RoleBinding] = {}
     for name in names:
         pattern = next((p for p in parsed if _matches(p, name)), None)
         if pattern is not None:
-            role, parts = parsed[pattern]
-            sites[name] = Site(name, role, modules[name], parts=parts)
-    _check_nesting(sites)
+            role, num_maps = parsed[pattern]
+            bindings[name] = RoleBinding(name, role, modules[name], num_maps=num_maps)
+    _check_nesting(bindings)
     transformers_models.refuse_unsupported(model)
-    _refuse_dropout(model, sites)
-    _refuse_tables(sites)
-    columns = {name: _columns(name, sites) for name, site in sites.items() if site.role == "branch"}
-    return [dataclasses.replace(s, columns=columns.get(name, ())) for name, s in sites.items()]
+    _refuse_dropout(model, bindings)
+    _refuse_tables(bindings)
+    columns = {
+        name: _columns(name, bindings)
+        for name, binding in bindings.items()
+        if binding.role == "branch"
+    }
+    return [dataclasses.replace(s, columns=columns.get(name, ())) for name, s in bindings.items()]
 
 
-def reads_residual(sites: Iterable[Site], outside: str) -> bool:
+def reads_residual(bindings: Iterable[RoleBinding], outside: str) -> bool:
     """Tell whether a module that is not in the module `outside` takes the residual."""
     prefix = f"{outside}." if outside else ""
     return any(
-        site.role in ("norm", "branch", "row", "token", "gather", "head")
-        for site in sites
-        if not site.name.startswith(prefix)
+        binding.role in ("norm", "branch", "row", "token", "gather", "head")
+        for binding in bindings
+        if not binding.name.startswith(prefix)
     )
 
 
@@ -155,11 +159,11 @@ def _parse(pattern: str, text: str) -> tuple[Role, int]:
     return role, int(number) if slash else 1
 
 
-def _columns(branch: str, sites: Mapping[str, Site]) -> tuple[Site, ...]:
+def _columns(branch: str, bindings: Mapping[str, RoleBinding]) -> tuple[RoleBinding, ...]:
     columns = tuple(
-        site
-        for name, site in sites.items()
-        if site.role == "column" and _enclosing(name, sites, "branch") == branch
+        binding
+        for name, binding in bindings.items()
+        if binding.role == "column" and _enclosing(name, bindings, "branch") == branch
     )
     if not columns:
         raise StrategyError(
@@ -169,23 +173,23 @@ def _columns(branch: str, sites: Mapping[str, Site]) -> tuple[Site, ...]:
     return columns
 
 
-def _check_nesting(sites: Mapping[str, Site]) -> None:
-    for name, site in sites.items():
-        if site.role == "column" and _enclosing(name, sites, "branch") is None:
+def _check_nesting(bindings: Mapping[str, RoleBinding]) -> None:
+    for name, binding in bindings.items():
+        if binding.role == "column" and _enclosing(name, bindings, "branch") is None:
             raise StrategyError(f"tp: the column map '{name}' is in no module with the role branch")
-        outer = _enclosing(name, sites, *OF_ALL)
+        outer = _enclosing(name, bindings, *OF_ALL)
         if outer is not None:
             raise StrategyError(
-                f"tp: '{name}' ({site.role}) is inside '{outer}', whose role {sites[outer].role} "
-                "holds for all of it; give a role to one of the two"
+                f"tp: '{name}' ({binding.role}) is inside '{outer}', whose role "
+                f"{bindings[outer].role} holds for all of it; give a role to one of the two"
             )
 
 
-def _refuse_dropout(model: nn.Module, sites: Mapping[str, Site]) -> None:
+def _refuse_dropout(model: nn.Module, bindings: Mapping[str, RoleBinding]) -> None:
     """Refuse dropout that draws from the rank's own generator: no two ranks, no one process."""
     found: list[str] = []
     for name, module in model.named_modules():
-        keyed = name in sites and sites[name].role == "dropout"
+        keyed = name in bindings and bindings[name].role == "dropout"
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)  # pyright: ignore[reportPrivateUsage]
         values = {"p": module.p} if is_dropout else vars(module)
         rates = {k: v for k, v in values.items() if isinstance(v, float) and v > 0}
@@ -203,10 +207,10 @@ def _refuse_dropout(model: nn.Module, sites: Mapping[str, Site]) -> None:
     )
 
 
-def _refuse_tables(sites: Mapping[str, Site]) -> None:
-    for name, site in sites.items():
-        if isinstance(site.module, nn.Embedding) and site.role in ("embedding", "table"):
-            table = site.module
+def _refuse_tables(bindings: Mapping[str, RoleBinding]) -> None:
+    for name, binding in bindings.items():
+        if isinstance(binding.module, nn.Embedding) and binding.role in ("embedding", "table"):
+            table = binding.module
             for option, default in _TABLE_OPTIONS.items():
                 if getattr(table, option) != default:
                     raise StrategyError(
@@ -218,10 +222,10 @@ def _refuse_tables(sites: Mapping[str, Site]) -> None:
 _TABLE_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 
 
-def _enclosing(name: str, sites: Mapping[str, Site], *roles: str) -> str | None:
+def _enclosing(name: str, bindings: Mapping[str, RoleBinding], *roles: str) -> str | None:
     """Return the innermost module of one of `roles` that the module `name` is in."""
     while name := name.rpartition(".")[0]:
-        if name in sites and sites[name].role in roles:
+        if name in bindings and bindings[name].role in roles:
             return name
     return None
 

@@ -13,7 +13,7 @@ from phalanx.parallel.tensor.check import check
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.placed import placed
 from phalanx.parallel.tensor.report import Row, report
-from phalanx.parallel.tensor.roles import sites_of
+from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.parallel.tensor.spec import BatchShape
 
 
@@ -22,7 +22,7 @@ class TensorSplit(Split):
 
     Attributes:
         layout: without ranks; it only says what would be.
-        sites: the modules with a role.
+        bindings: the modules with a role.
         placed: their parameters.
     """
 
@@ -31,10 +31,10 @@ class TensorSplit(Split):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self.layout = apply.layout_of(target.strategy)
-        self.sites = sites_of(target.model, target.roles)
-        self.placed = placed(target.model, self.sites, self.layout)
+        self.bindings = bind_roles(target.model, target.roles)
+        self.placed = placed(target.model, self.bindings, self.layout)
         self.row_shards = self.layout.residual.num_shards(0, self.layout.comm)
-        check(self.sites, self.placed, self.layout, target.strategy)
+        check(self.bindings, self.placed, self.layout, target.strategy)
 
     def shapes(self) -> Shapes:
         """Return the shards of all parameters."""
@@ -43,7 +43,7 @@ class TensorSplit(Split):
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return what layers and replicas send."""
         batches = [BatchShape(*microbatch) for microbatch in microbatches]
-        return account.traffic(self.target, self.layout, self.sites, self.placed, batches)
+        return account.traffic(self.target, self.layout, self.bindings, self.placed, batches)
 
     def table(self) -> list[Row]:
         """Return the shards, with the axes that split them."""
@@ -55,7 +55,7 @@ class TensorSplit(Split):
 
     def bind(self, layout: Layout) -> None:
         """Do as `apply` does, with a layout of ranks that the caller has made."""
-        apply.apply(self.target.model, layout, self.sites, self.placed)
+        apply.apply(self.target.model, layout, self.bindings, self.placed)
 
     def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
         """Return what adds up, after `inner`, the gradients of what several ranks hold."""
