@@ -67,6 +67,19 @@ def test_packed_documents_equal_separate_rows(shape: ModelShape) -> None:
 
 
 @FAMILIES
+def test_two_stages_with_some_of_the_blocks_each_are_the_whole(shape: ModelShape) -> None:
+    model = make(shape)
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    first.blocks, last.blocks = model.blocks[:1], model.blocks[1:]
+    tokens_BT, positions_BT = tokens(2, 12), torch.arange(12)[None]
+    sent_BTD = first.run_blocks(
+        first.embed(tokens_BT, positions_BT, None), positions_BT, None, None
+    )
+    loss = last.read(last.run_blocks(sent_BTD, positions_BT, None, None), tokens_BT)
+    assert torch.equal(loss, model(tokens_BT, tokens_BT))
+
+
+@FAMILIES
 def test_later_tokens_do_not_matter(shape: ModelShape) -> None:
     model = make(shape)
     tokens_BT = tokens(2, 24)

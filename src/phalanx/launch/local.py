@@ -41,6 +41,7 @@ def run_ranks(
     threads: int | None = None,
     timeout_s: float = 600.0,
     uneven_s: float = UNEVEN_S,
+    say_starting: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Run `function(*args)` on each of `num_ranks` new processes that have joined one job.
 
@@ -52,6 +53,7 @@ def run_ranks(
         threads: CPU threads of each rank; the cores shared evenly if None.
         timeout_s: longest wait for another rank in one collective, in seconds.
         uneven_s: how long ranks may go on after the first has returned, in seconds.
+        say_starting: called once if the ranks take long to begin.
 
     Returns:
         What each rank returned, in the order of the ranks.
@@ -86,7 +88,9 @@ def run_ranks(
                 meeting = listener if rank == 0 else None
                 ranks.append(_start(context, place, meeting, function, args))
         with collected() as signals:
-            supervisor = Supervisor(ranks, signals, timeout_s=timeout_s, uneven_s=uneven_s)
+            supervisor = Supervisor(
+                ranks, signals, timeout_s=timeout_s, uneven_s=uneven_s, say_starting=say_starting
+            )
             return supervisor.watch()
     finally:
         with collected():  # a second Ctrl-C changes nothing

@@ -47,6 +47,11 @@ class Roll:
         """Note that a rank has nothing more to do."""
         self._beats.pop(rank, None)
 
+    def has_begun(self, num_ranks: int) -> bool:
+        """Return whether all ranks have begun their work."""
+        begun = (beat.doing != "starting" for beat, _ in self._beats.values())
+        return sum(begun) == num_ranks
+
     def wake(self, slept_s: float) -> None:
         """Note that the watcher itself has slept: nobody is silent for that."""
         self._beats = {rank: (beat, at_s + slept_s) for rank, (beat, at_s) in self._beats.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -22,6 +23,9 @@ from phalanx.launch.roll import SILENT_S, Roll
 
 Rank = tuple[ForkServerProcess, Any]
 """A process, and the parent's end of the pipe to it (its class depends on the system)."""
+
+STARTING_S: Final = 2.0
+"""How long ranks may take to begin before it is said, in seconds."""
 
 GRACE_S: Final = 0.3
 """How long the failures of other ranks are collected before the first is chosen by its clock."""
@@ -43,7 +47,13 @@ class Supervisor:
     """Watches ranks until all have returned or one has failed."""
 
     def __init__(
-        self, ranks: list[Rank], signals: list[int], *, timeout_s: float, uneven_s: float
+        self,
+        ranks: list[Rank],
+        signals: list[int],
+        *,
+        timeout_s: float,
+        uneven_s: float,
+        say_starting: Callable[[], None] | None = None,
     ) -> None:
         """Begin to watch.
 
@@ -52,6 +62,7 @@ class Supervisor:
             signals: those that have come.
             timeout_s: longest silence of a rank, in seconds.
             uneven_s: how long ranks may go on after the first has returned, in seconds.
+            say_starting: called if the ranks have not begun after `STARTING_S`.
         """
         self._ranks = ranks
         self._signals = signals
@@ -64,7 +75,8 @@ class Supervisor:
         self._stopped_since_s: dict[int, float] = {}
         self._returned_s: float | None = None
         self._is_asked_to_stop = False
-        self._looked_s = time.monotonic()
+        self._begin_s = self._looked_s = time.monotonic()
+        self._say_starting = say_starting
 
     def watch(self) -> list[Any]:
         """Return what each rank returned, or raise the first failure.
@@ -75,6 +87,10 @@ class Supervisor:
         """
         while self._going and not self._failures:
             self._receive(TICK_S)
+            if self._say_starting is not None and time.monotonic() - self._begin_s > STARTING_S:
+                if not self._roll.has_begun(len(self._ranks)):
+                    self._say_starting()
+                self._say_starting = None
             self._obey_signals()
             if time.monotonic() - self._looked_s > 1:
                 self._look()

@@ -194,11 +194,30 @@ class Decoder(nn.Module):
             )
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
+        # Nested, so that no variable here keeps what the first block was given.
+        return self.read(
+            self.run_blocks(
+                self.embed(tokens_BT, positions_BT, keys_B), positions_BT, documents_BT, keys_B
+            ),
+            labels_BT,
+        )
+
+    def embed(self, tokens_BT: Tensor, positions_BT: Tensor, keys_B: Tensor | None) -> Tensor:
+        """Return the residual stream x_BTD before the first block: the first stage of a forward."""
         x_BTD = self.embedding(tokens_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_BT)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
-        x_BTD = self.dropout(x_BTD, keys_B, 0)
+        return self.dropout(x_BTD, keys_B, 0)
+
+    def run_blocks(
+        self,
+        x_BTD: Tensor,
+        positions_BT: Tensor,
+        documents_BT: Tensor | Documents | None,
+        keys_B: Tensor | None,
+    ) -> Tensor:
+        """Return the residual stream after the blocks that are here: the middle of a forward."""
         angles = rotation(self.shape, positions_BT, x_BTD.dtype)
         documents = documents_BT
         if not isinstance(documents, tuple):
@@ -207,6 +226,10 @@ class Decoder(nn.Module):
         for start in range(0, len(blocks), self.segment_size):
             segment = blocks[start : start + self.segment_size]
             x_BTD = self.run_segment(_run_blocks, segment, x_BTD, angles, documents, keys_B)
+        return x_BTD
+
+    def read(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        """Return logits or the sum of the losses: the last stage of a forward, see `Head`."""
         tied_VD = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x_BTD), labels_BT, tied_VD)
 

@@ -76,15 +76,20 @@ def start(job: Job) -> Summary:
         PhalanxError: the run is at fault.
         Interrupted: a signal ended it; it has saved a checkpoint if it was given the time.
     """
-    job = claim(job)
+    job, num_ranks = claim(job), job.strategy.num_ranks
+
+    def say_starting() -> None:
+        Console().print(f"starting {num_ranks} processes ...", highlight=False)
+
     try:
         outcome: Summary | Stopped = run_ranks(
             train_rank,
-            job.strategy.num_ranks,
+            num_ranks,
             job,
             device=job.device,
             threads=job.config.threads,
             timeout_s=job.config.timeout_s,
+            say_starting=say_starting,
         )[0]
     except Interrupted as error:
         _restore_terminal()
