@@ -69,3 +69,17 @@ def hold_the_lock() -> None:
 def test_a_rank_that_does_not_answer_is_named() -> None:
     with pytest.raises(TrainingError, match=r"rank 1 \(process \d+\) has not answered for"):
         run_ranks(hold_the_lock, 2, timeout_s=4)
+
+
+def begin_late() -> None:
+    time.sleep(1.5)  # a beat
+
+
+@pytest.mark.parametrize(("limit_s", "num_said"), [(-1.0, 1), (1000.0, 0)])
+def test_ranks_that_take_long_to_begin_are_announced_once(
+    limit_s: float, num_said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "STARTING_S", limit_s)
+    said: list[int] = []
+    run_ranks(begin_late, 1, say_starting=lambda: said.append(1), threads=1)
+    assert len(said) == num_said
