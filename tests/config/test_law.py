@@ -1,4 +1,4 @@
-"""The batch law, the checks of values, and where each value came from."""
+"""The batch law, and what contradicts what."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config import BatchConfig, BatchPlan, solve_batch
-from phalanx.errors import BatchError
+from phalanx.config import (
+    BatchConfig,
+    BatchPlan,
+    CorpusConfig,
+    OptimizerConfig,
+    TrainConfig,
+    solve_batch,
+)
+from phalanx.config.law import check
+from phalanx.errors import BatchError, ConfigError, StrategyError
 
 counts = st.integers(1, 64)
 
@@ -80,3 +88,19 @@ def test_the_proposed_sizes_are_accepted(batch: BatchConfig, num_data_ranks: int
             solve_batch(
                 BatchConfig(global_size=int(size), microbatch=batch.microbatch), num_data_ranks
             )
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (TrainConfig(steps=3, epochs=2), ConfigError, "give one of them"),
+        (TrainConfig(steps=3, optimizer=OptimizerConfig(warmup_steps=3)), ConfigError, "is 2"),
+        (TrainConfig(tokenizer="t.json", corpus=CorpusConfig(vocab_size=999)), ConfigError, "999"),
+        (TrainConfig(strategy="dp2", nproc=3), StrategyError, "'dp3' would use them all"),
+        (TrainConfig(strategy="pd2"), StrategyError, "did you mean"),
+        (TrainConfig(strategy="dp2:ps"), StrategyError, "not built yet"),
+    ],
+)
+def test_contradictions(config: TrainConfig, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        check(config)
