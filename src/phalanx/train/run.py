@@ -91,15 +91,12 @@ def start(job: Job) -> Summary:
             timeout_s=job.config.timeout_s,
             say_starting=say_starting,
         )[0]
-    except Interrupted as error:
+    except BaseException as error:
         _restore_terminal()
-        raise Interrupted(error.signum, how_to_go_on(job.out)) from None
-    except TrainingError as error:
-        _restore_terminal()
-        error.add_note(how_to_go_on(job.out))
-        raise
-    except BaseException:
-        _restore_terminal()
+        if isinstance(error, Interrupted):
+            raise Interrupted(error.signum, how_to_go_on(job.out)) from None
+        if isinstance(error, TrainingError):
+            error.add_note(how_to_go_on(job.out))
         raise
     return _summary_of(job, outcome)
 

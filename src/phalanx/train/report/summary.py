@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from phalanx.checkpoint import manifest
 from phalanx.comm.ledger import Entry
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hugging_face.companions import TOKENIZER
+from phalanx.measure.logs import values_of
 from phalanx.measure.memory_report import MemoryReport, predicted_bytes, resident_peak_bytes
 from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization
@@ -70,22 +70,14 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        plain = ("text", "steps", "utilization", "bits_per_byte", "sent", "memory")
-        first, last = self.bits_per_byte or (None, None)
+        values = {field.name: values_of(getattr(self, field.name)) for field in fields(self)}
+        first, last = values.pop("bits_per_byte") or (None, None)
         return {
-            "run": self.text,
-            "steps": None if self.steps is None else self.steps.as_dict(),
+            "run": values.pop("text"),
             "advice": self.advice(),
-            "utilization": None if self.utilization is None else self.utilization.as_dict(),
             "bits_per_byte_first": first,
             "bits_per_byte_last": last,
-            "sent": [dataclasses.asdict(entry) for entry in self.sent],
-            "memory": None if self.memory is None else self.memory.as_dict(),
-            **{
-                field.name: getattr(self, field.name)
-                for field in dataclasses.fields(self)
-                if field.name not in plain
-            },
+            **values,
         }
 
     def advice(self) -> str | None:
