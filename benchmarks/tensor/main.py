@@ -17,11 +17,12 @@ from pathlib import Path
 
 from overlap import overlap_rank
 
+from phalanx.bench.account import collectives, crossing_tokens, sent_line
 from phalanx.bench.tensor import LayoutPoint, measure_tensor, parse_layout
-from phalanx.bench.tensor_theory import ItemBytes, crossing_tokens, sent_bytes, theory
 from phalanx.launch.local import run_ranks
 from phalanx.measure.logs import values_of
 from phalanx.models.registry import shape_of
+from phalanx.parallel.tensor.spec import BatchShape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import spread, write_result
@@ -75,17 +76,19 @@ def crossing() -> dict[str, object]:
     print(f"| layout | calls | {columns} tokens | from tokens | float32: from |")
     print("|---|---:|" + "---:|" * (len(TOKENS) + 2))
     for text in GRIDS:
-        tp, item = parse_layout(text).tp, ItemBytes(2, 4)
-        sent = [sent_bytes(tp, shape, tokens, item) for tokens in TOKENS]
+        strategy = parse_layout(text)
+        fixed, per_token = sent_line(strategy, shape, "bfloat16")
+        sent = [fixed + per_token * tokens for tokens in TOKENS]
         cells = [f"{value / MIB:,.0f}" for value in sent]
         of = computed[text] = {"sent_bytes": dict(zip(TOKENS, sent, strict=True))}
-        if tp.kind == "1d":
+        if strategy.tp.kind == "1d":
             cells += ["", ""]
         else:
-            of["bfloat16"] = crossing_tokens(tp, shape, item)
-            of["float32"] = crossing_tokens(tp, shape, ItemBytes(4, 4))
+            of["bfloat16"] = crossing_tokens(strategy, shape, "bfloat16")
+            of["float32"] = crossing_tokens(strategy, shape, "float32")
             cells += [f"{of['bfloat16']:,.0f}", f"{of['float32']:,.0f}"]
-        num_calls = theory(tp, shape, TOKENS[0], item).num_calls
+        entries = collectives(strategy, shape, BatchShape(64, 64), "bfloat16")
+        num_calls = sum(entry.calls for entry in entries)
         print(f"| `{text}` | {num_calls} | {' | '.join(cells)} |")
     print("\n| layout | size | tokens | crossing | 1d sends MiB | it sends MiB |")
     print("|---|---|---:|---:|---:|---:|")

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import pytest
 
 import phalanx.cli.bench as bench
+from phalanx.bench.account import crossing_tokens
 from phalanx.bench.block import BlockSize
 from phalanx.bench.tensor import (
     Precision,
@@ -16,11 +16,10 @@ from phalanx.bench.tensor import (
     measure_tensor,
     parse_layout,
 )
-from phalanx.bench.tensor_theory import ItemBytes, crossing_tokens, sent_bytes
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.registry import shape_of
-from phalanx.strategy import Axis
+from phalanx.strategy import Strategy
 
 SIZE = "128x4x16"
 
@@ -60,8 +59,8 @@ def test_a_square_of_nine_and_two_sizes() -> None:
 
 def test_around_the_crossing_the_other_layout_sends_less() -> None:
     """512 wide, two dimensions send less than one from 999 tokens on; both sides are counted."""
-    item = ItemBytes(4, 4)
-    crossing = crossing_tokens(Axis(4, "2d"), BlockSize.parse("512x8x32").shape, item)
+    shape = BlockSize.parse("512x8x32").shape
+    crossing = crossing_tokens(Strategy.parse("tp4:2d"), shape, "float32")
     assert 960 < crossing < 1024
     sizes = [f"512x8x{length}" for length in (120, 128)]
     run = measure_tensor(["tp4", "tp4:2d"], sizes, repeats=0, threads=1)
@@ -70,25 +69,6 @@ def test_around_the_crossing_the_other_layout_sends_less() -> None:
     )
     assert plain_below < square_below
     assert plain_above > square_above
-
-
-@pytest.mark.parametrize("text", ["4x2d", "8x2.5d", "8x3d", "64x3d", "16x2d", "64x2d"])
-@pytest.mark.parametrize("item", [ItemBytes(4, 4), ItemBytes(2, 4)])
-def test_at_the_crossing_both_send_the_same(text: str, item: ItemBytes) -> None:
-    degree, _, kind = text.partition("x")
-    tp = Axis(int(degree), kind, 2 if kind == "2.5d" else None)
-    shape = shape_of("llama2-7b")
-    tokens = crossing_tokens(tp, shape, item)
-    plain = sent_bytes(Axis(tp.degree, "1d"), shape, tokens, item)
-    assert sent_bytes(tp, shape, tokens, item) == pytest.approx(plain)
-
-
-def test_a_layout_may_never_cross() -> None:
-    """Statistics of norms outweigh a residual of one feature."""
-    shape = dataclasses.replace(
-        shape_of("llama2-7b"), hidden=1, num_heads=1, num_kv_heads=1, head_dim=2
-    )
-    assert crossing_tokens(Axis(4, "2d"), shape, ItemBytes(1, 4)) == math.inf
 
 
 def test_sizes_follow_the_llama_family() -> None:

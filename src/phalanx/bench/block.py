@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.tensor.spec import BatchShape
 
 DEFAULT_SIZES = ("512x8x32", "512x8x128", "512x8x512")
 
@@ -58,6 +59,11 @@ class BlockSize:
     def num_tokens(self) -> int:
         """Tokens of the microbatch."""
         return self.num_rows * self.length
+
+    @property
+    def batch(self) -> BatchShape:
+        """Rows and positions of the microbatch."""
+        return BatchShape(self.num_rows, self.length)
 
     @property
     def shape(self) -> ModelShape:

@@ -4,7 +4,7 @@ Each layout runs on real ranks, gloo processes on this host. What moves is count
 what is kept for backward by what autograd saves, and time is that of the slowest rank. Layouts of
 as many ranks take turns, step by step, so that a change of the machine's load meets all alike.
 Those of other numbers of ranks share the same cores among other numbers of processes, so that their
-times say nothing to one another. Beside each stands `tensor_theory`.
+times say nothing to one another. Beside each stands what the plan says (`bench.account`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.bench.block import DEFAULT_SIZES, BlockSize
-from phalanx.bench.tensor_theory import (
+from phalanx.bench.account import (
+    PATTERNS,
     Amounts,
-    ItemBytes,
+    OneBlock,
+    Precision,
     crossing_tokens,
+    held_bytes,
     product_flops,
     theory,
 )
+from phalanx.bench.block import DEFAULT_SIZES, BlockSize
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
 from phalanx.comm.together import barrier
@@ -36,52 +38,19 @@ from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.memory import MemoryLedger
 from phalanx.measure.products import quick_ceiling
 from phalanx.models.attention import rotation
-from phalanx.models.decoder import Block
 from phalanx.models.initial import fill_initial
-from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import ReplicaReducer
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.roles import Patterns
 from phalanx.parallel.tensor.scope import batch_scope
-from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Axis, Strategy, require_built
 
-Precision = Literal["bfloat16", "float32", "float64"]
-
 DEFAULT_LAYOUTS = ("tp4", "tp4:megatron", "tp4:2d", "tp8", "tp8:2.5d/2", "tp8:3d")
 
-_PATTERNS: Patterns = {
-    "block.attention_norm": "norm",
-    "block.attention": "branch",
-    "block.attention.q": "column",
-    "block.attention.k": "column",
-    "block.attention.v": "column",
-    "block.attention.output": "row",
-    "block.mlp_norm": "norm",
-    "block.mlp": "branch",
-    "block.mlp.gate": "column",
-    "block.mlp.up": "column",
-    "block.mlp.down": "row",
-}
-
 _MEMORY_SHARE = 0.6
-
-
-class OneBlock(nn.Module):
-    """A block alone, so that what stands around it costs nothing; on the meta device."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.block = Block(shape, 0)
-
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Map the residual to one like it."""
-        return self.block(x_BTD, angles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +125,10 @@ def measure_tensor(
     """
     strategies = [parse_layout(text) for text in layouts]
     block_sizes = [BlockSize.parse(text) for text in sizes]
-    item = item_bytes(precision)
     check_memory_for(max((strategy.num_ranks for strategy in strategies), default=0))
     for size in block_sizes:
         for strategy in strategies:
-            check_size(strategy, size, item)
+            check_size(strategy, size, precision)
     by_ranks: defaultdict[int, list[str]] = defaultdict(list)
     for strategy in strategies:
         by_ranks[strategy.num_ranks].append(str(strategy))
@@ -179,7 +147,7 @@ def measure_tensor(
             Crossing(
                 strategy=str(strategy),
                 hidden=hidden,
-                num_tokens=crossing_tokens(strategy.tp, BlockSize(hidden, 1, 1).shape, item),
+                num_tokens=crossing_tokens(strategy, BlockSize(hidden, 1, 1).shape, precision),
             )
             for hidden in dict.fromkeys(size.hidden for size in block_sizes)
             for strategy in strategies
@@ -205,13 +173,14 @@ def parse_layout(text: str) -> Strategy:
     return strategy
 
 
-def check_size(strategy: Strategy, size: BlockSize, item: ItemBytes) -> None:
+def check_size(strategy: Strategy, size: BlockSize, precision: Precision) -> None:
     """Refuse what the layout does not divide, which would be padded, and what does not fit.
 
     Raises:
         ConfigError: see above.
     """
-    layout = TensorSplit(Target(strategy, OneBlock(size.shape), roles=_PATTERNS)).layout
+    model = OneBlock(size.shape, precision)
+    layout = TensorSplit(Target(strategy, model, roles=PATTERNS)).layout
     for dim, (what, number) in enumerate((("rows", size.num_rows), ("positions", size.length))):
         parts = layout.residual.num_shards(dim, layout.comm)
         if number % parts:
@@ -219,9 +188,9 @@ def check_size(strategy: Strategy, size: BlockSize, item: ItemBytes) -> None:
                 f"size {size}: {strategy} splits {what} in {parts}, and {number} is not a multiple "
                 f"of that; the nearest is {max(1, round(number / parts)) * parts}"
             )
-    amounts = theory(strategy.tp, size.shape, size.num_tokens, item)
-    whole = size.num_tokens * size.hidden * item.compute
-    rank_bytes = 2 * amounts.weight_bytes + 2 * amounts.kept_bytes + 3 * whole
+    weight_bytes, kept_bytes = held_bytes(strategy, size.shape, size.batch, precision)
+    full = size.num_tokens * size.hidden * model.compute.itemsize
+    rank_bytes = 2 * weight_bytes + 2 * kept_bytes + 3 * full
     need_bytes, free_bytes = strategy.num_ranks * rank_bytes, free_memory_bytes("cpu")
     if need_bytes > _MEMORY_SHARE * free_bytes:
         raise ConfigError(
@@ -231,12 +200,6 @@ def check_size(strategy: Strategy, size: BlockSize, item: ItemBytes) -> None:
         )
 
 
-def item_bytes(precision: Precision) -> ItemBytes:
-    """Return the bytes of numbers; masters are at least float32."""
-    dtype: torch.dtype = getattr(torch, precision)
-    return ItemBytes(dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize)
-
-
 class SplitBlock:
     """A block split over the ranks of this job, with this rank's part of one microbatch."""
 
@@ -244,12 +207,11 @@ class SplitBlock:
         """Split it, and make its weights and a microbatch; every rank calls this."""
         self.strategy, self.size, self.precision = strategy, size, precision
         comm = self.comm = Ranks(strategy)
-        dtype: torch.dtype = getattr(torch, precision)
         shape = size.shape
-        self.model = OneBlock(shape).to(torch.promote_types(dtype, torch.float32))
+        self.model = OneBlock(shape, precision)
+        dtype = self.model.compute
         self.layout = layout_of(strategy, comm)
-        TensorSplit(Target(strategy, self.model, roles=_PATTERNS)).bind(self.layout)
-        self.batch = BatchShape(size.num_rows, size.length)
+        TensorSplit(Target(strategy, self.model, roles=PATTERNS)).bind(self.layout)
         self.model.to_empty(device="cpu")
         for name, parameter in self.model.named_parameters():
             shard, offset = shard_of(parameter)
@@ -263,7 +225,7 @@ class SplitBlock:
 
     def forward(self) -> Tensor:
         """Run the block, which has no embedding that would know the batch."""
-        with batch_scope(self.batch):
+        with batch_scope(self.size.batch):
             return self.model(self.x, self.angles)
 
     def step(self, phase: Phase = no_phase) -> None:
@@ -318,14 +280,13 @@ def measure_rank(
         for block, (amounts, entries, peak_bytes), own_times_s in zip(
             blocks, counts, times_s, strict=True
         ):
-            tp = block.strategy.tp
-            flops = product_flops(tp, size.shape, size.num_tokens)
+            flops = product_flops(block.strategy, size.shape, size.num_tokens)
             points.append(
                 LayoutPoint(
                     strategy=str(block.strategy),
                     size=size,
                     measured=amounts,
-                    theory=theory(tp, size.shape, size.num_tokens, item_bytes(precision)),
+                    theory=theory(block.strategy, size.shape, size.batch, precision),
                     entries=entries,
                     peak_bytes=peak_bytes,
                     times_s=own_times_s,

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 from rich.table import Table
 
+from phalanx.bench.account import Amounts
 from phalanx.bench.block import DEFAULT_SIZES
 from phalanx.bench.tensor import DEFAULT_LAYOUTS, LayoutPoint, measure_tensor
-from phalanx.bench.tensor_theory import Amounts
 from phalanx.bench.verb import Found, ResultConfig, Say, use_threads
 from phalanx.config.fields import Range
 from phalanx.launch.local import num_cores

@@ -140,7 +140,7 @@ def _block(
     is_turned = shape.qk_norm or shape.position == "rope"
     keys = queries if is_repeated else groups
     statistics = _statistics(shape, item_bytes)
-    of_norm = statistics * along_residual
+    of_norm = statistics * tp.degree // _token_shards(tp)
 
     rows = [
         ("input", stream),
@@ -170,6 +170,12 @@ def _block(
 def _residual_parts(tp: Axis) -> int:
     """Return how many ranks share what lies along the residual stream."""
     return 1 if tp.kind == "megatron" else tp.degree
+
+
+def _token_shards(tp: Axis) -> int:
+    """Return in how many shards the tokens of the residual lie; ranks may share their features."""
+    grid = Strategy(tp=tp).grid()
+    return _residual_parts(tp) // grid.get("tp_col", grid.get("tp_z", 1))
 
 
 def _statistics(shape: ModelShape, item_bytes: int) -> int:
@@ -215,7 +221,8 @@ def _head(shape: ModelShape, num_tokens: int, precision: str, tp: Axis) -> int:
     """
     item_bytes = ITEM_BYTES[precision]
     stream = shape.hidden * item_bytes
-    head = num_tokens * (2 * stream + _statistics(shape, item_bytes)) // _residual_parts(tp)
+    head = num_tokens * 2 * stream // _residual_parts(tp)
+    head += num_tokens * _statistics(shape, item_bytes) // _token_shards(tp)
     if tp.degree > 1:
         return head + num_tokens * shape.vocab_size * item_bytes // tp.degree
     return head + shape.vocab_size * shape.hidden * max(4, item_bytes)

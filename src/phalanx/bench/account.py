@@ -1,0 +1,142 @@
+"""What one block under a layout should move and hold, as a plan says it.
+
+The bytes that move are those of the plan's own account, which runs the layout on nothing; the
+closed forms of each layout stand in its file, in docs/tensor.md, and as arithmetic in the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.ledger import Entry
+from phalanx.models.decoder import Block
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.split import Target
+from phalanx.parallel.tensor import account
+from phalanx.parallel.tensor.apply import layout_of
+from phalanx.parallel.tensor.placed import placed
+from phalanx.parallel.tensor.roles import Patterns, bind_roles
+from phalanx.parallel.tensor.spec import BatchShape
+from phalanx.planner.activations import activations
+from phalanx.strategy import Axis, Strategy
+
+Precision = Literal["bfloat16", "float32", "float64"]
+
+PATTERNS: Patterns = {
+    "block.attention_norm": "norm",
+    "block.attention": "branch",
+    "block.attention.q": "column",
+    "block.attention.k": "column",
+    "block.attention.v": "column",
+    "block.attention.output": "row",
+    "block.mlp_norm": "norm",
+    "block.mlp": "branch",
+    "block.mlp.gate": "column",
+    "block.mlp.up": "column",
+    "block.mlp.down": "row",
+}
+
+
+class OneBlock(nn.Module):
+    """A block alone, so that what stands around it costs nothing; on the meta device.
+
+    Args:
+        shape: of the block.
+        precision: of the arithmetic; the masters are at least float32.
+    """
+
+    def __init__(self, shape: ModelShape, precision: Precision) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.block = Block(shape, 0)
+        self.compute: torch.dtype = getattr(torch, precision)
+        self.to(torch.promote_types(self.compute, torch.float32))
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Map the residual to one like it."""
+        return self.block(x_BTD, angles)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amounts:
+    """What one rank moves in a step of one microbatch, and holds.
+
+    Attributes:
+        sent_bytes: bytes that it must send.
+        num_calls: collectives that it takes part in.
+        weight_bytes: bytes of its shards of the masters.
+        kept_bytes: activations kept from forward for backward.
+    """
+
+    sent_bytes: float
+    num_calls: int
+    weight_bytes: int
+    kept_bytes: int
+
+
+def theory(
+    strategy: Strategy, shape: ModelShape, batch: BatchShape, precision: Precision
+) -> Amounts:
+    """Return what one rank should move and hold; sizes are such that nothing is padded."""
+    entries = collectives(strategy, shape, batch, precision)
+    weight_bytes, kept_bytes = held_bytes(strategy, shape, batch, precision)
+    return Amounts(
+        sent_bytes=sum(entry.sent_bytes for entry in entries),
+        num_calls=sum(entry.calls for entry in entries),
+        weight_bytes=weight_bytes,
+        kept_bytes=kept_bytes,
+    )
+
+
+def collectives(
+    strategy: Strategy, shape: ModelShape, batch: BatchShape, precision: Precision
+) -> list[Entry]:
+    """Return what one rank sends, of numbers of heads too that the layout does not divide."""
+    model = OneBlock(shape, precision)
+    layout, bindings = layout_of(strategy), bind_roles(model, PATTERNS)
+    target = Target(strategy, model, model.compute, PATTERNS)
+    return account.traffic(target, layout, bindings, placed(model, bindings, layout), [batch])
+
+
+def held_bytes(
+    strategy: Strategy, shape: ModelShape, batch: BatchShape, precision: Precision
+) -> tuple[int, int]:
+    """Return the bytes of weights, and of activations kept for backward."""
+    model = OneBlock(shape, precision)
+    rows = placed(model, bind_roles(model, PATTERNS), layout_of(strategy))
+    kept = activations(shape, strategy, batch.length, batch.num_rows, precision)
+    return sum(math.prod(row.shard_shape) * row.parameter.itemsize for row in rows), kept.blocks
+
+
+def sent_line(strategy: Strategy, shape: ModelShape, precision: Precision) -> tuple[float, float]:
+    """Return the bytes that one rank sends whatever the tokens are, and those for each token."""
+    layout = layout_of(strategy)
+    rows, positions = (layout.residual.num_shards(dim, layout.comm) for dim in (0, 1))
+    # Two sizes of which nothing is padded.
+    once, twice = (
+        sum(e.sent_bytes for e in collectives(strategy, shape, batch, precision))
+        for batch in (BatchShape(rows, positions), BatchShape(2 * rows, positions))
+    )
+    return 2 * once - twice, (twice - once) / (rows * positions)
+
+
+def crossing_tokens(strategy: Strategy, shape: ModelShape, precision: Precision) -> float:
+    """Return from how many tokens a microbatch on a layout sends less than one dimension does.
+
+    Infinite if it never does. A step has one microbatch; with more, 2.5d crosses earlier.
+    """
+    plain = sent_line(Strategy(tp=Axis(strategy.tp.degree, "1d")), shape, precision)
+    fixed, per_token = sent_line(strategy, shape, precision)
+    gain = plain[1] - per_token
+    return (fixed - plain[0]) / gain if gain > 0 else math.inf
+
+
+def product_flops(strategy: Strategy, shape: ModelShape, num_tokens: int) -> float:
+    """Return the FLOPs of one rank's products with weights, forward and backward."""
+    num_weights = 4 * shape.hidden**2 + 3 * shape.hidden * shape.ffn
+    return 6 * num_weights * num_tokens / strategy.tp.degree
