@@ -16,6 +16,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx.errors import ConfigError
 from phalanx.launch import torchrun
+from phalanx.launch.rank_env import RankEnv, read_rank_env
 
 SCRIPT = """
 import os, signal, sys, time
@@ -136,34 +137,6 @@ def test_an_error_of_the_users_is_told_once(option: str, message: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"LOCAL_WORLD_SIZE": "4"}, "from 0 to 3"),
-        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'"),
-        ({"LOCAL_RANK": "1", "WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'"),
-        (
-            {"RANK": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            "RANK 0 of WORLD_SIZE 4 cannot",
-        ),
-        (
-            {"RANK": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-            "RANK 3 of WORLD_SIZE 4 cannot",
-        ),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1 and LOCAL_WORLD_SIZE is 1; LOCAL_RANK counts from"),
-        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; RANK counts from 0 to 3"),
-    ],
-)
-def test_a_broken_environment(
-    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", **environment}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
-        torchrun.read_place()
-
-
-@pytest.mark.parametrize(
     ("environment", "reason"),
     [
         ({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, r".*EADDRINUSE"),
@@ -181,7 +154,7 @@ def test_ranks_that_cannot_meet(
         for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": port, **environment}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=f"cannot meet: {reason}.*within 2 s") as raised:
-            torchrun._meet(torchrun.read_place(), 2)
+            torchrun._meet(read_rank_env(), 2)
     assert "\n" not in str(raised.value)
 
 
@@ -206,7 +179,7 @@ def test_a_gpu_that_only_one_task_sees_is_its_own(monkeypatch: pytest.MonkeyPatc
     def take(rank: int, num_here: int) -> None:
         properties = SimpleNamespace(uuid=gpus[rank])
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
-        place = torchrun.Place(rank, 3, rank, num_here)
+        place = RankEnv(rank, 3, rank, num_here)
         assert torchrun._use_device(place, "cuda") == "cuda"
         torchrun._take_gpu(place, store)
 

@@ -66,7 +66,7 @@ def examine() -> dict[str, Any]:
 
 
 def self_test() -> dict[str, Any]:
-    """Let two gloo processes add their numbers; return passed, start_s, all_reduce_s and error."""
+    """Let two gloo processes add their numbers; return passed, seconds, all_reduce_s, error."""
     from phalanx.launch.local import run_ranks
 
     begun_s = time.perf_counter()

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     """Train as the command line says and print what was measured."""
     from phalanx.launch import slurm
-    from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
+    from phalanx.launch.rank_env import is_under_torchrun
+    from phalanx.launch.torchrun import leave, leave_failed
     from phalanx.train.job.request import settle
 
     slurm.adopt()

@@ -118,7 +118,8 @@ class RoadConfig(TrainConfig):
 def run(argv: list[str]) -> int:
     """Verify as the command line says; 1 if something differs."""
     from phalanx.launch import slurm
-    from phalanx.launch.torchrun import is_under_torchrun, leave, leave_failed
+    from phalanx.launch.rank_env import is_under_torchrun
+    from phalanx.launch.torchrun import leave, leave_failed
 
     slurm.adopt()
     try:
@@ -155,14 +156,14 @@ def _checked(config: RoadConfig | VerifyConfig) -> Strategy:
     Raises:
         ConfigError: a value is out of range, or the strategy is for other ranks than there are.
     """
-    from phalanx.launch.torchrun import is_under_torchrun, read_place
+    from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
     from phalanx.strategy import Strategy, require_built
 
     check_values(config)
     strategy = Strategy.parse(config.strategy or "dp2")
     require_built(strategy)
     if is_under_torchrun():
-        place, is_on_one = read_place(), not isinstance(config, RoadConfig)
+        place, is_on_one = read_rank_env(), not isinstance(config, RoadConfig)
         if place.num_ranks != strategy.num_ranks:
             raise ConfigError(
                 f"{strategy} is for {strategy.num_ranks} ranks, and {place.num_ranks} are started; "

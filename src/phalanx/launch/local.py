@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.launch.rank import Place, run_rank
+from phalanx.launch.rank import RankInfo, run_rank
 from phalanx.launch.signals import collected, ignored_by_children
 from phalanx.launch.supervisor import Rank, Supervisor
 
@@ -84,9 +84,9 @@ def run_ranks(
             listener.listen()
             port = listener.getsockname()[1]
             for rank in range(num_ranks):
-                place = Place(rank, num_ranks, port, device, threads, timeout_s)
+                info = RankInfo(rank, num_ranks, port, device, threads, timeout_s)
                 meeting = listener if rank == 0 else None
-                ranks.append(_start(context, place, meeting, function, args))
+                ranks.append(_start(context, info, meeting, function, args))
         with collected() as signals:
             supervisor = Supervisor(
                 ranks, signals, timeout_s=timeout_s, uneven_s=uneven_s, say_starting=say_starting
@@ -126,13 +126,13 @@ def server_stopped() -> Generator[None]:
 
 def _start(
     context: ForkServerContext,
-    place: Place,
+    info: RankInfo,
     listener: socket.socket | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Rank:
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_rank, args=(place, listener, theirs, function, args))
+    process = context.Process(target=run_rank, args=(info, listener, theirs, function, args))
     try:
         process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -34,7 +34,7 @@ LEAVE = "leave"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """What one rank must know to join the job.
 
     Attributes:
@@ -123,7 +123,7 @@ class Line:
 
 
 def run_rank(
-    place: Place,
+    info: RankInfo,
     listener: socket.socket | None,
     connection: Connection,
     function: Callable[..., Any],
@@ -134,7 +134,7 @@ def run_rank(
         signal.signal(signum, signal.SIG_IGN)
     line = Line(connection)
     try:
-        _join(place, listener)
+        _join(info, listener)
         with PULSE.doing("running"):
             result = function(*args)
         sys.stdout.flush()
@@ -143,7 +143,7 @@ def run_rank(
     except BaseException as error:
         # Once another rank has failed, the parent listens no more.
         with suppress(OSError):
-            line.send("failure", _describe(place.rank, error))
+            line.send("failure", _describe(info.rank, error))
         exit_code = 1
     with suppress(OSError):
         sys.stdout.flush()
@@ -176,36 +176,34 @@ def is_reader_gone(error: BaseException) -> bool:
     return "BrokenPipeError" in "".join(traceback.format_exception(error))
 
 
-def _join(place: Place, listener: socket.socket | None) -> None:
+def _join(info: RankInfo, listener: socket.socket | None) -> None:
     import torch
     import torch.distributed as dist
 
     from phalanx.comm import join
 
     os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.rank),
-        WORLD_SIZE=str(place.num_ranks),
-        LOCAL_WORLD_SIZE=str(place.num_ranks),
+        RANK=str(info.rank),
+        LOCAL_RANK=str(info.rank),
+        WORLD_SIZE=str(info.num_ranks),
+        LOCAL_WORLD_SIZE=str(info.num_ranks),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(place.port),
+        MASTER_PORT=str(info.port),
     )
     # All ranks are on this host: gloo need not resolve the host's name, which often fails, and
     # what the environment says of the interface between hosts is of no use here.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     keep_freed_memory()
     join.allow_files()
-    torch.set_num_threads(place.threads)
-    if place.device == "cuda":
-        torch.cuda.set_device(place.rank)
+    torch.set_num_threads(info.threads)
+    if info.device == "cuda":
+        torch.cuda.set_device(info.rank)
     store = dist.TCPStore(
         "127.0.0.1",
-        place.port,
-        place.num_ranks,
+        info.port,
+        info.num_ranks,
         is_master=listener is not None,
         master_listen_fd=listener.detach() if listener is not None else None,
         use_libuv=True,
     )
-    join.join(
-        place.rank, place.num_ranks, store=store, device=place.device, timeout_s=place.timeout_s
-    )
+    join.join(info.rank, info.num_ranks, store=store, device=info.device, timeout_s=info.timeout_s)

@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -28,6 +27,7 @@ from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank import is_lost_peer, is_reader_gone
+from phalanx.launch.rank_env import RankEnv, read_rank_env
 from phalanx.launch.signals import ENDING, answered
 from phalanx.launch.supervisor import tell
 
@@ -47,66 +47,6 @@ TOGETHER_S = 3.0
 """Signals within this time are one: Ctrl-C comes from the terminal, and from torchrun too."""
 
 FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands in the job, as the environment says.
-
-    Attributes:
-        rank: global rank.
-        num_ranks: ranks in the job.
-        local_rank: rank among those of this host.
-        num_here: ranks on this host.
-    """
-
-    rank: int
-    num_ranks: int
-    local_rank: int
-    num_here: int
-
-    @property
-    def here(self) -> range:
-        """The ranks of this host."""
-        first = self.rank - self.local_rank
-        return range(first, first + self.num_here)
-
-
-def is_under_torchrun() -> bool:
-    """Return whether the environment says that this process is a rank of a job."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def read_place() -> Place:
-    """Read the environment; without LOCAL_RANK this is the only rank of its host.
-
-    Raises:
-        ConfigError: a variable is no number, or contradicts another.
-    """
-    num_here = _number("LOCAL_WORLD_SIZE", 1)
-    if "LOCAL_RANK" not in os.environ and num_here > 1:
-        raise ConfigError(
-            f"LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is {num_here}; set LOCAL_RANK to the "
-            f"number of this process on its host, from 0 to {num_here - 1}"
-        )
-    place = Place(_number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0), num_here)
-    for name, value, other, limit in (
-        ("RANK", place.rank, "WORLD_SIZE", place.num_ranks),
-        ("LOCAL_RANK", place.local_rank, "LOCAL_WORLD_SIZE", num_here),
-    ):
-        if value >= limit:
-            raise ConfigError(
-                f"{name} is {value} and {other} is {os.environ.get(other, limit)}; {name} counts "
-                f"from 0 to {limit - 1}"
-            )
-    before, after = place.rank - place.local_rank, place.num_ranks - place.rank
-    if before < 0 or after < num_here - place.local_rank:
-        raise ConfigError(
-            f"RANK {place.rank} of WORLD_SIZE {place.num_ranks} cannot be LOCAL_RANK "
-            f"{place.local_rank} of LOCAL_WORLD_SIZE {num_here}: the ranks of a host follow one "
-            "another; set all four as torchrun does"
-        )
-    return place
 
 
 def run_here(
@@ -141,23 +81,23 @@ def run_here(
     from phalanx.comm import join
     from phalanx.comm.together import barrier
 
-    place = read_place()
-    stopping = _Stopping(place.local_rank == 0)
+    env = read_rank_env()
+    stopping = _Stopping(env.local_rank == 0)
     with answered(stopping):
-        device = _use_device(place, device)
-        torch.set_num_threads(threads or max(1, num_cores() // place.num_here))
+        device = _use_device(env, device)
+        torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
         join.allow_files()
-        store = _meet(place, timeout_s)
+        store = _meet(env, timeout_s)
         if device == "cuda":
-            _take_gpu(place, store)
+            _take_gpu(env, store)
         own: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
-        with Watch(own.clone(), place.rank, place.num_ranks, place.here, timeout_s) as watch:
+        with Watch(own.clone(), env.rank, env.num_ranks, env.here, timeout_s) as watch:
             stopping.watch = watch
-            value = _prepare(place, store, prepare, facts)
+            value = _prepare(env, store, prepare, facts)
             store.set_timeout(timedelta(seconds=timeout_s))
             try:
                 if not dist.is_initialized():  # by an earlier run of this process
-                    _join(place, store, device, timeout_s)
+                    _join(env, store, device, timeout_s)
                 with PULSE.doing("running"):
                     result = function(value)
                     barrier()
@@ -198,7 +138,7 @@ class _Stopping:
             tell(message)
 
 
-def _join(place: Place, store: Store, device: str, timeout_s: float) -> None:
+def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
     """Join the job, by the interface that reaches the other hosts.
 
     Raises:
@@ -208,12 +148,12 @@ def _join(place: Place, store: Store, device: str, timeout_s: float) -> None:
 
     from phalanx.comm import join
 
-    own = interface.choose(dist.PrefixStore("interface", store), place.num_here, place.num_ranks)
+    own = interface.choose(dist.PrefixStore("interface", store), env.num_here, env.num_ranks)
     try:
         with PULSE.doing("joining the job"):
             join.join(
-                place.rank,
-                place.num_ranks,
+                env.rank,
+                env.num_ranks,
                 store=dist.PrefixStore("join", store),
                 device=device,
                 timeout_s=timeout_s,
@@ -231,14 +171,7 @@ def _join(place: Place, store: Store, device: str, timeout_s: float) -> None:
         ) from error
 
 
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"the environment's {name} is '{text}'; expected a whole number from 0")
-    return int(text)
-
-
-def _use_device(place: Place, name: str) -> str:
+def _use_device(env: RankEnv, name: str) -> str:
     """Return the kind of this process's device, and give the process its GPU, if it can tell which.
 
     Raises:
@@ -251,14 +184,14 @@ def _use_device(place: Place, name: str) -> str:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         num_gpus = torch.cuda.device_count()
-        if num_gpus == 0 or (num_gpus > 1 and place.num_here > num_gpus):
-            raise _too_few_gpus(place, num_gpus)
+        if num_gpus == 0 or (num_gpus > 1 and env.num_here > num_gpus):
+            raise _too_few_gpus(env, num_gpus)
         # Slurm may show each task one GPU, as if the host had no other.
-        torch.cuda.set_device(place.local_rank if num_gpus > 1 else 0)
+        torch.cuda.set_device(env.local_rank if num_gpus > 1 else 0)
     return name
 
 
-def _take_gpu(place: Place, store: Store) -> None:
+def _take_gpu(env: RankEnv, store: Store) -> None:
     """Note that the GPU of this process is taken.
 
     Raises:
@@ -267,33 +200,31 @@ def _take_gpu(place: Place, store: Store) -> None:
     import torch
 
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    taken_by = store.compare_set(f"gpu/{gpu}", "", str(place.rank)).decode()
-    if taken_by == str(place.rank):
+    taken_by = store.compare_set(f"gpu/{gpu}", "", str(env.rank)).decode()
+    if taken_by == str(env.rank):
         return
-    if place.num_here > 1:
-        raise _too_few_gpus(place, torch.cuda.device_count())
+    if env.num_here > 1:
+        raise _too_few_gpus(env, torch.cuda.device_count())
     raise ConfigError(
-        f"ranks {taken_by} and {place.rank} would use one GPU, since nothing says that they are "
+        f"ranks {taken_by} and {env.rank} would use one GPU, since nothing says that they are "
         "on one host; set LOCAL_RANK and LOCAL_WORLD_SIZE for each, as torchrun does"
     )
 
 
-def _too_few_gpus(place: Place, num_gpus: int) -> ConfigError:
+def _too_few_gpus(env: RankEnv, num_gpus: int) -> ConfigError:
     fewer = f"start at most {num_gpus} on each (--nproc-per-node), or " if num_gpus else ""
     return ConfigError(
-        f"this host runs {place.num_here} ranks, but has {num_gpus} GPUs; {fewer}use --device cpu"
+        f"this host runs {env.num_here} ranks, but has {num_gpus} GPUs; {fewer}use --device cpu"
     )
 
 
-def _meet(place: Place, timeout_s: float) -> Store:
+def _meet(env: RankEnv, timeout_s: float) -> Store:
     """Return a store that only this call of `run_here` writes to, on all ranks."""
     import torch.distributed as dist
 
     try:
         store, _, _ = next(
-            dist.rendezvous(
-                "env://", place.rank, place.num_ranks, timeout=timedelta(seconds=timeout_s)
-            )
+            dist.rendezvous("env://", env.rank, env.num_ranks, timeout=timedelta(seconds=timeout_s))
         )
     except (ValueError, dist.DistError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
@@ -304,38 +235,38 @@ def _meet(place: Place, timeout_s: float) -> Store:
         ) from error
     store.set_timeout(timedelta(seconds=PREPARATION_S))
     # Each rank counts its own calls, and all make the same.
-    call = store.add(f"phalanx/calls/{place.rank}", 1)
+    call = store.add(f"phalanx/calls/{env.rank}", 1)
     return dist.PrefixStore(f"phalanx/{call}", store)
 
 
 def _prepare(
-    place: Place,
+    env: RankEnv,
     store: Store,
     prepare: Callable[[], Value],
     facts: Callable[[Value], Mapping[str, Any]],
 ) -> Value:
     """Prepare after the first rank of the host, and wait until all ranks have the same."""
     try:
-        if place.local_rank > 0:
-            _read(store, place.here.start)
+        if env.local_rank > 0:
+            _read(store, env.here.start)
         with PULSE.doing("preparing the job"):
             value = prepare()
         text = json.dumps(facts(value), sort_keys=True)
-        store.set(f"{place.rank}", text)
+        store.set(f"{env.rank}", text)
         # Counted, so that rank 0 need not read as many texts as there are ranks.
         alike = f"alike/{hashlib.sha256(text.encode()).hexdigest()}"
         store.add(alike, 1)
-        if store.add("prepared", 1) == place.num_ranks:
+        if store.add("prepared", 1) == env.num_ranks:
             store.set("counted", "")
-        if place.rank == 0:
+        if env.rank == 0:
             _read(store, "counted")
-            if store.add(alike, 0) < place.num_ranks:
-                texts = store.multi_get([f"{rank}" for rank in range(place.num_ranks)])
+            if store.add(alike, 0) < env.num_ranks:
+                texts = store.multi_get([f"{rank}" for rank in range(env.num_ranks)])
                 check_same([json.loads(text) for text in texts])
             store.set("all", "ready")
     except BaseException:
         with suppress(RuntimeError):  # the store may have gone with rank 0
-            for key in (f"{place.rank}", "counted", "all"):
+            for key in (f"{env.rank}", "counted", "all"):
                 store.set(key, FAILED)
         raise
     _read(store, "all")

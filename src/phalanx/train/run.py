@@ -18,7 +18,8 @@ from phalanx.errors import Interrupted, TrainingError
 from phalanx.launch import slurm
 from phalanx.launch.local import prepare_server, run_ranks
 from phalanx.launch.pulse import PULSE
-from phalanx.launch.torchrun import is_under_torchrun, run_here
+from phalanx.launch.rank_env import is_under_torchrun
+from phalanx.launch.torchrun import run_here
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resolve import Job, complete, facts_of
 from phalanx.train.job.run_folder import claim

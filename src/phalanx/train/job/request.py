@@ -17,7 +17,7 @@ from phalanx.config.fields import check_value, settings
 from phalanx.config.law import check
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.launch.torchrun import is_under_torchrun, read_place
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape
 from phalanx.planner.fit import Load, check_fit, check_memory_for
 from phalanx.planner.host import may_have_gpu
@@ -103,7 +103,7 @@ def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
     device, num_devices = _choose_device(config.device)
     num_ranks = config.nproc
     if is_under_torchrun():
-        num_ranks = read_place().num_ranks
+        num_ranks = read_rank_env().num_ranks
         if config.nproc not in (None, num_ranks):
             raise ConfigError(
                 f"nproc is {config.nproc}, but torchrun has started {num_ranks} processes; leave "
@@ -198,5 +198,5 @@ def check_memory(
         precision=config.precision,
         is_compiled=config.compile,
     )
-    num_here = read_place().num_here if is_under_torchrun() else strategy.num_ranks
+    num_here = read_rank_env().num_here if is_under_torchrun() else strategy.num_ranks
     check_fit(load, name, device, num_here)

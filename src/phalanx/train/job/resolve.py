@@ -17,7 +17,7 @@ from phalanx.data.samples import Samples
 from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
-from phalanx.launch.torchrun import is_under_torchrun, read_place
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Strategy
@@ -103,7 +103,7 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
         config.corpus,
         model_vocab_size=request.shape.vocab_size,
         tokenizer=tokenizer_of(config, start, request.init),
-        is_follower=is_under_torchrun() and read_place().local_rank > 0,
+        is_follower=is_under_torchrun() and read_rank_env().local_rank > 0,
         progress=progress,
     )
     if start is not None:

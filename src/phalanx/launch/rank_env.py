@@ -1,0 +1,75 @@
+"""Where this process stands in the job that torchrun or Slurm has started it for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from phalanx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """Where this process stands in the job, as the environment says.
+
+    Attributes:
+        rank: global rank.
+        num_ranks: ranks in the job.
+        local_rank: rank among those of this host.
+        num_here: ranks on this host.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_here: int
+
+    @property
+    def here(self) -> range:
+        """The ranks of this host."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.num_here)
+
+
+def is_under_torchrun() -> bool:
+    """Return whether the environment says that this process is a rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def read_rank_env() -> RankEnv:
+    """Read the environment; without LOCAL_RANK this is the only rank of its host.
+
+    Raises:
+        ConfigError: a variable is no number, or contradicts another.
+    """
+    num_here = _number("LOCAL_WORLD_SIZE", 1)
+    if "LOCAL_RANK" not in os.environ and num_here > 1:
+        raise ConfigError(
+            f"LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is {num_here}; set LOCAL_RANK to the "
+            f"number of this process on its host, from 0 to {num_here - 1}"
+        )
+    env = RankEnv(_number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0), num_here)
+    for name, value, other, limit in (
+        ("RANK", env.rank, "WORLD_SIZE", env.num_ranks),
+        ("LOCAL_RANK", env.local_rank, "LOCAL_WORLD_SIZE", num_here),
+    ):
+        if value >= limit:
+            raise ConfigError(
+                f"{name} is {value} and {other} is {os.environ.get(other, limit)}; {name} counts "
+                f"from 0 to {limit - 1}"
+            )
+    before, after = env.rank - env.local_rank, env.num_ranks - env.rank
+    if before < 0 or after < num_here - env.local_rank:
+        raise ConfigError(
+            f"RANK {env.rank} of WORLD_SIZE {env.num_ranks} cannot be LOCAL_RANK "
+            f"{env.local_rank} of LOCAL_WORLD_SIZE {num_here}: the ranks of a host follow one "
+            "another; set all four as torchrun does"
+        )
+    return env
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"the environment's {name} is '{text}'; expected a whole number from 0")
+    return int(text)
