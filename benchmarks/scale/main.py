@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
-from phalanx.checkpoint.plan import Sharding, WritePlan, plan_reads
+from phalanx.checkpoint.sharding import Sharding, WritePlan, plan_reads
 from phalanx.checkpoint.state import held_once_trained
 from phalanx.comm.comm import Ranks
 from phalanx.comm.join import num_files

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from phalanx.checkpoint.foreign import brief, read_json, write_json
-from phalanx.checkpoint.plan import Box, Layout, SavedShard, check_cover, plan_reads
+from phalanx.checkpoint.sharding import Box, Layout, SavedShard, check_cover, plan_reads
 from phalanx.checkpoint.tensor_file import DTYPES, NAMES, SUFFIX, open_file
 from phalanx.errors import CheckpointError
 from phalanx.storage import Checksum, checksum, sync

@@ -29,8 +29,8 @@ from phalanx.checkpoint.files import make_partial, publish, remove_older
 from phalanx.checkpoint.host_copy import HostCopy, in_pieces
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.plan import Sharding, WritePlan, file_of
 from phalanx.checkpoint.progress import SaveProgress
+from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
 from phalanx.checkpoint.state import Held, held_by, held_once_trained
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.together import all_or_none, on_first_rank, reason_of

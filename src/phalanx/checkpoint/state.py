@@ -23,7 +23,7 @@ from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.plan import Sharding, one_row_each, sharding_of
+from phalanx.checkpoint.sharding import Sharding, one_row_each, sharding_of
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.plan import Sharding, WritePlan, file_of
+from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
 from phalanx.checkpoint.tensor_file import TensorInfo
 from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
 from phalanx.data.survey import Progress, unheard

@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from phalanx.checkpoint import plan
-from phalanx.checkpoint.plan import Box, ShardedAxis, Sharding, WritePlan
+from phalanx.checkpoint.sharding import (
+    Box,
+    ShardedAxis,
+    Sharding,
+    WritePlan,
+    check_cover,
+    file_of,
+    plan_reads,
+    reads_of,
+    sharding_of,
+)
 from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -46,20 +55,20 @@ def test_any_split_reads_what_any_other_wrote(saved: Sharding, data: st.DataObje
     written = WritePlan({"a": saved}, NUM_RANKS)
     whole = np.arange(math.prod(saved.shape)).reshape(saved.shape)
     files = {
-        plan.file_of(rank): box_of(whole, box)
+        file_of(rank): box_of(whole, box)
         for rank in range(NUM_RANKS)
         for box in written.writes_of(rank).values()
     }
     assert sum(part.size for part in files.values()) == whole.size
     layout = written.layouts()["a"]
-    assert plan.check_cover(layout.shape, layout.shards) is None
+    assert check_cover(layout.shape, layout.shards) is None
     loaded = Sharding(saved.shape, saved.dtype, data.draw(shardings()).axes)
     if any(axis.placement.dim >= len(saved.shape) for axis in loaded.axes):
         return
     for rank in range(NUM_RANKS):
         box = loaded.box(rank)
         found = np.full(box.sizes, -1)
-        for read in plan.reads_of(layout, box):
+        for read in reads_of(layout, box):
             assert (found[read.target] == -1).all()
             found[read.target] = files[read.shard.file][read.source]
         assert np.array_equal(found, box_of(whole, box))
@@ -101,7 +110,7 @@ def boxes_as_torch_says(text: str) -> list[tuple[str, Box, Box, bool]]:
             (chunk,) = parameter.__create_chunk_list__()
             is_strided = any(isinstance(p, _StridedShard) for p in parameter.placements)
             theirs = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            boxes.append((name, plan.sharding_of(parameter).box(rank), theirs, is_strided))
+            boxes.append((name, sharding_of(parameter).box(rank), theirs, is_strided))
     return boxes
 
 
@@ -126,6 +135,6 @@ def test_a_save_of_thousands_of_ranks_is_planned_in_a_moment() -> None:
     start_s = time.process_time()
     written = WritePlan(held, 4096)
     ours, layouts = written.writes_of(4095), written.layouts()
-    plan.plan_reads(layouts, {name: sharding.box(17) for name, sharding in held.items()})
+    plan_reads(layouts, {name: sharding.box(17) for name, sharding in held.items()})
     assert ours and time.process_time() - start_s < 10  # gathering took 37 s; this takes 0.5 s
     assert len({id(layout) for layout in layouts.values()}) <= 2 * len(shapes)
