@@ -4,6 +4,11 @@ import multiprocessing
 from multiprocessing import forkserver
 
 import pytest
+from hypothesis import settings
+
+# No test bounds wall time.
+settings.register_profile("phalanx", deadline=None)
+settings.load_profile("phalanx")
 
 PRELOAD = [
     "phalanx.launch.preload",

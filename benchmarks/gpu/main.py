@@ -136,13 +136,13 @@ def time_steps(
         torch.cuda.reset_peak_memory_stats()
     times_s: list[float] = []
     begin_s = 0.0
-    for step in range(WARMUP + STEPS):
+    for number in range(WARMUP + STEPS):
         first_s = time.perf_counter()
         step([batch.to(device)])
         if is_cuda:
             torch.cuda.synchronize()
         last_s = time.perf_counter()
-        if step < WARMUP:
+        if number < WARMUP:
             begin_s = last_s
         else:
             times_s.append(last_s - first_s)

@@ -10,14 +10,15 @@ from phalanx.launch.local import run_ranks
 
 
 def faults() -> int:
-    """Count the page faults of taking and freeing 64 MiB, once they have been there.
+    """Count the page faults of taking and freeing a block that fits where others have been.
 
-    Return the least of several times: something small may have been put where they were.
+    Return the least of several times, each for a smaller block: something small may have been put
+    where they were.
     """
     counts = []
-    for _ in range(6):
+    for mebibytes in range(64, 34, -3):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(64 * 2**20 // 4)
+        torch.ones(mebibytes * 2**20 // 4)
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return min(counts[1:])
 

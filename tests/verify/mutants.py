@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from phalanx.comm import comm, exchange
+from phalanx.comm.comm import Ranks
 from phalanx.models import attention, decoder, layers
 from phalanx.parallel import data, reduce, sharded
 from phalanx.parallel.tensor import layers as tensor_layers
@@ -310,18 +311,19 @@ OF_FSDP: dict[str, Mutant] = {
 
 OF_TP: dict[str, Mutant] = {
     "positions flipped after a row product": (
-        "llama", [(OneD, "back", _flipped)], "blocks.0.attention.output", "its output differs",
+        "llama", [(OneD, "row_parallel_linear", _flipped)],
+        "blocks.0.attention.output", "its output differs",
     ),
     "dropout of the first positions on all ranks": (
         "llama", [(tensor_layers, "dropout", _dropout_without_place)],
         "dropout", "most on rank 1",
     ),
     "half the gradient to the input of the MLP": (
-        "llama", [(OneD, "columns_backward", _unsummed_input_gradient)],
+        "llama", [(OneD, "column_parallel_linear_backward", _unsummed_input_gradient)],
         "blocks.1.mlp", "gradient of its input differs",
     ),
     "exponentials of one rank's part of the vocabulary": (
-        "gpt2", [(OneD, "reduce", _unsummed_exponentials)], "output", "its output differs",
+        "gpt2", [(Ranks, "all_reduce", _unsummed_exponentials)], "output", "its output differs",
     ),
     "norms whose gradients stay a rank's own": (
         "gpt2", [(reduce, "partial_axes", lambda right: lambda parameter: ())],
