@@ -5,13 +5,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from phalanx.config import TrainConfig
 from phalanx.config.fields import settings
 from phalanx.config.load import load_config
 from phalanx.models.registry import PRESETS
 from phalanx.planner.model_shape import num_parameters
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
 def test_the_configuration_file_has_every_setting_and_the_defaults(tmp_path: Path) -> None:
@@ -57,3 +60,19 @@ def test_the_tables_of_counted_bytes_are_those_of_the_results() -> None:
     for row in results_of("data_parallel/results/main-device-cpu.json"):
         sizes = [f"{row[name] / 2**20:.2f}" for name in ("sent", "received", "kept", "peak")]
         assert f"| {row['device']} | {' | '.join(sizes)} |" in page
+
+
+PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("benchmarks/*/README.md")]
+ROOMS = ("src", "tests", "benchmarks")
+FILES = [f"/{path}" for room in ROOMS for path in ROOT.glob(f"{room}/**/*.py")]
+SAMPLES = ("script.py", "cost.py", "VERB.py", "NAME.py", "FILE.py", "context.py")
+"""Files of a reader's own in examples, and those that CONTRIBUTING.md says how to add."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_that_a_page_names_are_there(page: Path) -> None:
+    if page.name == "log.md":
+        pytest.skip("the log speaks of files as they were")
+    named = {name.lstrip("/") for name in re.findall(r"[\w/]+\.py\b", page.read_text())}
+    real = {name for name in named if not name.endswith(SAMPLES)}
+    assert [name for name in real if not any(path.endswith(f"/{name}") for path in FILES)] == []
