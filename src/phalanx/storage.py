@@ -135,8 +135,8 @@ def _sweep(parent: Path) -> None:
         try:
             # The folder's own time is that of its making; the files tell of work that goes on.
             newest = max(place.stat().st_mtime for place in (path, *path.iterdir()))
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # its own process has just removed or renamed it
+        except OSError:
+            continue  # its own process has just removed or renamed it, or it is not ours
         if time.time() - newest > STALE_S:
             shutil.rmtree(path, ignore_errors=True)
 

@@ -149,3 +149,9 @@ def test_values_out_of_range_are_refused(
 ) -> None:
     assert main(["verify", *words.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_train_is_asked_for_by_the_word_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--train=true"], ["--train", "--no-train"]):
+        assert main(["verify", "dp2", *words]) == 2
+        assert "write --train, or leave it out" in capsys.readouterr().err

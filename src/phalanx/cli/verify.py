@@ -103,7 +103,7 @@ class RoadConfig(TrainConfig):
     """Such as dp2, fsdp2:zero1, dp2,fsdp2 or tp4:2d; `phalanx train --help` has the grammar."""
     train: bool = True
     """Verify the road of training; without this word, `phalanx verify` has other settings."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], Use.RESOLVED] = "cpu"
+    device: Annotated[Literal["cpu", "cuda"], Use.RESOLVED] = "cpu"
     """Where to compute."""
     eval_samples: Annotated[int, Use.LAW, Range(1)] = 5
     """Validation samples in one measurement of the validation loss."""
@@ -125,6 +125,11 @@ def run(argv: list[str]) -> int:
     try:
         schema = RoadConfig if "--train" in argv else VerifyConfig
         loaded: Loaded[RoadConfig | VerifyConfig] = load_config(argv, schema, prog="phalanx verify")
+        if loaded.config.train != (schema is RoadConfig):
+            raise ConfigError(
+                "train is set otherwise than by the word --train alone, which decides what else "
+                "may be set; write --train, or leave it out"
+            )
         strategy = _checked(loaded.config)
     except PhalanxError as error:
         if is_under_torchrun():
@@ -219,13 +224,16 @@ def _folder() -> Generator[Path]:
     """Make a folder for a while; in a job it is rank 0's for all."""
     import torch.distributed as dist
 
-    from phalanx.comm.together import broadcast_object
+    from phalanx.comm.together import barrier, broadcast_object
 
     if dist.is_initialized() and dist.get_rank() > 0:
         yield broadcast_object(None)
+        barrier()
         return
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
         yield broadcast_object(Path(name)) if dist.is_initialized() else Path(name)
+        if dist.is_initialized():
+            barrier()  # the others may still read it
 
 
 def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Console) -> list[Verdict]:

@@ -85,7 +85,7 @@ def _take(words: list[str], setting: Setting) -> list[str]:
     """Take the words of an option off the front of those that are left."""
     most = len(words) if get_origin(setting.hint) is tuple else 1
     taken: list[str] = []
-    while words and len(taken) < most and not words[0].startswith("--"):
+    while words and len(taken) < most and not words[0].startswith("--") and words[0] != "-h":
         taken.append(words.pop(0))
     return taken
 

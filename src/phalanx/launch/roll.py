@@ -54,7 +54,9 @@ class Roll:
 
     def wake(self, slept_s: float) -> None:
         """Note that the watcher itself has slept: nobody is silent for that."""
-        self._beats = {rank: (beat, at_s + slept_s) for rank, (beat, at_s) in self._beats.items()}
+        self._beats = {
+            rank: (beat, at_s + slept_s) for rank, (beat, at_s) in list(self._beats.items())
+        }
 
     def heeds_stop(self) -> bool:
         """Return whether all ranks will end by themselves after their step if they are asked to."""

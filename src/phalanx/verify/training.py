@@ -69,15 +69,20 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
         verdicts.append(_judged([first, _resolved(second_run(config, strategy, middle))]))
     if verdicts[-1].is_equal:
         narrow = _resolved(narrow_run(config, given.precision))
-        verdicts.append(compare_narrow(narrow, _on_ranks(train_rank, narrow)))
+        roads = _on_ranks(train_rank, narrow)
+        verdicts.append(_once(lambda: compare_narrow(narrow, roads)))
     return verdicts
 
 
 def _resolved(config: TrainConfig) -> Job:
-    """Resolve the settings of a run; once, where this is a rank of a job."""
+    return _once(lambda: resolve(config))
+
+
+def _once(function: Callable[[], Value]) -> Value:
+    """Return what `function()` returns; in a job on rank 0, so that all ranks go on alike."""
     if not dist.is_initialized():
-        return resolve(config)
-    return broadcast_object(resolve(config) if dist.get_rank() == 0 else None)
+        return function()
+    return broadcast_object(function() if dist.get_rank() == 0 else None)
 
 
 def _on_ranks(function: Callable[..., Value], job: Job, *args: Any) -> list[Value]:
@@ -93,7 +98,8 @@ def _on_ranks(function: Callable[..., Value], job: Job, *args: Any) -> list[Valu
 def _judged(jobs: Sequence[Job]) -> Verdict:
     """Take the last of the runs, compare it, and find the module at fault where that can be."""
     job = jobs[-1]
-    verdict = compare(jobs, _on_ranks(train_rank, job))
+    roads = _on_ranks(train_rank, job)
+    verdict = _once(lambda: compare(jobs, roads))
     # A fault of the model shows in an evaluation first, and its step tells the module.
     wrong = (d for d in verdict.differences if not d.passes and d.quantity != "validation loss")
     first = next(wrong, None)
