@@ -138,6 +138,8 @@ os.fsync = full
 """What Python runs before any program: a disk without room for one file of the third save."""
 
 
+# tests/checkpoint/test_saver.py has the failed save, and the killed run above going on alone.
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a descriptor's name is read from /proc")
 def test_a_run_whose_disk_was_full_goes_on_alone_to_the_bit(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
