@@ -162,7 +162,7 @@ def test_a_rank_that_finds_no_reader(
 ) -> None:
     error = RankFailed(0, "BrokenPipeError: [Errno 32] Broken pipe\n\nSystemExit: 1")
     verb_that_raises(monkeypatch, error)
-    monkeypatch.setattr("phalanx.cli.main._reader_has_left", lambda: has_left)
+    monkeypatch.setattr("phalanx.cli.main.reader_has_left", lambda: has_left)
     assert main(["doctor"]) == exit_code
     assert (capsys.readouterr().err == "") == has_left
 

@@ -141,6 +141,7 @@ def test_the_road_takes_the_settings_of_a_run(
         ("--steps 0", "steps is 0; expected at least 1"),
         ("--optimizer.clip-p 3", "optimizer.clip_p is 3; expected 1, 2 or inf"),
         ("--optimizer.lr -1", "optimizer.lr is -1.0; expected more than 0"),
+        ("--steps 2 --optimizer.warmup-steps 5", "optimizer.warmup_steps is 5, but the run has 2"),
         ("--shape.dropout 1", "shape.dropout is 1.0; expected a number in [0, 1)"),
     ],
 )

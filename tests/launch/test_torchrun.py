@@ -236,3 +236,28 @@ def test_all_ranks_that_differ_are_named() -> None:
     torchrun.check_same([{"a": 1}, {"a": 1}])
     with pytest.raises(ConfigError, match=r"^ranks 1, 3 would .* a \(1 on rank 0, 2 on rank 1\)"):
         torchrun.check_same([{"a": 1}, {"a": 2}, {"a": 1}, {"a": 3}])
+
+
+class Left(BaseException):
+    """In place of the end of this process."""
+
+
+@pytest.mark.parametrize(("has_left", "exit_code"), [(True, 141), (False, 2)])
+def test_a_pipe_that_broke_elsewhere_silences_no_error(
+    has_left: bool,
+    exit_code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    error = ConfigError("no such text")
+    error.__context__ = BrokenPipeError()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("phalanx.launch.torchrun.leave", leave)
+    monkeypatch.setattr("phalanx.launch.torchrun.reader_has_left", lambda: has_left)
+    with pytest.raises(Left) as left:
+        torchrun.leave_failed(error)
+    assert left.value.args == (exit_code,)
+    assert ("rank 0: no such text" in capsys.readouterr().err) != has_left

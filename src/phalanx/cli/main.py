@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Final
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of, nearest
 from phalanx.launch import signals
 from phalanx.launch.local import server_stopped
-from phalanx.launch.rank import is_reader_gone
+from phalanx.launch.rank import is_reader_gone, reader_has_left
 from phalanx.launch.scratch import scratch_folder
 
 VERBS: Final[Mapping[str, str]] = MappingProxyType(
@@ -84,7 +83,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.flush()
         return exit_code
     except PhalanxError as error:
-        if is_reader_gone(error) and _reader_has_left():
+        if is_reader_gone(error) and reader_has_left():
             return READER_LEFT
         return _fail(message_of(error), error.exit_code, words)
     except KeyboardInterrupt as error:
@@ -96,7 +95,7 @@ def _run(words: list[str]) -> int:
         said = f"the environment's TORCH_LOGS is '{os.environ['TORCH_LOGS']}', which torch cannot"
         return _fail(f"{said} read; unset it, or see TORCH_LOGS=help", 2, words)
     except OSError as error:
-        if is_reader_gone(error) and _reader_has_left():
+        if is_reader_gone(error) and reader_has_left():
             return READER_LEFT
         advice = FILE_ERRORS.get(error.errno or 0)
         if advice is None:
@@ -175,20 +174,6 @@ def _open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
-def _reader_has_left() -> bool:
-    """Return whether standard output is a pipe without a reader, as after `| head`, and mute it.
-
-    A pipe may break elsewhere too, between processes of a job: that is not the reader's doing.
-    """
-    standard_output = 1
-    pipe = select.poll()
-    pipe.register(standard_output, 0)
-    if not pipe.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), standard_output)
-    return True
-
-
 def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     """Print one message on standard error, and with --json one document on standard output."""
     from rich.console import Console
@@ -196,6 +181,6 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
 
     console = Console(stderr=True, soft_wrap=True)
     console.print(Text("phalanx: ", style="bold red").append(message, style="not bold default"))
-    if "--json" in words:
+    if {"--json", "--json=true"}.intersection(words):
         print(json.dumps({"error": message, "exit_code": exit_code}), flush=True)
     return exit_code

@@ -19,6 +19,7 @@ from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import print_json, screen
 from phalanx.config import CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.config.fields import Positional, Range, Use, check_values, settings, value_at
+from phalanx.config.law import check_warmup
 from phalanx.config.load import Loaded, load_config
 from phalanx.errors import ConfigError, PhalanxError
 
@@ -165,6 +166,8 @@ def _checked(config: RoadConfig | VerifyConfig) -> Strategy:
     from phalanx.strategy import Strategy, require_built
 
     check_values(config)
+    if isinstance(config, VerifyConfig):  # the other is judged as a run
+        check_warmup(config.optimizer, config.steps)
     strategy = Strategy.parse(config.strategy or "dp2")
     require_built(strategy)
     if is_under_torchrun():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.config.fields import check_values
-from phalanx.config.schema import MOST_ROWS, BatchConfig, TrainConfig
+from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.errors import BatchError, ConfigError
 from phalanx.strategy import Strategy, check_ranks, require_built
 
@@ -37,7 +37,7 @@ def _check_contradictions(config: TrainConfig) -> None:
             "of the run; give one of them ('--epochs none' unsets the other)"
         )
     if config.steps is not None:
-        check_warmup(config, config.steps)
+        check_warmup(config.optimizer, config.steps)
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but each says where the weights "
@@ -50,9 +50,9 @@ def _check_contradictions(config: TrainConfig) -> None:
         )
 
 
-def check_warmup(config: TrainConfig, num_steps: int) -> None:
+def check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
     """Raise ConfigError unless the warm-up ends before the last of the run's steps."""
-    warmup_steps = config.optimizer.warmup_steps
+    warmup_steps = optimizer.warmup_steps
     if warmup_steps is not None and warmup_steps >= num_steps > 0:
         raise ConfigError(
             f"optimizer.warmup_steps is {warmup_steps}, but the run has {num_steps} steps and the "

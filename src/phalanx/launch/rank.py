@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -174,6 +175,20 @@ def is_reader_gone(error: BaseException) -> bool:
     A rich console turns the BrokenPipeError into a SystemExit.
     """
     return "BrokenPipeError" in "".join(traceback.format_exception(error))
+
+
+def reader_has_left() -> bool:
+    """Return whether standard output is a pipe without a reader, as after `| head`, and mute it.
+
+    A pipe may break elsewhere too, between processes of a job: that is not the reader's doing.
+    """
+    standard_output = 1
+    pipe = select.poll()
+    pipe.register(standard_output, 0)
+    if not pipe.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), standard_output)
+    return True
 
 
 def _join(info: RankInfo, listener: socket.socket | None) -> None:

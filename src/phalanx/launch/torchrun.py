@@ -26,7 +26,7 @@ from phalanx.launch.hosts import PeerFailed, Watch, kill_silent
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
-from phalanx.launch.rank import is_lost_peer, is_reader_gone
+from phalanx.launch.rank import is_lost_peer, is_reader_gone, reader_has_left
 from phalanx.launch.rank_env import RankEnv, read_rank_env
 from phalanx.launch.signals import ENDING, answered
 from phalanx.launch.supervisor import tell
@@ -330,7 +330,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         if os.environ["RANK"] == "0":
             tell(str(error))
         leave(128 + getattr(error, "signum", signal.SIGINT))
-    if is_reader_gone(error):
+    if is_reader_gone(error) and reader_has_left():
         leave(141)
     is_others = is_everyones and os.environ.get("LOCAL_RANK", "0") != "0"
     if isinstance(error, PeerFailed) or is_others:

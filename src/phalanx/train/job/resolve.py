@@ -116,7 +116,7 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
             f"at most {tokens.train.num_tokens - 1}"
         )
     num_steps = count_steps(config, batch, num_samples, None if start is None else start.about)
-    check_warmup(config, num_steps)
+    check_warmup(config.optimizer, num_steps)
     steps_done = 0 if start is None else start.about.steps_done
     num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=steps_done)
     check_space(out, num_checkpoints, config, checkpoint_bytes(request.shape, precision))
