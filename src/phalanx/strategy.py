@@ -20,46 +20,57 @@ from phalanx.errors import StrategyError, nearest
 
 
 @dataclass(frozen=True)
-class OptionRule:
-    """What a kind asks for after the slash: a whole number of at least `least`, called `name`."""
+class Kind:
+    """One way to split the work of an axis, or to recompute.
 
-    name: str
-    least: int
+    Attributes:
+        about: what it does, in a line; None while it is not built.
+        option: what the whole number after the slash is called; None where there is none.
+        least: the lowest such number.
+    """
+
+    about: str | None = None
+    option: str | None = None
+    least: int = 0
 
 
-KINDS: Final[dict[str, dict[str, OptionRule | None]]] = {
+KINDS: Final = {
     "pp": {
-        "1f1b": None,
-        "gpipe": None,
-        "naive": None,
-        "interleaved": OptionRule("CHUNKS", 2),
-        "zb": OptionRule("CHUNKS", 1),
-        "zbv": None,
-        "dualpipev": None,
+        "1f1b": Kind(),
+        "gpipe": Kind(),
+        "naive": Kind(),
+        "interleaved": Kind(option="CHUNKS", least=2),
+        "zb": Kind(option="CHUNKS", least=1),
+        "zbv": Kind(),
+        "dualpipev": Kind(),
     },
     "dp": {
-        "bucketed": None,
-        "naive": None,
-        "ps": None,
-        "async": None,
-        "ssp": OptionRule("STALENESS", 0),
-        "local": OptionRule("STEPS", 1),
+        "bucketed": Kind("each process takes a share of the batch; all hold the model"),
+        "naive": Kind("the same, one all-reduce a gradient after backward"),
+        "ps": Kind(),
+        "async": Kind(),
+        "ssp": Kind(option="STALENESS", least=0),
+        "local": Kind(option="STEPS", least=1),
     },
-    "fsdp": {"zero3": None, "zero2": None, "zero1": None},
-    "cp": {"ring": None, "ulysses": None},
+    "fsdp": {
+        "zero3": Kind("parameters, gradients and optimizer state are sharded too"),
+        "zero2": Kind("parameters stay full, the rest is sharded"),
+        "zero1": Kind("only the optimizer state is sharded"),
+    },
+    "cp": {"ring": Kind(), "ulysses": Kind()},
     "tp": {
-        "1d": None,
-        "megatron": None,
-        "2d": None,
-        "2.5d": OptionRule("DEPTH", 1),
-        "3d": None,
+        "1d": Kind("each layer is split, with sequence parallelism"),
+        "megatron": Kind("each layer is split, activations stay full"),
+        "2d": Kind("on a square of processes (SUMMA); N = 4, 9, 16 ..."),
+        "2.5d": Kind("on DEPTH squares; N = 8 and DEPTH 2, ...", "DEPTH", 1),
+        "3d": Kind("on a cube of processes; N = 8, 27 ..."),
     },
     "recompute": {
-        "none": None,
-        "full": None,
-        "every": OptionRule("BLOCKS", 1),
-        "sqrt": None,
-        "selective": None,
+        "none": Kind(),
+        "full": Kind("backward runs each block again"),
+        "every": Kind("BLOCKS blocks are run again as one", "BLOCKS", 1),
+        "sqrt": Kind("segments of sqrt(L) of the L blocks"),
+        "selective": Kind("runs again all but matrix products and attention"),
     },
 }
 """The kinds of each axis, outer to inner, and of recompute last; the first kind is the default."""
@@ -67,25 +78,18 @@ KINDS: Final[dict[str, dict[str, OptionRule | None]]] = {
 AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
 """The axes, outer to inner."""
 
-BUILT: Final = frozenset(
-    {
-        ("dp", "bucketed"),
-        ("dp", "naive"),
-        ("fsdp", "zero3"),
-        ("fsdp", "zero2"),
-        ("fsdp", "zero1"),
-        ("tp", "1d"),
-        ("tp", "megatron"),
-        ("tp", "2d"),
-        ("tp", "2.5d"),
-        ("tp", "3d"),
-        ("recompute", "full"),
-        ("recompute", "every"),
-        ("recompute", "sqrt"),
-        ("recompute", "selective"),
-    }
-)
-"""The (axis, kind) pairs that run today. Whoever builds another adds it here, and only here."""
+
+def built() -> dict[str, str]:
+    """Return the text form of all that runs today, N for a degree, and what it does."""
+    forms: dict[str, str] = {}
+    for axis, kinds in KINDS.items():
+        for at, (name, kind) in enumerate(kinds.items()):
+            form = axis if axis == "recompute" else f"{axis}N"
+            form += f":{name}" if at > 0 else ""
+            if kind.about is not None:
+                forms[form + (f"/{kind.option}" if kind.option else "")] = kind.about
+    return forms
+
 
 _PART: Final = re.compile(r"([a-z_]+)([0-9]{1,9})?(?::([^/:]+)(?:/([0-9]{1,9}))?)?")
 
@@ -228,10 +232,13 @@ def require_built(strategy: Strategy) -> None:
     Raises:
         StrategyError: names the part that is not built and what is.
     """
-    missing = [_text(*each) for each in strategy.named() if (each[0], each[1].kind) not in BUILT]
+    missing = [
+        _text(*each) for each in strategy.named() if KINDS[each[0]][each[1].kind].about is None
+    ]
     if missing:
         raise StrategyError(
-            f"strategy '{strategy}': {', '.join(missing)} is not built yet; built: {_built_text()}"
+            f"strategy '{strategy}': {', '.join(missing)} is not built yet; built: "
+            f"{', '.join(built())}"
         )
     for name, part in strategy.named():
         if isinstance(part, Axis) and part.degree == 1:
@@ -323,20 +330,17 @@ def _check_kind(name: str, kind: str, option: int | None) -> None:
             f"kind {_shown(kind)} of {name} is unknown{nearest(kind[:_LONGEST_SHOWN], kinds)}; "
             f"the kinds are {', '.join(kinds)}"
         )
-    rule = kinds[kind]
-    if rule is None:
-        if option is not None:
-            raise StrategyError(
-                f"{name}:{kind}/{option}: {kind} takes no option; write {name}:{kind}"
-            )
-    elif option is None:
+    name_of_option, least = kinds[kind].option, kinds[kind].least
+    if name_of_option is None and option is not None:
+        raise StrategyError(f"{name}:{kind}/{option}: {kind} takes no option; write {name}:{kind}")
+    if name_of_option is not None and option is None:
         raise StrategyError(
-            f"{name}:{kind} lacks its option {rule.name}; write {kind}/{rule.least}, say"
+            f"{name}:{kind} lacks its option {name_of_option}; write {kind}/{least}, say"
         )
-    elif option < rule.least:
+    if option is not None and option < least:
         raise StrategyError(
-            f"{name}:{kind}/{option}: {rule.name} must be at least {rule.least}; write "
-            f"{kind}/{rule.least}"
+            f"{name}:{kind}/{option}: {name_of_option} must be at least {least}; write "
+            f"{kind}/{least}"
         )
 
 
@@ -371,15 +375,3 @@ def _text(name: str, part: Axis | Recompute) -> str:
     if part.option is not None:
         return f"{text}:{part.kind}/{part.option}"
     return text if part.kind == _unnamed(name).kind else f"{text}:{part.kind}"
-
-
-def _built_text() -> str:
-    """Return what is built as text, such as 'dp2, dp2:naive'."""
-    texts: list[str] = []
-    for name, kinds in KINDS.items():
-        for kind, rule in kinds.items():
-            option = rule and rule.least
-            part = Recompute(kind, option) if name == "recompute" else Axis(2, kind, option)
-            if (name, kind) in BUILT:
-                texts.append(_text(name, part))
-    return ", ".join(texts)

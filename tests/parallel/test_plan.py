@@ -19,7 +19,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel import plan
 from phalanx.parallel.plan import SPLITS, Plan, plan_decoder
 from phalanx.parallel.split import Shapes, Split, StateBytes
-from phalanx.strategy import BUILT, KINDS, Strategy
+from phalanx.strategy import KINDS, Kind, Strategy
 
 SHAPE = ModelShape(
     vocab_size=68, num_layers=2, hidden=32, num_heads=8, num_kv_heads=4, head_dim=4, ffn=48,
@@ -50,10 +50,12 @@ def answers_of_parent(text: str) -> tuple[StateBytes, list[Entry], list[Any]]:
     return made.holds(2), made.traffic(MICROBATCHES), made.table()
 
 
-@pytest.mark.parametrize("axis, kind", sorted(BUILT))
+@pytest.mark.parametrize(
+    "axis, kind", [(axis, kind) for axis in KINDS for kind, it in KINDS[axis].items() if it.about]
+)
 def test_one_split_answers_for_each_kind_that_is_built(axis: str, kind: str) -> None:
     rule = KINDS[axis][kind]
-    option = "" if rule is None else f"/{rule.least}"
+    option = f"/{rule.least}" if rule.option else ""
     degree = {"recompute": "", "tp": "8" if kind in ("2.5d", "3d") else "4"}.get(axis, "2")
     if kind == "2.5d":
         option = "/2"
@@ -94,7 +96,7 @@ class Context(Split):
 
 
 def test_a_new_axis_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy, "BUILT", BUILT | {("cp", "ring")})
+    monkeypatch.setitem(strategy.KINDS["cp"], "ring", Kind("splits positions"))
     monkeypatch.setattr(plan, "SPLITS", (*SPLITS, Context))
     alone, both = (plan_decoder(Strategy.parse(text), SHAPE) for text in ("fsdp2", "fsdp2,cp2"))
     assert both.holds(2).gradient_bytes == 4 * alone.holds(2).gradient_bytes
