@@ -23,7 +23,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from phalanx.comm import exchange
 from phalanx.comm.axes import axes_of
@@ -48,11 +50,11 @@ _scatter_single = (
 class Pending:
     """A collective under way; `wait` returns its tensor when it is there."""
 
-    def __init__(self, tensor: torch.Tensor, work: dist.Work | None = None) -> None:
+    def __init__(self, tensor: Tensor, work: dist.Work | None = None) -> None:
         self._tensor = tensor
         self._work = work
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """Return the tensor once the collective has ended (for CUDA: once it is on the stream)."""
         if self._work is not None:
             with waiting():
@@ -61,7 +63,7 @@ class Pending:
         return self._tensor
 
 
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -103,107 +105,96 @@ class Comm(ABC):
             number = number * self.axes[axis] + self._coords[axis]
         return number
 
-    def all_reduce(
-        self, tensor: torch.Tensor, name: str, reduction: Reduction = "sum"
-    ) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
         """Reduce `tensor` in place; every rank of `name` then holds the result."""
         return self.all_reduce_start(tensor, name, reduction).wait()
 
-    def all_reduce_start(
-        self, tensor: torch.Tensor, name: str, reduction: Reduction = "sum"
-    ) -> Pending:
+    def all_reduce_start(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Pending:
         """Begin `all_reduce`; of several axes, only the last is still under way at return."""
         pending = Pending(tensor)
         for axis in self._speaking(name):
             pending.wait()
-            pending = self._all_reduce(tensor, axis, reduction)
+            pending = self._run("all_reduce", axis, tensor, tensor, reduction)
         return pending
 
-    def all_gather(self, shard: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    def all_gather(self, shard: Tensor, axis: str, dim: int) -> Tensor:
         """Return the shards of all ranks, of equal shape, one after another along `dim`."""
         if self.size(axis) == 1:
             return shard
         full = shard.new_empty(self.size(axis), *shard.shape)
-        self._all_gather(full, shard, axis)
+        self._run("all_gather", axis, full, shard.contiguous()).wait()
         return full.movedim(0, dim).flatten(dim, dim + 1)
 
-    def reduce_scatter(self, full: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    def reduce_scatter(self, full: Tensor, axis: str, dim: int) -> Tensor:
         """Return this rank's shard, along `dim`, of the sum; the axis's size divides it."""
         if self.size(axis) == 1:
             return full
         shards = self._cut(full, axis, dim)
-        shard = torch.empty_like(shards[0])
-        self._reduce_scatter(shard, shards, axis)
-        return shard
+        return self._run("reduce_scatter", axis, torch.empty_like(shards[0]), shards).wait()
 
-    def all_to_all(
-        self, tensor: torch.Tensor, axis: str, split_dim: int, join_dim: int
-    ) -> torch.Tensor:
+    def all_to_all(self, tensor: Tensor, axis: str, split_dim: int, join_dim: int) -> Tensor:
         """Cut `tensor` along `split_dim`, a piece for each rank; join what comes on `join_dim`."""
         if self.size(axis) == 1:
             return tensor
         pieces = self._cut(tensor, axis, split_dim)
-        received = torch.empty_like(pieces)
-        self._all_to_all(received, pieces, axis)
+        received = self._run("all_to_all", axis, torch.empty_like(pieces), pieces).wait()
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
-    def broadcast(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def broadcast(self, tensor: Tensor, name: str) -> Tensor:
         """Overwrite `tensor` on every rank with that of the first rank."""
         for axis in self._speaking(name) if tensor.numel() else ():
-            self._broadcast(tensor, axis)
+            # As bytes: gloo does not know every data type. A copy where it is not contiguous.
+            flat = tensor.detach().reshape(-1)
+            self.broadcast_start(flat.view(torch.uint8), axis, 0).wait()
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view_as(tensor))
         return tensor
 
-    def broadcast_start(self, tensor: torch.Tensor, axis: str, source: int) -> Pending:
+    def broadcast_start(self, tensor: Tensor, axis: str, source: int) -> Pending:
         """Begin to overwrite `tensor`, contiguous, with that of the rank at coordinate `source`."""
-        return Pending(tensor) if self.size(axis) == 1 else self._to_all(tensor, axis, source)
+        if self.size(axis) == 1:
+            return Pending(tensor)
+        return self._run("broadcast", axis, tensor, tensor, source)
 
-    def reduce_start(self, tensor: torch.Tensor, axis: str, target: int) -> Pending:
+    def reduce_start(self, tensor: Tensor, axis: str, target: int) -> Pending:
         """Begin to sum `tensor`, contiguous, into that of the rank at coordinate `target`.
 
         That of the other ranks holds nothing of use afterwards.
         """
-        return Pending(tensor) if self.size(axis) == 1 else self._to_one(tensor, axis, target)
+        if self.size(axis) == 1:
+            return Pending(tensor)
+        return self._run("reduce", axis, tensor, tensor, target)
 
-    def swap(self, tensor: torch.Tensor, name: str, partner: int) -> torch.Tensor:
+    def swap(self, tensor: Tensor, name: str, partner: int) -> Tensor:
         """Return the tensor of the rank at coordinate `partner`, which gets this one, of its shape.
 
         Every rank makes this call, also one that is its own partner.
         """
-        return tensor if self.size(name) == 1 else self._swap(tensor, name, partner)
+        if self.size(name) == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        return self._run("swap", name, torch.empty_like(tensor), tensor, partner).wait()
 
     def _speaking(self, name: str) -> list[str]:
         """Return the axes of `name` that have more than one rank."""
         return [axis for axis in self.axes_of(name) if self.axes[axis] > 1]
 
-    def _cut(self, full: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    def _cut(self, full: Tensor, axis: str, dim: int) -> Tensor:
         """Return the pieces of `full` along `dim`, stacked, one for each rank of `axis`."""
         return full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0).contiguous()
 
-    # One axis of more than one rank; what goes out and what comes in is laid out.
-
     @abstractmethod
-    def _all_reduce(self, tensor: torch.Tensor, axis: str, reduction: Reduction) -> Pending: ...
+    def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
+        """Begin a collective over one axis of more than one rank.
 
-    @abstractmethod
-    def _all_gather(self, full: torch.Tensor, shard: torch.Tensor, axis: str) -> None: ...
-
-    @abstractmethod
-    def _reduce_scatter(self, shard: torch.Tensor, shards: torch.Tensor, axis: str) -> None: ...
-
-    @abstractmethod
-    def _all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, axis: str) -> None: ...
-
-    @abstractmethod
-    def _broadcast(self, tensor: torch.Tensor, axis: str) -> None: ...
-
-    @abstractmethod
-    def _to_all(self, tensor: torch.Tensor, axis: str, source: int) -> Pending: ...
-
-    @abstractmethod
-    def _to_one(self, tensor: torch.Tensor, axis: str, target: int) -> Pending: ...
-
-    @abstractmethod
-    def _swap(self, tensor: torch.Tensor, name: str, partner: int) -> torch.Tensor: ...
+        Args:
+            op: its name, as in the table above.
+            axis: over which; a swap may go over all of a set.
+            out: what it fills, contiguous.
+            given: what it reads, contiguous; perhaps `out` itself.
+            option: the reduction of an all_reduce, the partner of a swap, or the coordinate where
+                a broadcast starts or a reduce ends.
+        """
 
 
 class Ranks(Comm):
@@ -238,50 +229,31 @@ class Ranks(Comm):
             of_tp = self.mesh[self.axes_of("tp")]._flatten()  # pyright: ignore[reportPrivateUsage]
             self._groups["tp"] = of_tp.get_group()
 
-    def _all_reduce(self, tensor: torch.Tensor, axis: str, reduction: Reduction) -> Pending:
+    @override
+    def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
         group = self._groups[axis]
-        return Pending(tensor, dist.all_reduce(tensor, _OPS[reduction], group=group, async_op=True))
-
-    def _all_gather(self, full: torch.Tensor, shard: torch.Tensor, axis: str) -> None:
-        if shard.is_cuda:
-            _gather_single(full, shard.contiguous(), group=self._groups[axis])
+        work: dist.Work | None = None
+        if op == "all_reduce":
+            work = dist.all_reduce(out, _OPS[option], group=group, async_op=True)
+        elif op == "broadcast":
+            work = dist.broadcast(out, group=group, group_src=option, async_op=True)
+        elif op == "reduce":
+            work = dist.reduce(out, group=group, group_dst=option, async_op=True)
+        elif op == "all_to_all":
+            work = dist.all_to_all_single(out, given, group=group, async_op=True)
+        elif op == "swap":  # an all-to-all of which all pieces but one are empty
+            sizes = [out.numel() if rank == option else 0 for rank in range(self.size(axis))]
+            flat = out.view(-1), given.view(-1)
+            work = dist.all_to_all_single(*flat, sizes, sizes, group=group, async_op=True)
+        elif op == "all_gather" and out.is_cuda:
+            _gather_single(out, given, group=group)
+        elif op == "all_gather":
+            exchange.all_gather(out.view(-1), given.view(-1), group)
+        elif op == "reduce_scatter" and out.is_cuda:
+            _scatter_single(out, given, group=group)
         else:
-            exchange.all_gather(full.view(-1), shard.reshape(-1), self._groups[axis])
-
-    def _reduce_scatter(self, shard: torch.Tensor, shards: torch.Tensor, axis: str) -> None:
-        if shard.is_cuda:
-            _scatter_single(shard, shards, group=self._groups[axis])
-        else:
-            exchange.reduce_scatter(shard.view(-1), shards.view(-1), self._groups[axis])
-
-    def _all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, axis: str) -> None:
-        with waiting():
-            dist.all_to_all_single(received, pieces, group=self._groups[axis])
-
-    def _broadcast(self, tensor: torch.Tensor, axis: str) -> None:
-        # As bytes: gloo does not know every data type. A copy where it is not contiguous.
-        flat = tensor.detach().reshape(-1)
-        dist.broadcast(flat.view(torch.uint8), group_src=0, group=self._groups[axis])
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat.view_as(tensor))
-
-    def _to_all(self, tensor: torch.Tensor, axis: str, source: int) -> Pending:
-        group = self._groups[axis]
-        return Pending(tensor, dist.broadcast(tensor, group=group, group_src=source, async_op=True))
-
-    def _to_one(self, tensor: torch.Tensor, axis: str, target: int) -> Pending:
-        group = self._groups[axis]
-        return Pending(tensor, dist.reduce(tensor, group_dst=target, group=group, async_op=True))
-
-    def _swap(self, tensor: torch.Tensor, name: str, partner: int) -> torch.Tensor:
-        # An all-to-all of which all pieces but one are empty.
-        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        sizes = [0] * self.size(name)
-        sizes[partner] = tensor.numel()
-        flat, group = tensor.reshape(-1), self._groups[name]
-        with waiting():
-            dist.all_to_all_single(out.view(-1), flat, sizes, sizes, group=group)
-        return out
+            exchange.reduce_scatter(out.view(-1), given.view(-1), group)
+        return Pending(out, work)
 
 
 class Counting(Comm, Phases):
@@ -305,33 +277,8 @@ class Counting(Comm, Phases):
         """Return what was noted, alike collectives added up, in the order first seen."""
         return self._tally.entries()
 
-    def _note(self, op: str, axis: str, full: torch.Tensor) -> None:
-        self._tally.add(self.phase_name, axis, op, full.nbytes, self.size(axis))
-
-    def _all_reduce(self, tensor: torch.Tensor, axis: str, reduction: Reduction) -> Pending:
-        self._note("all_reduce", axis, tensor)
-        return Pending(tensor)
-
-    def _all_gather(self, full: torch.Tensor, shard: torch.Tensor, axis: str) -> None:
-        self._note("all_gather", axis, full)
-
-    def _reduce_scatter(self, shard: torch.Tensor, shards: torch.Tensor, axis: str) -> None:
-        self._note("reduce_scatter", axis, shards)
-
-    def _all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, axis: str) -> None:
-        self._note("all_to_all", axis, pieces)
-
-    def _broadcast(self, tensor: torch.Tensor, axis: str) -> None:
-        self._note("broadcast", axis, tensor)
-
-    def _to_all(self, tensor: torch.Tensor, axis: str, source: int) -> Pending:
-        self._note("broadcast", axis, tensor)
-        return Pending(tensor)
-
-    def _to_one(self, tensor: torch.Tensor, axis: str, target: int) -> Pending:
-        self._note("reduce", axis, tensor)
-        return Pending(tensor)
-
-    def _swap(self, tensor: torch.Tensor, name: str, partner: int) -> torch.Tensor:
-        self._note("all_to_all", name, tensor)
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    @override
+    def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
+        name, payload = "all_to_all" if op == "swap" else op, max(out.nbytes, given.nbytes)
+        self._tally.add(self.phase_name, axis, name, payload, self.size(axis))
+        return Pending(out)
