@@ -8,25 +8,17 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from phalanx.errors import ConfigError, TrainingError
+from phalanx.measure import logs
 from phalanx.measure.logs import (
     METRICS_FILE,
-    EvaluationRecord,
     LiveDisplay,
     RunLog,
     StepRecord,
     json_text,
 )
-from phalanx.measure.timer import StepTimes
+from phalanx.measure.timer import TERMS, StepTimes
 
-TIMES = StepTimes(
-    data_s=0.1,
-    forward_s=0.2,
-    backward_s=0.4,
-    communication_s=0.1,
-    optimizer_s=0.1,
-    other_s=0.1,
-    wall_s=1.0,
-)
+TIMES = StepTimes({**dict.fromkeys(TERMS, 0.125), "backward": 0.375}, wall_s=1.0)
 
 
 def record(step: int, loss: float = 2.5, **changes: object) -> StepRecord:
@@ -58,13 +50,13 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 
 def test_each_record_is_one_flushed_line(tmp_path: Path) -> None:
     console, _ = plain_console()
-    log = RunLog(tmp_path / "run", console, 2, tensorboard=False)
+    log = RunLog(tmp_path / "run", console, 2)
     log.step(record(1, times=TIMES))
     # Read before close: a run that is killed keeps what it had.
     (first,) = lines_of(log.folder)
     assert first["kind"] == "step" and first["step"] == 1 and first["loss"] == 2.5
-    assert first["backward_s"] == 0.4 and first["wall_s"] == 1.0
-    log.evaluation(EvaluationRecord(step=2, loss=2.25, bits_per_byte=1.5))
+    assert first["backward_s"] == 0.375 and first["wall_s"] == 1.0
+    log.evaluation(2, 2.25, 1.5)
     log.note("environment", {"cores": 2})
     log.close()
     kinds = [line["kind"] for line in lines_of(log.folder)]
@@ -78,7 +70,7 @@ def test_numbers_that_are_not_finite_stay_valid_json(
     tmp_path: Path, value: float, text: str
 ) -> None:
     console, shown = plain_console()
-    with RunLog(tmp_path, console, 5, interval_s=1e9, tensorboard=False) as log:
+    with RunLog(tmp_path, console, 5) as log:
         log.step(record(1))
         log.step(record(2, loss=value, skipped=True))
     line = lines_of(tmp_path)[1]
@@ -99,7 +91,7 @@ def test_nested_values_that_are_not_finite() -> None:
 def test_going_on_appends(tmp_path: Path) -> None:
     console, _ = plain_console()
     for step in (1, 2):
-        with RunLog(tmp_path, console, 2, tensorboard=False) as log:
+        with RunLog(tmp_path, console, 2) as log:
             log.step(record(step))
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
 
@@ -109,19 +101,19 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     with RunLog(tmp_path, console, 2) as log:
         log.step(record(1, times=TIMES))
         log.step(record(2, loss=2.0, mfu=None))
-        log.evaluation(EvaluationRecord(step=2, loss=2.25))
+        log.evaluation(2, 2.25, 1.5)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("train/loss")] == [2.5, 2.0]
     assert [event.step for event in events.Scalars("train/mfu")] == [1]
-    assert events.Scalars("time/backward_s")[0].value == pytest.approx(0.4)
+    assert events.Scalars("time/backward_s")[0].value == 0.375
     assert events.Scalars("train/tokens_per_s")[0].value == pytest.approx(12345.6)
     assert events.Scalars("validation/loss")[0].value == 2.25
 
 
-def test_plain_lines_come_first_last_and_by_interval() -> None:
+def test_plain_lines_come_first_last_and_by_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     console, text = plain_console()
-    display = LiveDisplay(console, total_steps=100, interval_s=1e9)
+    display = LiveDisplay(console, total_steps=100)
     for step in range(1, 101):
         display.step(record(step))
     display.close()
@@ -130,7 +122,8 @@ def test_plain_lines_come_first_last_and_by_interval() -> None:
     assert last.startswith("step 100/100") and last.endswith("left 00:00")
 
     console, text = plain_console()
-    display = LiveDisplay(console, total_steps=10, interval_s=0.0)
+    monkeypatch.setattr(logs, "LINES_S", 0.0)
+    display = LiveDisplay(console, total_steps=10)
     for step in range(1, 11):
         display.step(record(step, mfu=None))
     assert len(text.getvalue().splitlines()) == 10
@@ -180,7 +173,7 @@ def test_a_disk_that_is_full_is_told_once(tmp_path: Path) -> None:
     console, _ = plain_console()
     words = f"cannot write the run's records to {tmp_path}: No space left on device"
     with pytest.raises(TrainingError, match=words):
-        with RunLog(tmp_path, console, 1, tensorboard=False) as log:
+        with RunLog(tmp_path, console, 1) as log:
             log.note("environment", {})
 
 
@@ -196,7 +189,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_half_a_record_at_the_end_costs_no_other(tmp_path: Path, before: str, half: str) -> None:
     """As after a power cut; the next record would be lost in the same line."""
     (tmp_path / "metrics.jsonl").write_text(before + half)
-    with RunLog(tmp_path, Console(file=io.StringIO()), 1, tensorboard=False) as log:
+    with RunLog(tmp_path, Console(file=io.StringIO()), 1) as log:
         log.note("summary", {})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines] == ["step"] * bool(before) + ["summary"]

@@ -303,15 +303,17 @@ def test_the_inside_of_our_own_collectives_is_seen() -> None:
 
 
 def test_the_table_fits_and_names_what_has_no_formula() -> None:
-    account = MemoryAccount(
+    report = MemoryReport(
         at_peak=dict.fromkeys(KINDS, 2**20),
         at_most=dict.fromkeys(KINDS, 3 * 2**30),
         at_end=dict.fromkeys(KINDS, 0),
         peak_phase="forward",
         allocated_bytes=8 * 2**20,
+        predicted=predicted_bytes(StateBytes(1, 2, 2, 1, 4)),
+        largest_bytes=9 * 2**20,
+        resident_bytes=2**30,
     )
-    report = MemoryReport(account, predicted_bytes(StateBytes(1, 2, 2, 1, 4)), 9 * 2**20, 2**30)
-    assert report.as_dict()["peak_bytes"] == 8 * 2**20
+    assert report.peak_bytes == 8 * 2**20
     console = Console(width=100, record=True, file=None, quiet=False)
     with console.capture() as capture:
         console.print(report.table(), report.text())

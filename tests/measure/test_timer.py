@@ -1,16 +1,15 @@
 import json
 import threading
 import time
-from typing import get_args
 
 import pytest
 import torch
 from rich.console import Console
 
-from phalanx.errors import ConfigError
 from phalanx.measure import timer as timer_module
+from phalanx.measure.logs import json_text, values_of
 from phalanx.measure.summary import advice, summarize, summary_table
-from phalanx.measure.timer import TERMS, Phase, StepTimer, StepTimes
+from phalanx.measure.timer import TERMS, StepTimer, StepTimes, Term
 
 SLEEP_S = 0.05
 
@@ -36,20 +35,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def step_times(**seconds: float) -> StepTimes:
-    terms = {f"{term}_s": seconds.get(term, 0.0) for term in TERMS}
-    return StepTimes(**terms, wall_s=sum(terms.values()))
+    terms_s = {term: seconds.get(term, 0.0) for term in TERMS}
+    return StepTimes(terms_s, sum(terms_s.values()))
 
 
-@pytest.mark.parametrize("slow", get_args(Phase))
-def test_an_injected_sleep_lands_in_its_term(slow: Phase, clock: Clock) -> None:
+@pytest.mark.parametrize("slow", TERMS[:-1])
+def test_an_injected_sleep_lands_in_its_term(slow: Term, clock: Clock) -> None:
     timer = StepTimer()
-    for name in get_args(Phase):
+    for name in TERMS[:-1]:
         with timer.phase(name):
             if name == slow:
                 clock.sleep(SLEEP_S)
     times = timer.end_step()
-    assert times.term_s(slow) == pytest.approx(SLEEP_S)
-    assert sum(times.term_s(term) for term in TERMS if term != slow) == 0
+    assert times.terms_s[slow] == pytest.approx(SLEEP_S)
+    assert sum(times.terms_s[term] for term in TERMS if term != slow) == 0
 
 
 def test_time_in_no_phase_is_other(clock: Clock) -> None:
@@ -57,7 +56,7 @@ def test_time_in_no_phase_is_other(clock: Clock) -> None:
     with timer.phase("forward"):
         pass
     clock.sleep(SLEEP_S)
-    assert timer.end_step().other_s == pytest.approx(SLEEP_S)
+    assert timer.end_step().terms_s["other"] == pytest.approx(SLEEP_S)
 
 
 def test_inner_phase_pauses_the_outer_one(clock: Clock) -> None:
@@ -68,8 +67,8 @@ def test_inner_phase_pauses_the_outer_one(clock: Clock) -> None:
             clock.sleep(2 * SLEEP_S)
         clock.sleep(SLEEP_S)
     times = timer.end_step()
-    assert times.backward_s == pytest.approx(2 * SLEEP_S)
-    assert times.communication_s == pytest.approx(2 * SLEEP_S)
+    assert times.terms_s["backward"] == pytest.approx(2 * SLEEP_S)
+    assert times.terms_s["communication"] == pytest.approx(2 * SLEEP_S)
 
 
 def test_hook_inside_backward_counts_as_communication(clock: Clock) -> None:
@@ -84,8 +83,8 @@ def test_hook_inside_backward_counts_as_communication(clock: Clock) -> None:
     with timer.phase("backward"):
         x.sum().backward()
     times = timer.end_step()
-    assert times.communication_s == pytest.approx(SLEEP_S)
-    assert times.backward_s == 0
+    assert times.terms_s["communication"] == pytest.approx(SLEEP_S)
+    assert times.terms_s["backward"] == 0
 
 
 def test_terms_sum_to_the_wall_time(clock: Clock) -> None:
@@ -104,7 +103,7 @@ def test_terms_sum_to_the_wall_time(clock: Clock) -> None:
         with timer.phase("optimizer"):
             clock.sleep(0.0005)
         times = timer.end_step()
-        assert times.sum_s == pytest.approx(times.wall_s)
+        assert sum(times.terms_s.values()) == pytest.approx(times.wall_s)
         assert times.wall_s == pytest.approx(2 * 0.0005 + 3 * (0.001 + 0.0001 + 4 * 0.002))
 
 
@@ -127,16 +126,7 @@ def test_an_exception_leaves_the_phase(clock: Clock) -> None:
         raise KeyError
     clock.sleep(SLEEP_S)
     times = timer.end_step()
-    assert (times.other_s, times.forward_s) == (pytest.approx(SLEEP_S), 0)
-
-
-def test_misuse_is_named() -> None:
-    timer = StepTimer()
-    with pytest.raises(ConfigError, match="did you mean 'forward'"), timer.phase("foward"):  # type: ignore[arg-type]
-        pass
-    with timer.phase("forward"), pytest.raises(ConfigError, match="inside phase 'forward'"):
-        timer.end_step()
-    timer.end_step()
+    assert (times.terms_s["other"], times.terms_s["forward"]) == (pytest.approx(SLEEP_S), 0)
 
 
 def test_history_is_bounded() -> None:
@@ -166,7 +156,7 @@ def test_phases_in_another_thread_count_while_the_caller_waits(clock: Clock) -> 
         thread = threading.Thread(target=hook)
         thread.start()
         thread.join()
-    assert timer.end_step().communication_s == pytest.approx(SLEEP_S)
+    assert timer.end_step().terms_s["communication"] == pytest.approx(SLEEP_S)
 
 
 def test_summary_medians_shares_and_table() -> None:
@@ -177,7 +167,7 @@ def test_summary_medians_shares_and_table() -> None:
     assert summary.medians_s["data"] == 4.0
     assert summary.shares["data"] == 13 / 38
     assert sum(summary.shares.values()) == pytest.approx(1.0)
-    json.dumps(summary.as_dict(), allow_nan=False)
+    assert json.loads(json_text(values_of(summary)))["doubt"] is None
     console = Console(width=60, record=True, file=open("/dev/null", "w"))
     with console.file:
         console.print(summary_table(summary))
@@ -202,11 +192,6 @@ def test_advice_names_the_largest_avoidable_term(times: StepTimes, words: str) -
     assert words in advice(summarize([times]))
 
 
-def test_no_step_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        summarize([])
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_terms_sum_to_the_wall_time() -> None:
@@ -221,8 +206,8 @@ def test_gpu_terms_sum_to_the_wall_time() -> None:
         timer.end_step()
     assert len(timer.history) == 4
     for times in timer.history:
-        assert times.sum_s == pytest.approx(times.wall_s, rel=0.02)
-    assert timer.history[-1].forward_s > 0
+        assert sum(times.terms_s.values()) == pytest.approx(times.wall_s, rel=0.02)
+    assert timer.history[-1].terms_s["forward"] > 0
 
 
 class HostEvent:
@@ -257,6 +242,6 @@ def test_the_events_of_a_step_are_read_once_the_device_is_done(
         clock.sleep(SLEEP_S)
     assert not HostEvent.is_done
     times = timer.end_step()
-    assert times.forward_s == pytest.approx(SLEEP_S)
-    assert times.optimizer_s == pytest.approx(0.01)
-    assert times.sum_s == pytest.approx(times.wall_s)
+    assert times.terms_s["forward"] == pytest.approx(SLEEP_S)
+    assert times.terms_s["optimizer"] == pytest.approx(0.01)
+    assert sum(times.terms_s.values()) == pytest.approx(times.wall_s)

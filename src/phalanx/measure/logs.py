@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import mmap
 import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -27,10 +28,11 @@ from phalanx.errors import ConfigError, TrainingError
 from phalanx.measure.timer import StepTimes
 from phalanx.measure.utilization import percent
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
-
 METRICS_FILE = "metrics.jsonl"
+
+LINES_S = 10.0
+"""Seconds between two lines where there is no bar; the first and the last step always show."""
+
 _WIDTH_FOR_BAR = 90
 _BAR = 10
 _GAPS = 3
@@ -60,31 +62,12 @@ class StepRecord:
     """Whether the step was left out because loss or gradient was not finite."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationRecord:
-    """What is kept of one measurement of the validation loss."""
-
-    step: int
-    """Optimizer steps done before it."""
-    loss: float
-    """Mean over the valid tokens, in nats."""
-    bits_per_byte: float | None = None
-
-
 class LiveDisplay:
     """Shows a run on a console: a progress bar on a terminal, else one plain line now and then."""
 
-    def __init__(self, console: Console, total_steps: int, interval_s: float = 10.0) -> None:
-        """Begin the display.
-
-        Args:
-            console: where to show it.
-            total_steps: the number of the last step.
-            interval_s: seconds between two plain lines; the first and the last step always show.
-        """
+    def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
         self._total_steps = total_steps
-        self._interval_s = interval_s
         self._shown_s = -math.inf
         self._seen: tuple[int, float] | None = None
         self._progress: Progress | None = None
@@ -117,7 +100,7 @@ class LiveDisplay:
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, step=words, numbers=numbers)
         elif (
-            now_s - self._shown_s >= self._interval_s
+            now_s - self._shown_s >= LINES_S
             or record.step >= self._total_steps
             or not math.isfinite(record.loss)
         ):
@@ -147,91 +130,60 @@ class LiveDisplay:
 class RunLog:
     """Writes the records of one run and shows them. Use it as a context, or call `close`."""
 
-    def __init__(
-        self,
-        folder: Path | str,
-        console: Console,
-        total_steps: int,
-        *,
-        interval_s: float = 10.0,
-        tensorboard: bool = True,
-    ) -> None:
+    def __init__(self, folder: Path, console: Console, total_steps: int) -> None:
         """Open the files.
 
         Args:
             folder: the run's folder; it is made if it does not exist.
             console: where to show the run.
             total_steps: the number of the last step.
-            interval_s: seconds between two lines on a console that is no terminal.
-            tensorboard: whether to write TensorBoard scalars too, in `folder`/tensorboard.
 
         Raises:
             ConfigError: the folder cannot be written.
         """
-        self.folder = Path(folder)
+        self.folder = folder
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _cut_half_line(self.folder / METRICS_FILE)
-            self._file = (self.folder / METRICS_FILE).open("a", encoding="utf-8")
+            folder.mkdir(parents=True, exist_ok=True)
+            _cut_half_line(folder / METRICS_FILE)
+            self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"cannot write the run's records to {self.folder}: {error.strerror}; give another "
+                f"cannot write the run's records to {folder}: {error.strerror}; give another "
                 "folder with --out"
             ) from None
-        self._writer = _tensorboard_writer(self.folder / "tensorboard") if tensorboard else None
-        self.display = LiveDisplay(console, total_steps, interval_s)
+        # Imported late: it takes a second that a rank without records need not spend.
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+        self.display = LiveDisplay(console, total_steps)
 
     def step(self, record: StepRecord) -> None:
         """Keep and show a step."""
         values = asdict(record)
-        times = values.pop("times")
-        if times is not None:
-            values.update(times)
-        self._write("step", values)
-        if self._writer is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)) and name not in ("step", "tokens", "skipped"):
-                    group = "time" if name.endswith("_s") and times and name in times else "train"
-                    self._scalar(f"{group}/{name}", value, record.step)
+        terms_s = {}
+        if values.pop("times") is not None and record.times is not None:
+            terms_s = {f"{term}_s": seconds for term, seconds in record.times.terms_s.items()}
+            terms_s["wall_s"] = record.times.wall_s
+        self.note("step", values | terms_s)
+        for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
+            if values[name] is not None:
+                self._writer.add_scalar(f"train/{name}", values[name], record.step)
+        for name, seconds in terms_s.items():
+            self._writer.add_scalar(f"time/{name}", seconds, record.step)
         self.display.step(record)
 
-    def evaluation(self, record: EvaluationRecord) -> None:
-        """Keep and show a measurement of the validation loss."""
-        values = asdict(record)
-        self._write("evaluation", values)
-        words = f"validation after step {record.step}: loss {record.loss:.4f}"
-        if record.bits_per_byte is not None:
-            words += f", {record.bits_per_byte:.4f} bits per byte"
-        self._scalar("validation/loss", record.loss, record.step)
-        if record.bits_per_byte is not None:
-            self._scalar("validation/bits_per_byte", record.bits_per_byte, record.step)
-        self.display.say(words)
+    def evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:
+        """Keep and show a measurement of the validation loss, in nats a token, after `step`."""
+        values = {"loss": loss, "bits_per_byte": bits_per_byte}
+        self.note("evaluation", {"step": step, **values})
+        for name, value in values.items():
+            self._writer.add_scalar(f"validation/{name}", value, step)
+        self.display.say(
+            f"validation after step {step}: loss {loss:.4f}, {bits_per_byte:.4f} bits per byte"
+        )
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:
-        """Keep any other record, such as the environment or the summary, as one line of JSON."""
-        self._write(kind, values)
-
-    def close(self) -> None:
-        """Flush and close the files and end the display; a second call does nothing."""
-        self.display.close()
-        with suppress(OSError):  # each line is flushed: what could not be written has been told
-            self._file.close()
-        if self._writer is not None:
-            if self.folder.is_dir():  # else a thread of the library would end with a traceback
-                self._writer.close()
-            self._writer = None
-
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _scalar(self, name: str, value: float, step: int) -> None:
-        if self._writer is not None:
-            self._writer.add_scalar(name, value, step)
-
-    def _write(self, kind: str, values: Mapping[str, object]) -> None:
+        """Keep any record, such as the environment or the summary, as one line of JSON."""
         if not self.folder.is_dir():  # what is open would go on there, all that is new here
             raise TrainingError(
                 f"{self.folder}, the folder of this run, was moved or removed while it runs; its "
@@ -245,6 +197,20 @@ class RunLog:
             raise TrainingError(
                 f"cannot write the run's records to {self.folder}: {error.strerror}"
             ) from error
+
+    def close(self) -> None:
+        """Flush and close the files and end the display."""
+        self.display.close()
+        with suppress(OSError):  # each line is flushed: what could not be written has been told
+            self._file.close()
+        if self.folder.is_dir():  # else a thread of the library would end with a traceback
+            self._writer.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> str:
@@ -272,64 +238,41 @@ def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> st
 
 
 def values_of(value: Any) -> Any:
-    """Return a dataclass, or values with such in them, as plain values: its fields and properties.
+    """Return a value as JSON can hold it: a dataclass by its fields and properties, or `as_dict`.
 
-    One that has an `as_dict` of its own gives that.
+    Numbers that are not finite become None, see the top of this file.
     """
+    if hasattr(value, "as_dict"):
+        return values_of(value.as_dict())
     if is_dataclass(value) and not isinstance(value, type):
-        if hasattr(value, "as_dict"):
-            return cast(Any, value).as_dict()
         names = [field.name for field in fields(value)]
-        names += [
-            name for name, _ in inspect.getmembers(type(value), lambda m: isinstance(m, property))
-        ]
-        return {name: values_of(getattr(value, name)) for name in names}
+        names += [name for name, _ in inspect.getmembers(type(value), inspect.isdatadescriptor)]
+        return values_of({name: getattr(value, name) for name in names if name[0] != "_"})
+    if isinstance(value, Mapping):
+        plain: dict[str, Any] = {}
+        for name, inner in cast("Mapping[object, Any]", value).items():
+            plain[str(name)] = values_of(inner)
+            if isinstance(inner, float) and not math.isfinite(inner):
+                plain[f"{name}_text"] = str(inner)
+        return plain
     if isinstance(value, (list, tuple)):
         return [values_of(inner) for inner in cast("Sequence[Any]", value)]
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def json_text(value: object) -> str:
-    """Return one line of valid JSON; numbers that are not finite become null and a text beside."""
-    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
-
-
-def finite(value: object) -> object:
-    """Return the value with every NaN and infinity in it replaced, see the top of this file."""
-    if isinstance(value, Mapping):
-        replaced: dict[str, object] = {}
-        for name, inner in value.items():
-            replaced[str(name)] = finite(inner)
-            if isinstance(inner, float) and not math.isfinite(inner):
-                replaced[f"{name}_text"] = str(inner)
-        return replaced
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    """Return one line of valid JSON, see `values_of`."""
+    return json.dumps(values_of(value), ensure_ascii=False, allow_nan=False)
 
 
 def _cut_half_line(file: Path) -> None:
     """Cut off a record that a power cut left unfinished; the next would be lost in its line."""
-    with suppress(FileNotFoundError), file.open("rb+") as records:
-        size = kept = records.seek(0, os.SEEK_END)
-        while kept > 0:
-            start = max(0, kept - 4096)
-            records.seek(start)
-            newline = records.read(kept - start).rfind(b"\n")
-            kept = start + newline + 1 if newline >= 0 else start
-            if newline >= 0:
-                break
-        if kept < size:
-            records.truncate(kept)
-
-
-def _tensorboard_writer(folder: Path) -> SummaryWriter:
-    # Imported late: it takes a second that a rank without records need not spend.
-    from torch.utils.tensorboard.writer import SummaryWriter
-
-    return SummaryWriter(str(folder), flush_secs=10)
+    if not file.is_file() or file.stat().st_size == 0:
+        return
+    with file.open("rb") as records, mmap.mmap(records.fileno(), 0, prot=mmap.PROT_READ) as text:
+        kept = text.rfind(b"\n") + 1
+    if kept < file.stat().st_size:
+        os.truncate(file, kept)
 
 
 def _clock(seconds: float) -> str:

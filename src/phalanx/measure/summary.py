@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.comm.ledger import Entry
-from phalanx.errors import ConfigError
 from phalanx.measure.timer import TERMS, StepTimes, Term
 
 SUM_TOLERANCE = 0.02
@@ -36,8 +35,9 @@ class StepSummary:
     shares: dict[Term, float]
     """Time of each term over all steps / wall time of all steps."""
 
+    @property
     def doubt(self) -> str | None:
-        """Say why these times cannot be true; None if they can."""
+        """Why these times cannot be true; None if they can."""
         if self.wall_s <= 0 or min(self.shares.values()) < 0:
             return "no times are given: a part of a step took less than no time, by this clock"
         total = sum(self.shares.values())
@@ -45,44 +45,25 @@ class StepSummary:
             return f"no times are given: the terms of a step sum to {100 * total:.0f} % of its time"
         return None
 
-    def as_dict(self) -> dict[str, object]:
-        """Return plain values for JSON."""
-        return {
-            "num_steps": self.num_steps,
-            "wall_s": self.wall_s,
-            "medians_s": dict(self.medians_s),
-            "shares": dict(self.shares),
-            "doubt": self.doubt(),
-        }
 
-
-def summarize(steps: Iterable[StepTimes]) -> StepSummary:
-    """Sum up the steps; leave out warm-up steps before the call.
-
-    Raises:
-        ConfigError: there is no step.
-    """
-    known = list(steps)
-    if not known:
-        raise ConfigError("no step was measured, so there is nothing to sum up")
-    wall_s = sum(step.wall_s for step in known)
+def summarize(steps: Sequence[StepTimes]) -> StepSummary:
+    """Sum up the steps, at least one; leave out warm-up steps before the call."""
+    wall_s = sum(step.wall_s for step in steps)
     return StepSummary(
-        num_steps=len(known),
-        wall_s=statistics.median(step.wall_s for step in known),
-        medians_s={term: statistics.median(step.term_s(term) for step in known) for term in TERMS},
-        shares={term: sum(step.term_s(term) for step in known) / wall_s for term in TERMS},
+        num_steps=len(steps),
+        wall_s=statistics.median(step.wall_s for step in steps),
+        medians_s={t: statistics.median(step.terms_s[t] for step in steps) for t in TERMS},
+        shares={t: sum(step.terms_s[t] for step in steps) / wall_s for t in TERMS},
     )
 
 
 def summary_table(summary: StepSummary) -> Table | Text:
     """Draw the summary: one row a term, the median in ms and the share of the wall time."""
-    if doubt := summary.doubt():
+    if doubt := summary.doubt:
         return Text(doubt)
     steps = "step" if summary.num_steps == 1 else "steps"
-    table = Table(title=f"Where {summary.num_steps:,} {steps} went", title_justify="left")
-    table.add_column("term")
-    table.add_column("median ms", justify="right")
-    table.add_column("share", justify="right")
+    columns = ("term", *(Column(name, justify="right") for name in ("median ms", "share")))
+    table = Table(*columns, title=f"Where {summary.num_steps:,} {steps} went", title_justify="left")
     for term in TERMS:
         share = summary.shares[term]
         table.add_row(term, f"{1e3 * summary.medians_s[term]:.1f}", f"{100 * share:.1f} %")
@@ -99,7 +80,7 @@ def advice(summary: StepSummary, sent: Sequence[Entry] = ()) -> str:
         summary: where the time went.
         sent: what a rank sends in a step, by axis.
     """
-    if doubt := summary.doubt():
+    if doubt := summary.doubt:
         return doubt
     term = max((*_ADVICE, "communication"), key=lambda term: summary.shares[term])
     share = summary.shares[term]

@@ -7,10 +7,10 @@ in the PaLM paper. A share is a number in [0, 1] or it is not given at all, with
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.errors import ConfigError
 from phalanx.measure.peaks import Peak
 from phalanx.planner.model_shape import Attention, Flops
 
@@ -21,8 +21,6 @@ ROUNDING = 1e-3
 
 GOOD, EXCELLENT = 0.30, 0.40
 """From where on an MFU, of the data sheet of a GPU, is called so."""
-
-_YARDSTICK = "a rule of thumb; arXiv 2204.02311 (PaLM) compares the MFU of published models"
 
 _SHARES = "MFU = model FLOPs / (time x devices x peak), HFU = (model FLOPs + recompute) / the same"
 _COUNT = "model FLOPs = 6 x matmul parameters x tokens"
@@ -49,14 +47,15 @@ class Utilization:
     ceiling_flops_per_s: float | None
     """Rate of the best matrix product measured on one device; None if not measured."""
 
-    def __post_init__(self) -> None:
-        if self.time_s <= 0 or self.num_devices < 1:
-            raise ConfigError(
-                f"utilization of {self.num_devices} devices over {self.time_s} s; both must be "
-                "above 0"
-            )
-        if self.ceiling_flops_per_s is not None and self.ceiling_flops_per_s <= 0:
-            raise ConfigError(f"the ceiling is {self.ceiling_flops_per_s} FLOP/s, expected above 0")
+    @property
+    def rates(self) -> dict[Reference, float]:
+        """What all devices together can do, by each peak that is known, in FLOP/s."""
+        found: dict[Reference, float] = {}
+        if self.peak is not None:
+            found["data sheet"] = self.peak.flops_per_s * self.num_devices
+        if self.ceiling_flops_per_s is not None:
+            found["ceiling"] = self.ceiling_flops_per_s * self.num_devices
+        return found
 
     @property
     def formula(self) -> str:
@@ -78,11 +77,8 @@ class Utilization:
         """Say of each share above 100 %, which is never shown as a number, what must be wrong."""
         found: list[str] = []
         achieved = self.causal.hardware / self.time_s
-        claimed = None if self.full is None else self.full.hardware / self.time_s
-        for of in ("ceiling", "data sheet"):
-            rate = self._rate(of)
-            if rate is None:
-                continue
+        claimed = 0.0 if self.full is None else self.full.hardware / self.time_s
+        for of, rate in self.rates.items():
             if achieved > rate and of == "ceiling":
                 found.append(
                     f"the ceiling is stale: the step reached {_tera(achieved)}, the matrix "
@@ -94,7 +90,7 @@ class Utilization:
                     f"the step seems to reach {_tera(achieved)}, more than the {_tera(rate)} of "
                     "the data sheet: the time or the number of devices is wrong"
                 )
-            elif claimed is not None and claimed > rate:
+            elif claimed > rate:
                 found.append(
                     f"counted with full attention the step would be at {_tera(claimed)}, above "
                     f"the {of} of {_tera(rate)}: products that were skipped are counted there, so "
@@ -104,44 +100,25 @@ class Utilization:
 
     def brief(self) -> str | None:
         """Return the causal MFU in a line, and what it is worth; None if it is not known."""
-        for of in ("data sheet", "ceiling"):
-            rate, share = self._rate(of), self.mfu(of)
-            if rate is not None and share is not None:
-                words = (
-                    f"{percent(share)} of the {of} ({_tera(rate)} for {_devices(self.num_devices)})"
-                )
-                return words + (f"; {self.grade()}" if of == "data sheet" else "")
+        for of, rate in self.rates.items():
+            if (share := self.mfu(of)) is not None:
+                devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+                words = f"{percent(share)} of the {of} ({_tera(rate)} for {devices})"
+                return words + (f"; {self._grade()}" if of == "data sheet" else "")
         return None
-
-    def grade(self) -> str | None:
-        """Say what the MFU is worth; None unless it is a share of a GPU's data sheet."""
-        share = self.mfu("data sheet")
-        if share is None:
-            return None
-        word = "excellent" if share > EXCELLENT else "good" if share > GOOD else "can be better"
-        return (
-            f"{word}: on GPUs above {100 * GOOD:.0f} % is good and above {100 * EXCELLENT:.0f} % "
-            f"excellent; {_YARDSTICK}"
-        )
 
     def text(self) -> str:
         """Return one line for each peak, the formula, and any warning."""
         lines: list[str] = []
-        for of in ("data sheet", "ceiling"):
-            rate = self._rate(of)
-            if rate is None:
-                continue
+        for of, rate in self.rates.items():
             source = f", {self.peak.source}" if of == "data sheet" and self.peak else ""
-            parts = [f"MFU {percent(self.mfu(of))}, HFU {percent(self.hfu(of))}"]
+            words = f"MFU {percent(self.mfu(of))}, HFU {percent(self.hfu(of))}"
             if self.full is not None:
-                parts[0] += " (causal)"
-                parts.append(
-                    f"MFU {percent(self.mfu(of, 'full'))}, HFU {percent(self.hfu(of, 'full'))} "
-                    "(full attention)"
-                )
-            lines.append(f"{'; '.join(parts)} of the {of} ({_tera(rate)}{source})")
-        if (grade := self.grade()) is not None:
-            lines.append(f"The MFU is {grade}.")
+                full = f"MFU {percent(self.mfu(of, 'full'))}, HFU {percent(self.hfu(of, 'full'))}"
+                words += f" (causal); {full} (full attention)"
+            lines.append(f"{words} of the {of} ({_tera(rate)}{source})")
+        if self.mfu("data sheet") is not None:
+            lines.append(f"The MFU is {self._grade()}.")
         if not lines:
             lines.append("no MFU: neither a data sheet nor a measured ceiling for this device")
         lines.append(f"{self.rate_text()} of model FLOPs; {self.formula}")
@@ -149,8 +126,8 @@ class Utilization:
 
     def rate_text(self) -> str:
         """Return the rate of the model's FLOPs; `unknown` where the data sheet forbids it."""
-        rate, most = self.causal.model / self.time_s, self._rate("data sheet")
-        return "unknown" if most is not None and rate > most else _tera(rate)
+        rate = self.causal.model / self.time_s
+        return "unknown" if rate > self.rates.get("data sheet", rate) else _tera(rate)
 
     def as_dict(self) -> dict[str, object]:
         """Return every share, rate and count as plain values for JSON."""
@@ -177,20 +154,19 @@ class Utilization:
     def _flops(self, attention: Attention) -> Flops | None:
         return self.causal if attention == "causal" else self.full
 
-    def _rate(self, of: Reference) -> float | None:
-        """Return the rate of all devices together."""
-        if of == "data sheet":
-            return None if self.peak is None else self.peak.flops_per_s * self.num_devices
-        if self.ceiling_flops_per_s is None:
-            return None
-        return self.ceiling_flops_per_s * self.num_devices
-
     def _share(self, flops: int, of: Reference) -> float | None:
-        rate = self._rate(of)
-        if rate is None:
-            return None
-        share = flops / self.time_s / rate
-        return share if share <= 1.0 else None
+        share = flops / self.time_s / self.rates.get(of, math.nan)
+        return share if share <= 1.0 else None  # nan is no share
+
+    def _grade(self) -> str:
+        """Say what a share of a GPU's data sheet is worth."""
+        share = self.mfu("data sheet") or 0.0
+        word = "excellent" if share > EXCELLENT else "good" if share > GOOD else "can be better"
+        return (
+            f"{word}: on GPUs above {100 * GOOD:.0f} % is good and above {100 * EXCELLENT:.0f} % "
+            "excellent; a rule of thumb; arXiv 2204.02311 (PaLM) compares the MFU of published "
+            "models"
+        )
 
 
 def percent(share: float | None) -> str:
@@ -198,10 +174,6 @@ def percent(share: float | None) -> str:
     if share is None or not -ROUNDING <= share <= 1 + ROUNDING:
         return "unknown"
     return f"{100 * share:.1f} %"
-
-
-def _devices(number: int) -> str:
-    return "1 device" if number == 1 else f"{number} devices"
 
 
 def _tera(flops_per_s: float) -> str:

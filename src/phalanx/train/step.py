@@ -23,7 +23,7 @@ from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Phase
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
-from phalanx.measure.timer import Phase as Term
+from phalanx.measure.timer import Term
 from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective

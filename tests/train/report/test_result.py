@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from phalanx.comm.ledger import Entry, sent_bytes
-from phalanx.measure.memory import KINDS, Kind, MemoryAccount
+from phalanx.measure.memory import KINDS, Kind
 from phalanx.measure.memory_report import MemoryReport
 from phalanx.measure.summary import StepSummary, advice, summarize, summary_table
 from phalanx.measure.timer import TERMS, StepTimes
@@ -23,8 +23,8 @@ SECONDS = st.floats(1e-9, 1e4)
 
 
 def times(seconds: list[float], wall_s: float | None = None) -> StepTimes:
-    terms = {f"{term}_s": value for term, value in zip(TERMS, seconds, strict=True)}
-    return StepTimes(**terms, wall_s=sum(seconds) if wall_s is None else wall_s)
+    terms_s = dict(zip(TERMS, seconds, strict=True))
+    return StepTimes(terms_s, sum(seconds) if wall_s is None else wall_s)
 
 
 def steps(wall_s: float = 0.6) -> StepSummary:
@@ -60,7 +60,7 @@ def test_the_result_comes_first_and_tables_only_with_report() -> None:
 
 def test_terms_that_do_not_sum_to_the_step_are_a_sentence() -> None:
     doubted = steps(wall_s=0.3)
-    assert "sum to 200 %" in (doubted.doubt() or "")
+    assert "sum to 200 %" in (doubted.doubt or "")
     assert summary_table(doubted) == advice(doubted) or "200 %" in str(summary_table(doubted))
     text = shown(summary_of(steps=doubted, tokens_per_s=None, batches_per_s=None), report=True)
     assert "tokens/s" not in text and "sum to 200 %" in text
@@ -68,8 +68,8 @@ def test_terms_that_do_not_sum_to_the_step_are_a_sentence() -> None:
 
 @given(st.lists(st.lists(SECONDS, min_size=6, max_size=6), min_size=1, max_size=5))
 def test_shares_sum_to_the_whole(values: list[list[float]]) -> None:
-    summary = summarize(times(seconds) for seconds in values)
-    assert summary.doubt() is None
+    summary = summarize([times(seconds) for seconds in values])
+    assert summary.doubt is None
     assert all(0 <= share <= 1 for share in summary.shares.values())
 
 
@@ -89,12 +89,14 @@ def test_a_rank_sends_at_most_twice_the_payload(op: str, payload: int, num_ranks
 def test_an_account_below_what_is_held_all_along_is_a_sentence() -> None:
     none: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     held: dict[Kind, int] = {**none, "parameters": 100}
-    good = MemoryReport(MemoryAccount(held, held, held, "forward"), {}, 100, 1000)
-    assert good.doubt() is None
-    bad = dataclasses.replace(good, account=MemoryAccount(none, held, held, "forward"))
-    assert "held all along" in (bad.doubt() or "") and str(bad.table()) == bad.doubt()
+    good = MemoryReport(
+        held, held, held, "forward", predicted={}, largest_bytes=100, resident_bytes=1000
+    )
+    assert good.doubt is None
+    bad = dataclasses.replace(good, at_peak=none)
+    assert "held all along" in (bad.doubt or "") and str(bad.table()) == bad.doubt
     over = dataclasses.replace(good, largest_bytes=99)
-    assert over.doubt() is not None
+    assert over.doubt is not None
 
 
 def test_advice_points_at_the_axis_that_sends_most() -> None:

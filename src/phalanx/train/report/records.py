@@ -15,7 +15,7 @@ from rich.console import Console
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.waits import told_to
 from phalanx.measure.environment import device_name, environment
-from phalanx.measure.logs import EvaluationRecord, RunLog, StepRecord
+from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import quick_ceiling
@@ -141,11 +141,7 @@ class Records:
         steps_done = self.session.step.steps_done
         self.evaluations.append((steps_done, evaluation))
         if self._log is not None:
-            self._log.evaluation(
-                EvaluationRecord(
-                    step=steps_done, loss=evaluation.loss, bits_per_byte=evaluation.bits_per_byte
-                )
-            )
+            self._log.evaluation(steps_done, evaluation.loss, evaluation.bits_per_byte)
 
     def note(self, kind: str, values: dict[str, Any]) -> None:
         """Keep any other record."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.comm.ledger import Entry
@@ -103,7 +103,7 @@ def _speed(summary: Summary) -> str | None:
     if steps is None:
         return None
     if summary.tokens_per_s is None or summary.batches_per_s is None:
-        return steps.doubt()
+        return steps.doubt
     return (
         f"{summary.tokens_per_s:,.0f} tokens/s, {summary.batches_per_s:.3g} global batches/s, "
         f"{1e3 * steps.wall_s:,.1f} ms a step (median of {steps.num_steps:,})"
@@ -112,7 +112,7 @@ def _speed(summary: Summary) -> str | None:
 
 def _terms(summary: Summary) -> str | None:
     steps = summary.steps
-    if steps is None or steps.doubt() is not None:
+    if steps is None or steps.doubt is not None:
         return None
     terms = sorted(TERMS, key=lambda term: -steps.shares[term])
     return ", ".join(
@@ -123,11 +123,11 @@ def _terms(summary: Summary) -> str | None:
 def _memory(summary: Summary) -> str | None:
     resident = f"rank 0's process had up to {_mib(summary.resident_bytes)} in RAM"
     report = summary.memory
-    if report is None or report.doubt() is not None:
+    if report is None or report.doubt is not None:
         return resident
     return (
         f"{_mib(report.largest_bytes)} of tensors at the peak of any rank, in "
-        f"{report.account.peak_phase}; {resident}"
+        f"{report.peak_phase}; {resident}"
     )
 
 
@@ -149,11 +149,9 @@ def _tables(summary: Summary) -> list[RenderableType]:
 
 
 def _sent_table(entries: list[Entry]) -> Table:
-    table = Table(title="What one rank sends in a step", title_justify="left")
-    for name in ("phase", "axis", "collective"):
-        table.add_column(name)
-    for name in ("calls", "payload MiB", "sent MiB"):
-        table.add_column(name, justify="right")
+    numbers = (Column(name, justify="right") for name in ("calls", "payload MiB", "sent MiB"))
+    columns = ("phase", "axis", "collective", *numbers)
+    table = Table(*columns, title="What one rank sends in a step", title_justify="left")
     for entry in entries:
         table.add_row(
             entry.phase,

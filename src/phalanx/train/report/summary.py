@@ -95,7 +95,7 @@ def summarize_run(records: Records) -> Summary:
     times = records.measured()
     scores = [evaluation.bits_per_byte for _, evaluation in records.evaluations]
     steps = summarize(times) if times else None
-    is_timed = steps is not None and steps.doubt() is None
+    is_timed = steps is not None and steps.doubt is None
     wall_s = steps.wall_s if steps is not None and is_timed else None
     memory = _memory(records)
     sample = _sample(records)
@@ -148,7 +148,12 @@ def _memory(records: Records) -> MemoryReport | None:
         has_documents=job.config.corpus.document_mask,
         has_casts=False,  # they have a row of their own
     ).peak
-    return MemoryReport(account, predicted, int(largest), resident_peak_bytes())
+    return MemoryReport(
+        **vars(account),
+        predicted=predicted,
+        largest_bytes=int(largest),
+        resident_bytes=resident_peak_bytes(),
+    )
 
 
 def _paths(records: Records) -> dict[str, str]:
