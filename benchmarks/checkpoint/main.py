@@ -124,7 +124,7 @@ def _round(session: Session) -> dict[str, float]:
 
 
 def _step(session: Session) -> None:
-    session.step([batch.to(session.device) for batch in next(session.loader)])
+    session.step([batch.to(session.comm.device) for batch in next(session.loader)])
 
 
 def job_of(folder: Path, dtype: str) -> Job:

@@ -200,7 +200,7 @@ def take_steps(job: Job, num_steps: int, saves: bool) -> list[float]:
     session = open_session(job)
     with session.loader:
         found = [
-            session.step([b.to(session.device) for b in next(session.loader)]).loss
+            session.step([b.to(session.comm.device) for b in next(session.loader)]).loss
             for _ in range(num_steps)
         ]
         if saves:

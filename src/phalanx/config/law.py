@@ -21,16 +21,11 @@ def check(config: TrainConfig) -> None:
         StrategyError: the strategy cannot be read, is not built, or does not fit nproc.
     """
     check_values(config)
-    _check_contradictions(config)
     if config.strategy is not None:
         strategy = Strategy.parse(config.strategy)
         require_built(strategy)
         if config.nproc is not None:
             check_ranks(strategy, config.nproc)
-
-
-def _check_contradictions(config: TrainConfig) -> None:
-    """Raise ConfigError where two settings cannot both be meant, or one would be ignored."""
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(
             f"steps is {config.steps} and epochs is {config.epochs:g}, but each fixes the length "

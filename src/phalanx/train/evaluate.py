@@ -41,7 +41,7 @@ def evaluate(session: Session) -> Evaluation | None:
     if len(rows) == 0:
         return None
     rank, num_ranks = session.comm.coord("data"), session.comm.size("data")
-    sums = torch.zeros(2, dtype=torch.float64, device=session.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=session.comm.device)
     batches = evaluation_batches(
         session.validation, rows, microbatch=job.batch.microbatch, rank=rank, num_ranks=num_ranks
     )
@@ -49,7 +49,7 @@ def evaluate(session: Session) -> Evaluation | None:
     session.model.eval()
     with said_if_long(f"evaluating on {len(rows):,} samples"):
         for batch in batches:
-            sums[0] += objective.loss_sum(session.model, batch.to(session.device), 0)
+            sums[0] += objective.loss_sum(session.model, batch.to(session.comm.device), 0)
             sums[1] += batch.count_valid()
     session.model.train()
     nats, num_tokens = session.comm.all_reduce(sums, "loss").tolist()

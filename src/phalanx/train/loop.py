@@ -79,7 +79,7 @@ def take_steps(session: Session, records: Watcher) -> int:
     while step.steps_done < num_steps and not decision.stop_signal:
         with PULSE.doing(f"data of step {step.steps_done + 1}"):
             with records.watching_data():
-                microbatches = [batch.to(session.device) for batch in next(session.loader)]
+                microbatches = [batch.to(session.comm.device) for batch in next(session.loader)]
             with records.watching():
                 result = step(microbatches)
             records.keep(result)

@@ -46,7 +46,6 @@ class Session:
     Attributes:
         job: the job, the same on every rank.
         comm: the ranks by axis.
-        device: of this rank.
         precision: data types.
         plan: how the model is split.
         model: the decoder; its blocks may be compiled in place.
@@ -58,7 +57,6 @@ class Session:
 
     job: Job
     comm: Ranks
-    device: torch.device
     precision: Precision
     plan: Plan[Decoder]
     model: Decoder
@@ -96,7 +94,6 @@ def open_session(job: Job) -> Session:
     """
     config = job.config
     comm = Ranks(job.strategy, job.device)
-    device = comm.device
     saver = Saver(job.out, keep=config.keep_checkpoints, timeout_s=config.timeout_s)
     # Another run may have saved to it, and ended, since the job was resolved.
     on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
@@ -111,8 +108,8 @@ def open_session(job: Job) -> Session:
         fill = functools.partial(fill_initial, job.shape, config.seed)
         reducer = plan.build(comm, fill)
     if job.init is not None:
-        with said_if_long(f"reading weights from {job.init}"):
-            state.load_weights(job.init, model)
+        with said_if_long(f"reading weights from {job.init.folder}"):
+            state.load_weights(job.init.folder, model)
     step = Step(
         model,
         build_optimizer(model, config.optimizer),
@@ -124,21 +121,19 @@ def open_session(job: Job) -> Session:
         scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
         nonfinite=config.nonfinite,
     )
-    consumed = 0
+    step.steps_done, consumed = job.done
     if job.start is not None:
         folder, about = job.start
         with said_if_long(f"reading {folder}"):
             state.load(folder, model, step.optimizer)
         if about.scaler is not None:
             step.scaler.load_state_dict(about.scaler)
-        step.steps_done, consumed = about.steps_done, about.consumed
     if config.compile:
         compile_blocks(model)
     _reserve(saver, step)
     return Session(
         job=job,
         comm=comm,
-        device=device,
         precision=precision,
         plan=plan,
         model=model,

@@ -5,6 +5,7 @@ No torch where there surely is no GPU, and no checkpoint to begin with.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
-from phalanx.config.fields import check_value, settings
+from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
 from phalanx.config.law import check
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
@@ -21,7 +22,7 @@ from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape
 from phalanx.planner.fit import Load, check_fit, check_memory_for
 from phalanx.planner.host import may_have_gpu
-from phalanx.strategy import Axis, Strategy, check_ranks, require_built
+from phalanx.strategy import Axis, Strategy, check_ranks
 from phalanx.train.job import resume
 
 
@@ -49,18 +50,36 @@ class Request:
     start: Checkpoint | None
     init: Checkpoint | None
 
-    def settings(self, **more: Any) -> TrainConfig:
-        """Return the settings with what is settled, and with `more`; see `resume.resolved`."""
-        is_named = self.config.model is not None or self.start is not None or self.init is not None
-        return resume.resolved(
-            self.config,
-            self.batch,
-            strategy=str(self.strategy),
-            nproc=self.strategy.num_ranks,
-            device=self.device,
-            model=self.config.model if is_named else resume.DEFAULT_MODEL,
-            **more,
+    @property
+    def done(self) -> tuple[int, int]:
+        """Steps taken, and samples consumed, before the run goes on."""
+        return (
+            (0, 0)
+            if self.start is None
+            else (self.start.about.steps_done, self.start.about.consumed)
         )
+
+    def settings(self, **more: Any) -> TrainConfig:
+        """Return the settings with what is settled, paths that hold from any folder, and `more`."""
+        is_named = self.config.model is not None or self.start is not None or self.init is not None
+        settled = {
+            "strategy": str(self.strategy),
+            "nproc": self.strategy.num_ranks,
+            "device": self.device,
+            "model": self.config.model if is_named else resume.DEFAULT_MODEL,
+            "batch.global_size": self.batch.global_size,
+            "batch.microbatch": self.batch.microbatch,
+            "batch.accumulation": self.batch.accumulation,
+        }
+        config = self.config
+        for key, value in {**settled, **more}.items():
+            config = with_value(config, key, value)
+        for key in keys_for(TrainConfig, Use.PATH):
+            if (path := value_at(config, key)) is not None:
+                # Not normalized: `..` after a link is another folder than the text says.
+                path = os.path.join(os.getcwd(), os.path.expanduser(path))
+                config = with_value(config, key, path)
+        return config
 
 
 def settle(config: TrainConfig) -> Request:
@@ -83,20 +102,35 @@ def settle(config: TrainConfig) -> Request:
     if start is not None:
         start.about.check_shape(shape)
     name = resume.name_of(config, shape, start, init)
-    check_positions(config, shape)
+    if config.corpus.seq_len > shape.max_seq_len:
+        raise ConfigError(
+            f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "
+            f"{shape.max_seq_len}; set corpus.seq_len to at most {shape.max_seq_len}, or "
+            "shape.max_seq_len higher"
+        )
     batch = solve_batch(config.batch, strategy.data_ranks)
-    check_memory(config, name, shape, strategy, batch, device)
+    load = Load(
+        shape=shape,
+        strategy=strategy,
+        microbatch=batch.microbatch,
+        accumulation=batch.accumulation,
+        seq_len=config.corpus.seq_len,
+        precision=config.precision,
+        is_compiled=config.compile,
+    )
+    num_here = read_rank_env().num_here if is_under_torchrun() else strategy.num_ranks
+    check_fit(load, name, device, num_here)
     return Request(config, strategy, device, shape, name, batch, start, init)
 
 
 def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
-    """Return the strategy, dp over all processes if none is named, and the device.
+    """Return the strategy of a checked configuration, dp if none is named, and the device.
 
     Processes are as many as torchrun started or --nproc says; else what the strategy needs; else
     one a GPU, or 2 on a CPU.
 
     Raises:
-        StrategyError: it cannot be read, is not built, or does not fit the processes.
+        StrategyError: it does not fit the processes.
         ConfigError: there is no such device, or too few of it, or too little memory, or torchrun
             started another number of processes than --nproc says.
     """
@@ -113,7 +147,6 @@ def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
         strategy = Strategy(dp=Axis(num_ranks or num_devices or 2, "bucketed"))
     else:
         strategy = Strategy.parse(config.strategy)
-        require_built(strategy)
         if num_ranks is not None:
             check_ranks(strategy, num_ranks)
     if device == "cuda" and not is_under_torchrun() and strategy.num_ranks > num_devices:
@@ -160,43 +193,3 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
         file, words = found.folder / manifest.NAME, brief(error, 300)
         raise CheckpointError(f"cannot read the settings in {file}: {words}") from error
     return found
-
-
-def check_positions(config: TrainConfig, shape: ModelShape) -> None:
-    """Refuse samples that are longer than the model's positions.
-
-    Raises:
-        ConfigError: with both sizes.
-    """
-    if config.corpus.seq_len > shape.max_seq_len:
-        raise ConfigError(
-            f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "
-            f"{shape.max_seq_len}; set corpus.seq_len to at most {shape.max_seq_len}, or "
-            "shape.max_seq_len higher"
-        )
-
-
-def check_memory(
-    config: TrainConfig,
-    name: str,
-    shape: ModelShape,
-    strategy: Strategy,
-    batch: BatchPlan,
-    device: str,
-) -> None:
-    """Refuse a model that this host cannot hold; see `planner.fit`.
-
-    Raises:
-        ConfigError: the arithmetic, and what would fit.
-    """
-    load = Load(
-        shape=shape,
-        strategy=strategy,
-        microbatch=batch.microbatch,
-        accumulation=batch.accumulation,
-        seq_len=config.corpus.seq_len,
-        precision=config.precision,
-        is_compiled=config.compile,
-    )
-    num_here = read_rank_env().num_here if is_under_torchrun() else strategy.num_ranks
-    check_fit(load, name, device, num_here)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from phalanx.checkpoint.manifest import Checkpoint, Manifest, not_whole_after
-from phalanx.config import BatchPlan, TrainConfig
+from phalanx.checkpoint.manifest import Manifest, not_whole_after
+from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.law import check_warmup
 from phalanx.data.loader import total_steps
@@ -18,18 +19,10 @@ from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
-from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Strategy
 from phalanx.train.job.request import Request, settle
-from phalanx.train.job.resume import (
-    check_stream,
-    remarks,
-    resolved,
-    settings_of,
-    stream_of,
-    tokenizer_of,
-)
+from phalanx.train.job.resume import check_stream, stream_of, to_keep, tokenizer_of
 from phalanx.train.job.run_folder import (
     check_space,
     check_unused,
@@ -44,41 +37,32 @@ from phalanx.train.precision import resolve as resolve_precision
 DEFAULT_STEPS = 560
 """Optimizer steps of a run that names neither steps nor epochs: as many as suit the demo."""
 
+_SILENT: Final = (
+    *keys_for(TrainConfig, Use.LOCAL | Use.PATH | Use.FRESH | Use.OF_TOKENIZER),
+    *("model", "epochs"),
+)
+"""Settings in a manifest that change no number of the run, or show in those that do."""
+
 MANY_EPOCHS = 4
 """Passes over a text up to which repeating it is nearly as good as new text (Muennighoff et al.
 2023, arXiv 2305.16264)."""
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Request):
     """A run, resolved; the same value on every rank.
 
+    Its settings have values for what was unset, and absolute paths.
+
     Attributes:
-        config: the configuration it comes from, resolved: completed by the checkpoint it goes on
-            from, with values for what was unset and absolute paths.
-        strategy: how the work is split.
-        name: what the model is called, see `resume.name_of`.
-        shape: the model.
-        batch: the batch law, solved.
-        device: "cpu" or "cuda".
         num_steps: optimizer steps of the whole run, those of an earlier part included.
         tokens: the prepared data.
         out: folder that the run writes to.
-        start: the checkpoint to go on from, or None.
-        init: folder of the checkpoint that the first weights come from, or None.
     """
 
-    config: TrainConfig
-    strategy: Strategy
-    name: str
-    shape: ModelShape
-    batch: BatchPlan
-    device: str
     num_steps: int
     tokens: TokenFiles
     out: Path
-    start: Checkpoint | None
-    init: Path | None = None
 
 
 def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
@@ -92,10 +76,10 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
 
 def complete(request: Request, progress: Progress | None = None) -> Job:
     """Decide what is not settled yet, and prepare the data; see `resolve`."""
-    config, strategy, batch, start = request.config, request.strategy, request.batch, request.start
+    config, start = request.config, request.start
     precision = _precision_of(config, request.device)
     _check_split(request)
-    out = out_folder(config, strategy, request.name)
+    out = out_folder(config, request.strategy, request.name)
     check_unused(out, start)
     check_writable(out)
     tokens = prepare(
@@ -107,18 +91,16 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
         progress=progress,
     )
     if start is not None:
-        check_stream(start, resolved(config, batch), tokens)
-    num_samples = len(Samples(tokens.train, config.corpus.seq_len))
+        check_stream(start, request.settings(), tokens)
     if tokens.train.num_tokens <= config.corpus.seq_len:
         raise DataError(
             f"the data leaves {tokens.train.num_tokens} tokens to train on, too few for one sample "
             f"of corpus.seq_len {config.corpus.seq_len}; give more text, or set corpus.seq_len to "
             f"at most {tokens.train.num_tokens - 1}"
         )
-    num_steps = count_steps(config, batch, num_samples, None if start is None else start.about)
+    num_steps = _count_steps(request, len(Samples(tokens.train, config.corpus.seq_len)))
     check_warmup(config.optimizer, num_steps)
-    steps_done = 0 if start is None else start.about.steps_done
-    num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=steps_done)
+    num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=request.done[0])
     check_space(out, num_checkpoints, config, checkpoint_bytes(request.shape, precision))
     settled: dict[str, Any] = {
         "precision": precision.name if request.device == "cpu" else config.precision,
@@ -128,19 +110,8 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
         is_own = config.tokenizer is None and config.corpus.vocab_size is None
         for key in ("init", *(("tokenizer", "corpus.vocab_size") if is_own else ())):
             settled[key] = start.about.settings.get(key)
-    return Job(
-        config=request.settings(**settled),
-        strategy=strategy,
-        name=request.name,
-        shape=request.shape,
-        batch=batch,
-        device=request.device,
-        num_steps=num_steps,
-        tokens=tokens,
-        out=out,
-        start=start,
-        init=None if request.init is None else request.init.folder,
-    )
+    known: dict[str, Any] = {**vars(request), "config": request.settings(**settled)}
+    return Job(**known, num_steps=num_steps, tokens=tokens, out=out)
 
 
 def _check_split(request: Request) -> None:
@@ -167,24 +138,21 @@ def _check_split(request: Request) -> None:
         )
 
 
-def count_steps(
-    config: TrainConfig, batch: BatchPlan, num_samples: int, start: Manifest | None
-) -> int:
-    """Return the optimizer steps of the run, those before `start` included.
+def _count_steps(request: Request, num_samples: int) -> int:
+    """Return the optimizer steps of the run, those that are done included.
 
     Raises:
         DataError: the data does not fill one batch, and what does not is dropped.
     """
+    config, size, (done, consumed) = request.config, request.batch.global_size, request.done
     if config.epochs is None:
         return config.steps if config.steps is not None else DEFAULT_STEPS
-    done, consumed = (start.steps_done, start.consumed) if start is not None else (0, 0)
-    tail = config.corpus.tail
-    left = total_steps(num_samples, batch.global_size, config.epochs, tail, consumed=consumed)
+    left = total_steps(num_samples, size, config.epochs, config.corpus.tail, consumed=consumed)
     if done + left == 0:
         raise DataError(
             f"{config.epochs:g} epochs of {num_samples} samples do not fill one global batch of "
-            f"{batch.global_size}, and corpus.tail is drop; use --corpus.tail keep, or a global "
-            f"batch of at most {num_samples}"
+            f"{size}, and corpus.tail is drop; use --corpus.tail keep, or a global batch of at "
+            f"most {num_samples}"
         )
     return done + left
 
@@ -203,6 +171,11 @@ def manifest_of(
     job: Job, steps_done: int, consumed: int, *, scaler: dict[str, Any] | None = None
 ) -> Manifest:
     """Return what a checkpoint of this job says of itself."""
+    settings = {
+        key: value
+        for key, value in to_keep(job.config).items()
+        if not key.startswith("shape.") and key != "model"
+    }
     return Manifest(
         steps_done=steps_done,
         num_steps=job.num_steps,
@@ -211,7 +184,7 @@ def manifest_of(
         strategy=str(job.strategy),
         shape=dataclasses.asdict(job.shape),
         stream=stream_of(job.config, job.tokens),
-        settings=settings_of(job.config, job.name, job.shape.dropout),
+        settings={"model": job.name, **settings, "shape.dropout": job.shape.dropout},
         scaler=scaler,
     )
 
@@ -221,30 +194,27 @@ def facts_of(job: Job) -> dict[str, Any]:
 
     Some settings are compared by what they come to, and some are a host's own.
     """
-    steps_done, consumed = 0, 0
-    if job.start is not None:
-        steps_done, consumed = job.start.about.steps_done, job.start.about.consumed
-    config = job.config
+    steps_done, consumed = job.done
     return {
-        **manifest_of(job, steps_done, consumed).stream,
+        **stream_of(job.config, job.tokens),
         "device": job.device,
         "strategy": str(job.strategy),
         **{f"shape.{name}": value for name, value in dataclasses.asdict(job.shape).items()},
-        "precision": resolve_precision(config.precision, job.device).name,
+        "precision": resolve_precision(job.config.precision, job.device).name,
         "batch": str(job.batch),
         "training tokens": job.tokens.train.num_tokens,
         "steps": job.num_steps,
         "steps done": steps_done,
         "samples consumed": consumed,
-        **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.LAW)},
+        **{key: value_at(job.config, key) for key in keys_for(TrainConfig, Use.LAW)},
     }
 
 
 def words_of(job: Job) -> list[str]:
     """Return what is about to run: the model, the split and the data, in a line each."""
     tokens, weights = job.tokens, ""
-    if (origin := job.init or (job.start and job.start.folder)) is not None:
-        weights = f" from {origin}"
+    if (origin := job.init or job.start) is not None:
+        weights = f" from {origin.folder}"
     held = tokens.validation.num_tokens
     return [
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
@@ -262,9 +232,7 @@ def _count(number: int, what: str) -> str:
 
 def num_epochs(job: Job) -> float:
     """Return the passes over the data of the whole run; of a part that is done, as it was."""
-    done, consumed = 0, 0
-    if job.start is not None:
-        done, consumed = job.start.about.steps_done, job.start.about.consumed
+    done, consumed = job.done
     rows = consumed + max(0, job.num_steps - done) * job.batch.global_size
     return rows / len(Samples(job.tokens.train, job.config.corpus.seq_len))
 
@@ -273,18 +241,42 @@ def remarks_on(job: Job) -> list[str]:
     """Return what a person should know before the job runs, in a line each."""
     lines: list[str] = []
     if job.start is not None:
-        before = job.start.about
-        lines = remarks(before, manifest_of(job, before.steps_done, before.consumed))
         if (went_back := not_whole_after(job.start.folder)) is not None:
-            lines.insert(0, went_back)
+            lines.append(went_back)
+        lines += _remarks_on_going_on(job.start.about, manifest_of(job, *job.done))
     passes = num_epochs(job)
     if job.config.epochs is None and passes > MANY_EPOCHS:
-        one_epoch = (
-            len(Samples(job.tokens.train, job.config.corpus.seq_len)) / job.batch.global_size
-        )
+        num_samples = len(Samples(job.tokens.train, job.config.corpus.seq_len))
         lines.append(
             f"{job.num_steps} steps go {passes:.2g} times over this text; beyond {MANY_EPOCHS} or "
             f"so a model learns it by heart rather than from it; --epochs {MANY_EPOCHS} are "
-            f"{math.ceil(MANY_EPOCHS * one_epoch)} steps"
+            f"{math.ceil(MANY_EPOCHS * num_samples / job.batch.global_size)} steps"
         )
     return lines
+
+
+def _remarks_on_going_on(before: Manifest, now: Manifest) -> list[str]:
+    lines: list[str] = []
+    earlier = {**before.settings, "steps": before.num_steps}
+    settings = {**now.settings, "steps": now.num_steps}
+    differing = [
+        f"{key} {_text(earlier[key])} -> {_text(value)}"
+        for key, value in json.loads(json.dumps(settings)).items()  # as a manifest has them
+        if key not in _SILENT
+        and key in earlier
+        and earlier[key] != value
+        # What the devices are to settle is not known before the ranks are started.
+        and not (key == "precision" and "auto" in (value, earlier[key]))
+    ]
+    if differing:
+        lines.append(f"goes on with other settings than before: {', '.join(differing)}")
+    if before.steps_done >= now.num_steps:
+        lines.append(
+            f"nothing left to do: the checkpoint is after step {before.steps_done}, and the run "
+            f"takes {now.num_steps} in all; --steps says how many"
+        )
+    return lines
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else str(value)

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from typing import TYPE_CHECKING, Any, Final
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.config import BatchConfig, BatchPlan, TrainConfig
-from phalanx.config.fields import Use, keys_for, settings, value_at, with_value
+from phalanx.config import BatchConfig, TrainConfig
+from phalanx.config.fields import Use, keys_for, settings, value_at
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
 from phalanx.models.registry import shape_of as preset
@@ -26,12 +24,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL: Final = "demo"
 """Preset of a run that names no model and begins with no checkpoint."""
-
-_SILENT: Final = (
-    *keys_for(TrainConfig, Use.LOCAL | Use.PATH | Use.FRESH | Use.OF_TOKENIZER),
-    *("model", "epochs"),
-)
-"""Settings in a manifest that change no number of the run, or show in those that do."""
 
 
 def name_of(
@@ -46,11 +38,6 @@ def name_of(
     if origin is not None:
         named = origin.about.settings.get("model")
         return named or (manifest.run_of(origin.folder) or origin.folder.resolve()).name
-    return _name_of_sizes(config, shape)
-
-
-def _name_of_sizes(config: TrainConfig, shape: ModelShape) -> str:
-    """Return the name of a preset, or of its number of parameters if its sizes were replaced."""
     name = config.model or DEFAULT_MODEL
     if dataclasses.replace(shape, dropout=0.0) == dataclasses.replace(preset(name), dropout=0.0):
         return name
@@ -113,41 +100,6 @@ def tokenizer_of(
             "one by --corpus.vocab-size"
         )
     return None if found is None else str(found)
-
-
-def resolved(config: TrainConfig, batch: BatchPlan, **settled: Any) -> TrainConfig:
-    """Return the settings with what was settled, and with paths that hold from any folder.
-
-    Args:
-        config: the settings.
-        batch: the batch law, solved.
-        **settled: other values that were not given, by name.
-    """
-    for name, value in settled.items():
-        config = with_value(config, name, value)
-    for name in ("global_size", "microbatch", "accumulation"):
-        config = with_value(config, f"batch.{name}", getattr(batch, name))
-    for key in keys_for(TrainConfig, Use.PATH):
-        if (path := value_at(config, key)) is not None:
-            # Not normalized: `..` after a link is another folder than the text says.
-            config = with_value(config, key, os.path.join(os.getcwd(), os.path.expanduser(path)))
-    return config
-
-
-def settings_of(config: TrainConfig, name: str, dropout: float) -> dict[str, Any]:
-    """Return what a manifest keeps of the settings; shape and stream have places of their own.
-
-    Args:
-        config: the settings, resolved.
-        name: what the model is called.
-        dropout: of the model.
-    """
-    kept = {
-        key: value
-        for key, value in to_keep(config).items()
-        if not key.startswith("shape.") and key != "model"
-    }
-    return {"model": name, **kept, "shape.dropout": dropout}
 
 
 def to_keep(config: TrainConfig) -> dict[str, Any]:
@@ -226,65 +178,36 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
     if not differing:
         return
     run = manifest.run_of(start.folder) or start.folder
-    fix = f"or begin another run with its weights: --init {run}"
-    was = start.about.settings
-    if differing[0] == "text":
-        if was.get("corpus.max_bytes") != config.corpus.max_bytes:
-            said = f"corpus.max_bytes is {config.corpus.max_bytes}, but this run was made with "
-            said += f"{was.get('corpus.max_bytes')}; leave it out"
-        elif was.get("data") != config.data:
-            said = f"{_data_words(config.data)} ({tokens.num_bytes:,} bytes) is another text than "
-            said += f"this run was made with, {_data_words(was.get('data'))} "
-            said += f"({before.get('text bytes', 0):,} bytes); leave --data out"
-        else:
-            said = f"this run was made with {_data_words(config.data)}, which has changed since "
-            said += f"({before.get('text bytes', 0):,} bytes, now {tokens.num_bytes:,}); give it "
-            said += "the text that it had, by --data"
-    elif differing[0] == "tokenizer":
-        given = config.tokenizer or (
-            config.corpus.vocab_size and f"one of {config.corpus.vocab_size} tokens, made anew"
+    name, was, corpus = differing[0], start.about.settings, config.corpus
+    sizes = f"({before.get('text bytes', 0):,} bytes"
+    if name == "text" and was.get("corpus.max_bytes") != corpus.max_bytes:
+        said = (
+            f"corpus.max_bytes is {corpus.max_bytes}, but this run was made with "
+            f"{was.get('corpus.max_bytes')}; leave it out"
         )
-        said = f"the tokenizer ({given or tokens.tokenizer}) is another than this run was made "
-        said += "with; leave --tokenizer and --corpus.vocab-size out, so that it is "
-        said += f"{run / companions.TOKENIZER}"
+    elif name == "text" and was.get("data") != config.data:
+        said = (
+            f"{_data_words(config.data)} ({tokens.num_bytes:,} bytes) is another text than this "
+            f"run was made with, {_data_words(was.get('data'))} {sizes}); leave --data out"
+        )
+    elif name == "text":
+        said = (
+            f"this run was made with {_data_words(config.data)}, which has changed since {sizes}, "
+            f"now {tokens.num_bytes:,}); give it the text that it had, by --data"
+        )
+    elif name == "tokenizer":
+        made = corpus.vocab_size and f"one of {corpus.vocab_size} tokens, made anew"
+        said = (
+            f"the tokenizer ({config.tokenizer or made or tokens.tokenizer}) is another than this "
+            "run was made with; leave --tokenizer and --corpus.vocab-size out, so that it is "
+            f"{run / companions.TOKENIZER}"
+        )
     else:
-        key = differing[0]
-        said = f"{key} is {ours[key]}, but this run was made with {before.get(key)}; leave it out"
-    raise CheckpointError(f"{said}, {fix}")
+        said = (
+            f"{name} is {ours[name]}, but this run was made with {before.get(name)}; leave it out"
+        )
+    raise CheckpointError(f"{said}, or begin another run with its weights: --init {run}")
 
 
 def _data_words(path: str | None) -> str:
     return "the standard library of its Python" if path is None else f"--data {path}"
-
-
-def remarks(before: Manifest, now: Manifest) -> list[str]:
-    """Return what a person should know of a run that goes on, in a line each.
-
-    Args:
-        before: of the checkpoint it goes on from.
-        now: of the run, where it goes on.
-    """
-    lines: list[str] = []
-    earlier = {**before.settings, "steps": before.num_steps}
-    settings = {**now.settings, "steps": now.num_steps}
-    differing = [
-        f"{key} {_text(earlier[key])} -> {_text(value)}"
-        for key, value in json.loads(json.dumps(settings)).items()  # as a manifest has them
-        if key not in _SILENT
-        and key in earlier
-        and earlier[key] != value
-        # What the devices are to settle is not known before the ranks are started.
-        and not (key == "precision" and "auto" in (value, earlier[key]))
-    ]
-    if differing:
-        lines.append(f"goes on with other settings than before: {', '.join(differing)}")
-    if before.steps_done >= now.num_steps:
-        lines.append(
-            f"nothing left to do: the checkpoint is after step {before.steps_done}, and the run "
-            f"takes {now.num_steps} in all; --steps says how many"
-        )
-    return lines
-
-
-def _text(value: object) -> str:
-    return "none" if value is None else str(value)

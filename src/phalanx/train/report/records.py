@@ -65,7 +65,7 @@ class Records:
 
     def __init__(self, session: Session, console: Console) -> None:
         self.session = session
-        self.timer = StepTimer(session.device, history=MEASURED_STEPS)
+        self.timer = StepTimer(session.comm.device, history=MEASURED_STEPS)
         self.entries: list[Entry] = []
         self.memory: MemoryAccount | None = None
         self.last: StepResult | None = None
@@ -87,7 +87,7 @@ class Records:
         self._watching.enter_context(
             self.session.step.watched(lambda name: self.timer.phase(TERMS[name]))
         )
-        if self.session.device.type == "cpu":  # a GPU's stream waits, not this thread
+        if self.session.comm.device.type == "cpu":  # a GPU's stream waits, not this thread
             self._watching.enter_context(told_to(lambda: self.timer.phase("communication")))
         return self
 
@@ -114,7 +114,7 @@ class Records:
                 yield
             self.entries = ledger.entries()
         elif self.num_steps == MEMORY_STEP and self._blind_spot is None:
-            memory = MemoryLedger(step.model, step.optimizer, self.session.device)
+            memory = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
             with memory, step.watched(memory.phase):
                 yield
             self.memory = memory.account()
@@ -170,7 +170,7 @@ class Records:
             full=step_flops(*sizes, "full", job.strategy.recompute),
             time_s=time_s,
             num_devices=job.strategy.num_ranks,
-            peak=peak_of(device_name(self.session.device), self._arithmetic)
+            peak=peak_of(device_name(self.session.comm.device), self._arithmetic)
             if job.device == "cuda"
             else None,
             ceiling_flops_per_s=self.ceiling_flops_per_s,
@@ -205,14 +205,14 @@ class Records:
     @property
     def _arithmetic(self) -> Arithmetic:
         name = self.session.precision.name
-        if name == "float32" and self.session.device.type == "cuda":
+        if name == "float32" and self.session.comm.device.type == "cuda":
             name = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
         return cast(Arithmetic, name)
 
     def _measure_ceiling(self) -> float:
         """Measure on all ranks at once, and return the mean over the ranks."""
-        mine = quick_ceiling(self.session.device, self._arithmetic)
-        total = torch.tensor(mine, dtype=torch.float64, device=self.session.device)
+        mine = quick_ceiling(self.session.comm.device, self._arithmetic)
+        total = torch.tensor(mine, dtype=torch.float64, device=self.session.comm.device)
         comm = self.session.comm
         return float(comm.all_reduce(total, "job")) / comm.size("job")
 

@@ -135,7 +135,7 @@ def _memory(records: Records) -> MemoryReport | None:
     account, session, job = records.memory, records.session, records.session.job
     if account is None:
         return None
-    largest = torch.tensor(account.peak_bytes, device=session.device)
+    largest = torch.tensor(account.peak_bytes, device=session.comm.device)
     session.comm.all_reduce(largest, "job", "max")
     predicted = predicted_bytes(session.plan.holds(job.batch.accumulation))
     predicted["activations"] = activations(
@@ -144,7 +144,7 @@ def _memory(records: Records) -> MemoryReport | None:
         job.config.corpus.seq_len,
         job.batch.microbatch,
         session.precision.name,
-        device="cuda" if session.device.type == "cuda" else "cpu",
+        device="cuda" if session.comm.device.type == "cuda" else "cpu",
         has_documents=job.config.corpus.document_mask,
         has_casts=False,  # they have a row of their own
     ).peak
