@@ -7,14 +7,14 @@ from typing import Final
 
 AXIS_SETS: Final[dict[str, tuple[str, ...]]] = {
     "data": ("dp", "fsdp"),
-    "loss": ("dp", "fsdp"),
-    "grad": ("dp", "fsdp"),
+    "loss": ("dp", "fsdp", "cp"),
+    "grad": ("dp", "fsdp", "cp"),
     "job": ("pp", "dp", "fsdp", "cp", "tp"),
 }
 """Name of a set -> its axes.
 
-`data` holds different samples, `loss` shares of the global batch's tokens, `grad` shares of the
-gradient of one parameter. `job` is every axis.
+`data` holds different samples. `loss` holds different tokens: cp splits the positions of a sample.
+`grad` holds terms of the gradient of one parameter. `job` is every axis.
 """
 
 

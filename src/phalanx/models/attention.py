@@ -30,11 +30,17 @@ The dimensions of size 1 are how tensor parallelism tells what belongs to rows, 
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values (Ainslie et al. 2023)."""
+    """Multi-head attention with grouped keys and values (Ainslie et al. 2023).
+
+    Attributes:
+        attend: mixes values by queries and keys, as `attend` below; whoever holds a share of the
+            positions sets another, which fetches the rest.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
+        self.attend = attend
         heads_width = shape.num_heads * shape.head_dim
         groups_width = shape.num_kv_heads * shape.head_dim
         self.q = Linear(shape.hidden, heads_width, shape.bias)
@@ -58,7 +64,7 @@ class Attention(nn.Module):
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rotation is not None:
             q_BTHK, k_BTGK = rotate(q_BTHK, *rotation), rotate(k_BTGK, *rotation)
-        return self.output(attend(q_BTHK, k_BTGK, v_BTGK, documents).flatten(2))
+        return self.output(self.attend(q_BTHK, k_BTGK, v_BTGK, documents).flatten(2))
 
 
 def attend(

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Comm, Pending, Ranks, local_shard
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import TrainingError
@@ -54,14 +55,17 @@ def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> StateBytes:
     )
 
 
-def traffic(parameter_sizes: Sequence[int], num_ranks: int, kind: Kind) -> list[Entry]:
+def traffic(
+    parameter_sizes: Sequence[int], num_ranks: int, kind: Kind, axis: str = "dp"
+) -> list[Entry]:
     """Return what one rank sends in one step, accumulated or not.
 
     Args:
         parameter_sizes: bytes of each trained parameter, in the order of `model.parameters()`; all
             of one data type (a bucket of several makes a call for each).
-        num_ranks: N, the degree of dp.
+        num_ranks: N, the degree of the axis.
         kind: "naive" makes one call a parameter, "bucketed" one a bucket; the bytes are the same.
+        axis: that the gradients are summed over.
     """
     if num_ranks == 1:
         return []
@@ -72,42 +76,50 @@ def traffic(parameter_sizes: Sequence[int], num_ranks: int, kind: Kind) -> list[
         else ("backward", len(buckets(parameter_sizes)), total)
     )
     return [
-        Entry(phase, "dp", "all_reduce", calls, size, sent_bytes("all_reduce", size, num_ranks))
+        Entry(phase, axis, "all_reduce", calls, size, sent_bytes("all_reduce", size, num_ranks))
         for phase, calls, size in (gradients, ("agree", 1, flags))
     ]
 
 
 class DataSplit(Split):
-    """The axis dp without fsdp beside it, which has its own way with copies."""
+    """The axis dp, and all else that gradients are summed over; fsdp does so by itself."""
 
     axis = "dp"
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._kind: Kind = cast(Kind, target.strategy.dp.kind)
+        self._degrees = _degrees(target.strategy)
 
     @classmethod
     def is_asked(cls, strategy: Strategy) -> bool:
-        """Tell whether dp alone gives ranks other samples."""
-        return strategy.dp.degree > 1 and strategy.fsdp.degree == 1
+        """Tell whether ranks hold full copies that compute other tokens."""
+        return bool(_degrees(strategy)) and strategy.fsdp.degree == 1
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the gradients' sums."""
-        return traffic(self.target.sizes(), self.target.strategy.dp.degree, self._kind)
+        sizes, kind = self.target.sizes(), self._kind
+        return [e for axis, n in self._degrees.items() for e in traffic(sizes, n, kind, axis)]
 
     def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
-        """Return what sums gradients over dp."""
+        """Return what sums gradients over these axes."""
         return apply(self.target.model, comm, self._kind)
 
 
 def apply(model: nn.Module, comm: Comm, kind: Kind = "bucketed") -> GradientReducer:
-    """Make parameters and buffers equal over dp and return what will reduce their gradients."""
+    """Make parameters and buffers equal, and return what will reduce their gradients."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            comm.broadcast(local_shard(tensor), "dp")
+            comm.broadcast(local_shard(tensor), "grad")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     reducer = NaiveReducer if kind == "naive" else BucketedReducer
     return reducer(parameters, comm)
+
+
+def _degrees(strategy: Strategy) -> dict[str, int]:
+    """Return the axes that gradients are summed over, and their degrees above 1."""
+    axes = {name: axis.degree for name, axis in strategy.axes() if axis.degree > 1}
+    return {name: axes[name] for name in axes_of("grad", axes)}
 
 
 class NaiveReducer(GradientReducer):

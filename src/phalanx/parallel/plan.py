@@ -76,8 +76,18 @@ class Plan(Generic[Model]):
 
     @property
     def row_shards(self) -> int:
-        """In how many shards the rows of a microbatch are split; others are padded."""
+        """In how many shards the rows of a microbatch are split."""
         return math.prod(split.row_shards for split in self._splits)
+
+    @property
+    def position_shards(self) -> int:
+        """In how many shards the positions of a row are split, where they have to be equal."""
+        return math.prod(split.position_shards for split in self._splits)
+
+    @property
+    def uncompiled(self) -> str:
+        """The axes that make of blocks what torch.compile does not take, as text."""
+        return ", ".join(split.axis for split in self._splits if not split.compiles)
 
     def holds(self, accumulation: int = 1) -> StateBytes:
         """Return what the first rank holds of the trained state.
@@ -96,7 +106,11 @@ class Plan(Generic[Model]):
         Args:
             microbatches: rows and positions of each of this rank's microbatches.
         """
-        return [entry for split in self._splits for entry in split.traffic(microbatches)]
+        entries: list[Entry] = []
+        for split in self._splits:
+            entries += split.traffic(microbatches)
+            microbatches = [(rows, -(-t // split.position_shards)) for rows, t in microbatches]
+        return entries
 
     def table(self) -> list[Row]:
         """Return what tp does to each parameter; empty without tp."""

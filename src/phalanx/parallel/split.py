@@ -84,7 +84,11 @@ class Split:
     """Its name in the strategy."""
 
     row_shards: int = 1
-    """In how many shards it splits the rows of a microbatch; others are padded."""
+    position_shards: int = 1
+    """In how many equal shards it splits the rows, and the positions, of a microbatch."""
+
+    compiles: ClassVar[bool] = True
+    """Whether torch.compile takes the blocks that it has split."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -112,7 +116,8 @@ class Split:
         """Return what the first rank sends for this axis in one step.
 
         Args:
-            microbatches: rows and positions of each of this rank's microbatches.
+            microbatches: rows and positions that the axes before this one leave of each of this
+                rank's microbatches.
         """
         _ = microbatches
         return []

@@ -41,7 +41,7 @@ def evaluate(session: Session) -> Evaluation | None:
     if len(rows) == 0:
         return None
     rank, num_ranks = session.comm.coord("data"), session.comm.size("data")
-    sums = torch.zeros(2, dtype=torch.float64, device=session.comm.device)
+    nats, num_tokens = torch.zeros(2, dtype=torch.float64, device=session.comm.device)
     batches = evaluation_batches(
         session.validation, rows, microbatch=job.batch.microbatch, rank=rank, num_ranks=num_ranks
     )
@@ -49,13 +49,14 @@ def evaluate(session: Session) -> Evaluation | None:
     session.model.eval()
     with said_if_long(f"evaluating on {len(rows):,} samples"):
         for batch in batches:
-            sums[0] += objective.loss_sum(session.model, batch.to(session.comm.device), 0)
-            sums[1] += batch.count_valid()
+            nats += objective.loss_sum(session.model, batch.to(session.comm.device), 0)
+            num_tokens += batch.count_valid()
     session.model.train()
-    nats, num_tokens = session.comm.all_reduce(sums, "loss").tolist()
+    loss_sum = session.comm.all_reduce(nats, "loss").item()
+    num_valid = session.comm.all_reduce(num_tokens, "data").item()
     num_bytes = session.validation.count_bytes(rows, job.tokens.token_bytes())
     return Evaluation(
-        loss=nats / num_tokens,
-        bits_per_byte=nats / math.log(2) / num_bytes,
-        num_tokens=int(num_tokens),
+        loss=loss_sum / num_valid,
+        bits_per_byte=loss_sum / math.log(2) / num_bytes,
+        num_tokens=int(num_valid),
     )

@@ -116,7 +116,7 @@ class Step:
         for microbatch in microbatches:
             num_valid += self.objective.num_valid(microbatch)
         with self.phase("count"):
-            self.comm.all_reduce(num_valid, "loss")
+            self.comm.all_reduce(num_valid, "data")
         divisor = num_valid.clamp(min=1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 

@@ -27,6 +27,7 @@ class TensorSplit(Split):
     """
 
     axis = "tp"
+    compiles = False  # its products are operators of our own
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)

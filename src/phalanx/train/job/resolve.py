@@ -20,7 +20,6 @@ from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.planner.model_shape import num_parameters
-from phalanx.strategy import Strategy
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resume import check_stream, stream_of, to_keep, tokenizer_of
 from phalanx.train.job.run_folder import (
@@ -119,22 +118,25 @@ def _check_split(request: Request) -> None:
 
     Raises:
         StrategyError: sizes are not divisible, or there are too few blocks for a segment.
-        ConfigError: rows of a microbatch would be padded, or blocks split by tp compiled.
+        ConfigError: rows of a microbatch would be padded, or blocks compiled that cannot be.
     """
     from phalanx.parallel.plan import plan_decoder
 
     config, strategy, batch = request.config, request.strategy, request.batch
-    num_parts = plan_decoder(strategy, request.shape).row_shards
-    if batch.microbatch % num_parts:
-        legal = math.ceil(batch.microbatch / num_parts) * num_parts
+    plan = plan_decoder(strategy, request.shape)
+    for name, size, shards in (
+        ("batch.microbatch", batch.microbatch, plan.row_shards),
+        ("corpus.seq_len", config.corpus.seq_len, plan.position_shards),
+    ):
+        if size % shards:
+            raise ConfigError(
+                f"{name} is {size}, but {strategy} splits it in {shards} and would pad it at each "
+                f"step; set it to {math.ceil(size / shards) * shards}"
+            )
+    if config.compile and plan.uncompiled:
         raise ConfigError(
-            f"batch.microbatch is {batch.microbatch}, but {Strategy(tp=strategy.tp)} splits its "
-            f"rows in {num_parts} and would pad them at each step; set it to {legal}"
-        )
-    if config.compile and strategy.tp.degree > 1:
-        raise ConfigError(
-            f"compile is set, but the products of tp{strategy.tp.degree} are not made to be "
-            "compiled; leave compile out, or use dp or fsdp"
+            f"compile is set, but blocks split by {plan.uncompiled} are not made to be compiled; "
+            "leave compile out, or use dp or fsdp"
         )
 
 
