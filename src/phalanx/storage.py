@@ -8,6 +8,7 @@ A crash leaves a folder whose name ends with PARTIAL, which nothing reads.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import hashlib
 import io
@@ -188,3 +189,16 @@ def existing(path: Path) -> Path:
 def free_bytes(path: Path) -> int:
     """Return the bytes left on the disk that a path is on, or would be."""
     return shutil.disk_usage(existing(path)).free
+
+
+def hint_of_missing(path: Path) -> str:
+    """Return words on the existing path nearest to a missing one, to end a message."""
+    if path.is_symlink():
+        return f": it is a link to {os.readlink(path)}, which leads nowhere"
+    path = path.absolute()
+    while not path.parent.is_dir():
+        path = path.parent
+    names = sorted(entry.name for entry in path.parent.iterdir())
+    if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):
+        return f" (did you mean '{path.with_name(close[0])}'?)"
+    return f"; {path.parent} holds nothing of a like name"

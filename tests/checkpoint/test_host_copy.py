@@ -71,11 +71,12 @@ def test_memory_that_the_system_does_not_have_is_refused(monkeypatch: pytest.Mon
         raise RuntimeError("DefaultCPUAllocator: not enough memory")
 
     copy = HostCopy()
-    assert not copy.reserve(2000, 1999)
-    assert not copy.reserve(2000)  # the system might promise it, and end the process later
-    assert copy.reserve(2000, 2000)
+    fewer, some, more = ([torch.zeros(n, dtype=torch.uint8)] for n in (1999, 2000, 2001))
+    assert not copy.reserve(some, 1999)
+    assert not copy.reserve(some)  # the system might promise it, and end the process later
+    assert copy.reserve(some, 2000)
     monkeypatch.setattr(torch, "empty", refuse)
-    assert copy.reserve(1999) and not copy.reserve(2001)
+    assert copy.reserve(fewer) and copy.take(more) is None
 
 
 @pytest.mark.gpu
@@ -83,8 +84,8 @@ def test_memory_that_the_system_does_not_have_is_refused(monkeypatch: pytest.Mon
 def test_memory_is_pinned_as_it_is() -> None:
     copy = HostCopy()
     tensors = [torch.arange(1000.0, device="cuda"), torch.arange(77, device="cuda").double()]
-    assert copy.reserve(5000, pin=True) and copy._is_pinned
-    (held,) = copy.take(tensors)
+    (held,) = copy.take(tensors) or ()
+    assert copy._is_pinned
     assert torch.equal(held[:4000].view(torch.float32), torch.arange(1000.0))
     assert torch.equal(held[4000:].view(torch.float64), torch.arange(77).double())
     copy.release()

@@ -18,7 +18,7 @@ def write_hello(place: Path) -> dict[str, object]:
 def test_published_folder_gives_its_facts_back(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "x"
     assert cache.read_facts(folder) is None
-    assert cache.publish(folder, write_hello, needed_bytes=5) == {"n": 1}
+    assert cache.find_or_make(folder, write_hello, needed_bytes=5) == {"n": 1}
     assert cache.read_facts(folder) == {"n": 1}
     assert [p.name for p in folder.parent.iterdir()] == ["x"]
 
@@ -26,7 +26,7 @@ def test_published_folder_gives_its_facts_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove", "manifest", "version", "file"])
 def test_damaged_folder_is_not_believed_and_is_made_anew(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "x"
-    cache.publish(folder, write_hello, needed_bytes=5)
+    cache.find_or_make(folder, write_hello, needed_bytes=5)
     file, manifest = folder / "a.txt", folder / "manifest.json"
     if damage == "cut":
         file.write_text("hell")
@@ -46,7 +46,7 @@ def test_damaged_folder_is_not_believed_and_is_made_anew(tmp_path: Path, damage:
         folder.rmdir()
         folder.write_text("a file where a folder should be")
     assert cache.read_facts(folder) is None
-    assert cache.publish(folder, write_hello, needed_bytes=5) == {"n": 1}
+    assert cache.find_or_make(folder, write_hello, needed_bytes=5) == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
@@ -54,11 +54,11 @@ def test_first_of_two_processes_wins(tmp_path: Path) -> None:
     folder = tmp_path / "x"
 
     def second(place: Path) -> dict[str, object]:
-        cache.publish(folder, write_hello, needed_bytes=5)
+        cache.find_or_make(folder, write_hello, needed_bytes=5)
         (place / "a.txt").write_text("other")
         return {"n": 2}
 
-    assert cache.publish(folder, second, needed_bytes=5) == {"n": 1}
+    assert cache.find_or_make(folder, second, needed_bytes=5) == {"n": 1}
     assert (folder / "a.txt").read_text() == "hello"
 
 
@@ -69,14 +69,14 @@ def test_full_disk_names_path_and_bytes_and_leaves_nothing(tmp_path: Path, code:
         raise OSError(code, "no space")
 
     with pytest.raises(DataError, match=r"no space left for .*x: it needs about 12,345 bytes"):
-        cache.publish(tmp_path / "x", fail, needed_bytes=12345)
+        cache.find_or_make(tmp_path / "x", fail, needed_bytes=12345)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot write .*file/x.*corpus\.cache"):
-        cache.publish(tmp_path / "file" / "x", write_hello, needed_bytes=5)
+        cache.find_or_make(tmp_path / "file" / "x", write_hello, needed_bytes=5)
 
 
 def test_cache_folder_follows_the_setting_then_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +118,21 @@ def test_pieces_make_the_whole(text: str, size: int) -> None:
     assert all(pieces) or not text
 
 
-def test_pieces_of_source_have_the_tokens_of_the_whole(trained: Tokenizer) -> None:
-    text = Path(tk.__file__).read_text() * 3
-    pieces = list(tk.cut_pieces(text, 5000))
-    assert len(pieces) > 5
-    joined = [i for ids in tk.encode_pieces(trained, pieces) for i in ids]
-    assert joined == trained.encode(text).ids
+def test_pieces_have_the_tokens_of_the_whole() -> None:
+    """Not after every newline: blanks on either side of it may be one token together with it."""
+    text = "def f(x):\n    return x\n\n\nclass A:\n    pass\ny = 1 \nz = 2\n" * 20
+    tokenizer = tk.train_tokenizer([text], 300)
+    expected = tokenizer.encode(text).ids
+
+    def encode(pieces: Iterable[str]) -> list[int]:
+        return [i for ids in tk.encode_pieces(tokenizer, pieces) for i in ids]
+
+    for size in (60, 70, 500):
+        pieces = list(tk.cut_pieces(text, size))
+        assert len(pieces) > 2 and encode(pieces) == expected
+    assert encode(text.splitlines(keepends=True)) != expected
+    # Where no newline is between two lines of text, it is cut anyway.
+    assert encode(tk.cut_pieces(text, 10)) != expected
 
 
 def test_encoding_keeps_the_order_over_many_calls(

@@ -15,11 +15,7 @@ from phalanx.storage import PARTIAL, become, checksum, sync
 def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
     """Compare files of a checkpoint with their checksums.
 
-    Args:
-        folder: of the checkpoint.
-        about: its manifest.
-        turn: which share of the files to read, from 0.
-        num_turns: shares into which the files are dealt, of about the same bytes.
+    The files are dealt into `num_turns` shares of about the same bytes; share `turn` is read.
 
     Raises:
         CheckpointError: a file is missing, cut short or changed; names it, and what else there is.
@@ -51,6 +47,11 @@ def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
     return None
 
 
+def partial_of(final: Path) -> Path:
+    """Return the folder in which the checkpoint `final` is written."""
+    return final.with_name(final.name + PARTIAL)
+
+
 def make_partial(final: Path) -> Path:
     """Make the folder in which the checkpoint `final` is written, and return it.
 
@@ -67,7 +68,7 @@ def make_partial(final: Path) -> Path:
     for path in final.parent.iterdir():
         if path.suffix in (PARTIAL, manifest.REMOVED):
             shutil.rmtree(path, ignore_errors=True)
-    partial = final.with_name(final.name + PARTIAL)
+    partial = partial_of(final)
     partial.mkdir(exist_ok=True)  # files that could not be removed are written over
     return partial
 

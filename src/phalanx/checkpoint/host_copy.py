@@ -27,18 +27,13 @@ class HostCopy:
         self._is_pinned = False
         self._most_bytes: int | None = None
 
-    def reserve(self, num_bytes: int, free_bytes: int | None = None, *, pin: bool = False) -> bool:
-        """Get the memory, all of it now: a page that is only promised may be missing later.
+    def reserve(self, tensors: Sequence[torch.Tensor], free_bytes: int | None = None) -> bool:
+        """Get the memory for such tensors, all of it now: a promised page may be missing later.
 
-        Args:
-            num_bytes: to hold.
-            free_bytes: that this rank may take, from now on; None leaves it at what was said
-                before, or to the system.
-            pin: tensors come from a GPU.
-
-        Returns:
-            Whether there is enough.
+        This rank may take `free_bytes` from now on; None leaves it at what was said before, or to
+        the system. Returns whether there is enough.
         """
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
         if self._buffer is not None and self._buffer.nbytes >= num_bytes:
             return True
         self.release()
@@ -50,7 +45,7 @@ class HostCopy:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").zero_()
         except (RuntimeError, MemoryError):
             return False
-        if pin and num_bytes:
+        if num_bytes and any(tensor.is_cuda for tensor in tensors):
             cuda: Any = torch.cuda.cudart()
             self._is_pinned = (
                 cuda.cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0).value == 0
@@ -64,8 +59,13 @@ class HostCopy:
             cuda.cudaHostUnregister(self._buffer.data_ptr())
         self._buffer, self._is_pinned = None, False
 
-    def take(self, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-        """Copy tensors, and return what holds their bytes; they may change once this returns."""
+    def take(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """Copy tensors, and return what holds their bytes; they may change once this returns.
+
+        None if there is not enough memory.
+        """
+        if not self.reserve(tensors):
+            return None
         assert self._buffer is not None
         end = 0
         for tensor in tensors:

@@ -18,7 +18,15 @@ import torch
 from safetensors import SafetensorError
 
 from phalanx.checkpoint.foreign import brief, read_json, write_json
-from phalanx.checkpoint.sharding import Box, Layout, SavedShard, check_cover, plan_reads
+from phalanx.checkpoint.sharding import (
+    Box,
+    Layout,
+    SavedShard,
+    Sharding,
+    WritePlan,
+    check_cover,
+    plan_reads,
+)
 from phalanx.checkpoint.tensor_file import DTYPES, NAMES, SUFFIX, open_file
 from phalanx.errors import CheckpointError
 from phalanx.storage import Checksum, checksum, sync
@@ -32,31 +40,30 @@ class SavedTensor(NamedTuple):
     dtype: torch.dtype
     layout: Layout
 
+    def is_like(self, sharding: Sharding) -> bool:
+        """Return whether it has the shape and the data type of what the ranks hold."""
+        return (self.layout.shape, self.dtype) == (sharding.shape, sharding.dtype)
+
 
 Index = dict[str, SavedTensor]
 """The tensors of a checkpoint by name."""
 
 
-def write(
-    folder: Path, dtypes: Mapping[str, torch.dtype], layouts: Mapping[str, Layout]
-) -> Checksum:
-    """Write the index into a folder, and have the disk hold it; return its checksum.
-
-    Args:
-        folder: of the checkpoint.
-        dtypes: of the tensors, by name.
-        layouts: of the tensors, by name.
+def write(folder: Path, plan: WritePlan) -> Checksum:
+    """Write the index of planned tensors, and have the disk hold it; return its checksum.
 
     Raises:
         CheckpointError: it would be too large to be read.
         OSError: the disk is full, say.
     """
+    layouts = plan.layouts()
     distinct = {id(layout): layout for layout in layouts.values()}
     numbers = {key: number for number, key in enumerate(distinct)}
     content = {
         "layouts": [vars(layout) for layout in distinct.values()],
         "tensors": {
-            name: [NAMES[dtypes[name]], numbers[id(layout)]] for name, layout in layouts.items()
+            name: [NAMES[plan.shardings[name].dtype], numbers[id(layout)]]
+            for name, layout in layouts.items()
         },
     }
     path = folder / NAME
@@ -68,9 +75,7 @@ def write(
 def read(folder: Path, files: Mapping[str, Checksum]) -> Index:
     """Read the index of a checkpoint, and check that it describes tensors that can be there.
 
-    Args:
-        folder: of the checkpoint.
-        files: of its manifest; no other is read.
+    No files but those of the manifest, `files`, are ever read.
 
     Raises:
         CheckpointError: it is missing or damaged, or asks for what is not there.
@@ -154,12 +159,7 @@ def _numbers(values: list[Any]) -> tuple[int, ...]:
 
 
 def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Box]]) -> None:
-    """Read parts of tensors.
-
-    Args:
-        folder: of the checkpoint.
-        index: of the checkpoint.
-        wanted: where each part is to be, and which part of the whole tensor it is, by name.
+    """Read parts of tensors, by name: into which tensor, and which part of the full one.
 
     Raises:
         CheckpointError: a file does not hold what the index says.

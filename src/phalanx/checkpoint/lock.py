@@ -6,10 +6,9 @@ import os
 import platform
 import secrets
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from phalanx.checkpoint import manifest
 from phalanx.errors import CheckpointError
@@ -36,7 +35,7 @@ class RunLock:
     def __init__(self, run: Path) -> None:
         """Take nothing yet; `run` is the folder of the run."""
         self._folder = run / "checkpoints"
-        self._close: weakref.finalize[Any, Any] | None = None
+        self._file: IO[bytes] | None = None
 
     def take(self) -> str:
         """Take the lock, until `release` or the end of this object; return what marks it as ours.
@@ -47,9 +46,8 @@ class RunLock:
         """
         path = self._folder / manifest.LOCK
         self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._close = weakref.finalize(self, os.close, descriptor)
-        if not _within(LOCK_WAIT_S, lambda: _is_locked(descriptor)):
+        file = self._file = path.open("ab", buffering=0)
+        if not _within(LOCK_WAIT_S, lambda: _is_locked(file.fileno())):
             self.release()
             raise CheckpointError(
                 f"another process saves to {self._folder}; wait until it has ended, or give "
@@ -57,9 +55,9 @@ class RunLock:
             )
         mark = secrets.token_hex(8)
         try:
-            os.truncate(descriptor, 0)
-            os.write(descriptor, mark.encode())
-            os.fsync(descriptor)
+            file.truncate(0)
+            file.write(mark.encode())
+            os.fsync(file.fileno())
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
         return mark
@@ -80,8 +78,8 @@ class RunLock:
 
     def release(self) -> None:
         """Let others have the lock, if this process holds it."""
-        if self._close is not None:
-            self._close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _is_locked(descriptor: int) -> bool:

@@ -123,12 +123,7 @@ _KINDS: Final = {
 
 
 class Checkpoint(NamedTuple):
-    """A whole checkpoint on the disk.
-
-    Attributes:
-        folder: where it is.
-        about: its manifest.
-    """
+    """The folder of a whole checkpoint, and its manifest."""
 
     folder: Path
     about: Manifest
@@ -162,13 +157,13 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         values = read_json(path)
+        if (problem := _problem(values)) is not None:
+            raise CheckpointError(f"cannot read {path}: {problem}")
     except FileNotFoundError as error:
         others = others_than(folder)
         raise CheckpointError(f"{folder} holds no whole checkpoint: no {NAME}{others}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{error}{others_than(folder)}") from error
-    if (problem := _problem(values)) is not None:
-        raise CheckpointError(f"cannot read {path}: {problem}{others_than(folder)}")
     del values["sha256"]
     values["files"] = {name: tuple(entry) for name, entry in values["files"].items()}
     return Manifest(**values)
@@ -226,19 +221,23 @@ def run_of(folder: Path) -> Path | None:
 def whole(run: Path) -> dict[int, Path]:
     """Return the whole checkpoints of a run folder by the steps done, in rising order."""
     folders = [path.parent for path in (run / "checkpoints").glob(f"*/{NAME}")]
-    matches = [(STEP_FOLDER.fullmatch(folder.name), folder) for folder in folders]
-    return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
+    by_step = [(step, folder) for folder in folders if (step := _step_of(folder)) is not None]
+    return dict(sorted(by_step))
+
+
+def _step_of(folder: Path) -> int | None:
+    """Return the steps done, by the name of a checkpoint's folder; None for any other folder."""
+    match = STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def not_whole_after(folder: Path) -> str | None:
     """Say which later checkpoints of a run are not whole, so that it goes back to `folder`."""
-    match = STEP_FOLDER.fullmatch(folder.name)
+    steps_done = _step_of(folder)
     later = sorted(
         path.name
-        for path in (folder.parent.iterdir() if match is not None else ())
-        if (other := STEP_FOLDER.fullmatch(path.name)) is not None
-        and int(other[1]) > int(folder.name.removeprefix("step-"))
-        and not (path / NAME).exists()
+        for path in (folder.parent.iterdir() if steps_done is not None else ())
+        if (_step_of(path) or 0) > (steps_done or 0) and not (path / NAME).exists()
     )
     if not later:
         return None
@@ -261,14 +260,12 @@ def others_than(folder: Path) -> str:
 
     Those are the latest of the older checkpoints of its run; there are no words if there are none.
     """
-    run, match = run_of(folder), STEP_FOLDER.fullmatch(folder.name)
-    if run is None or match is None:
+    run, steps_done = run_of(folder), _step_of(folder)
+    if run is None or steps_done is None:
         return ""
-    older = [path for steps_done, path in whole(run).items() if steps_done < int(match[1])]
-    if not older:
-        return ""
-    shown = [str(path) for path in reversed(older[-NUM_NAMED:])]
-    return f"; older checkpoints that can be used instead: {', '.join(shown)}"
+    older = [str(path) for step, path in reversed(whole(run).items()) if step < steps_done]
+    named = ", ".join(older[:NUM_NAMED])
+    return f"; older checkpoints that can be used instead: {named}" if named else ""
 
 
 def find(path: Path) -> Path:

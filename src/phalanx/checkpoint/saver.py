@@ -19,41 +19,34 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.checkpoint import index, manifest, tensor_file
-from phalanx.checkpoint.files import make_partial, publish, remove_older
+from phalanx.checkpoint.files import make_partial, partial_of, publish, remove_older
 from phalanx.checkpoint.host_copy import HostCopy, in_pieces
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.progress import SaveProgress
-from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
+from phalanx.checkpoint.sharding import WritePlan, file_of
 from phalanx.checkpoint.state import Held, held_by, held_once_trained
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.together import all_or_none, on_first_rank, reason_of
 from phalanx.errors import CheckpointError
-from phalanx.storage import PARTIAL
+from phalanx.storage import Checksum
 
 NICENESS = 10
 """How far the writer stands back: beside a thread of ordinary priority, Linux gives it a tenth."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Save:
-    """One save, as it is written.
-
-    Attributes:
-        final: folder of the checkpoint.
-        about: its manifest, whose `files` are yet to be filled in.
-        plan: who writes what.
-        infos: what this rank's file holds, in order.
-        pieces: the bytes of that.
-    """
+class _Save(NamedTuple):
+    """One save, as it is written: who writes what, and what this rank writes, in order."""
 
     final: Path
+    partial: Path
     about: Manifest
     plan: WritePlan
     infos: dict[str, TensorInfo]
@@ -96,20 +89,15 @@ class Saver:
     ) -> str | None:
         """Get the host memory for the copy of this rank's share, before the first step.
 
-        Args:
-            model: the model, split or not.
-            optimizer: of the model, an Adam; the moments it does not have yet are reckoned with.
-            free_bytes: host memory that this rank may take; None to find out.
-
-        Returns:
-            What a person should know, if there is not enough; saving goes on without.
+        The moments that the optimizer, an Adam, does not have yet are reckoned with. This rank may
+        take `free_bytes`, or what it gets if that is None. Returns what a person should know if
+        there is not enough; saving goes on without.
         """
         held = held_once_trained(model, optimizer)
-        infos = self._ours(held)
-        num_bytes = sum(info.num_bytes for info in infos.values())
-        pin = any(each.local.is_cuda for each in held.values())
-        if self._copy.reserve(num_bytes, free_bytes, pin=pin):
+        tensors = [held[name].local for name in self._ours(held)]
+        if self._copy.reserve(tensors, free_bytes):
             return None
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
         left = "" if free_bytes is None else f", but only {free_bytes / 2**30:.2f} GiB are free"
         return (
             f"the copy of a checkpoint takes {num_bytes / 2**30:.2f} GiB of host memory a rank"
@@ -119,10 +107,7 @@ class Saver:
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: Manifest) -> None:
         """Copy the state and begin to write it; it may change as soon as this returns.
 
-        Args:
-            model: the model, split or not.
-            optimizer: of the model.
-            about: the manifest, whose `files` are yet to be filled in.
+        The `files` of the manifest are filled in when they are written.
 
         Raises:
             CheckpointError: the save before this one failed, or the state cannot be saved: it is of
@@ -132,20 +117,19 @@ class Saver:
         held = held_by(model, optimizer)
         infos = self._ours(held)
         tensors = [held[name].local for name in infos]
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        pin = any(tensor.is_cuda for tensor in tensors)
-        is_copied = self._copy.reserve(num_bytes, pin=pin)
-        pieces = self._copy.take(tensors) if is_copied else in_pieces(tensors)
+        copied = self._copy.take(tensors)
+        pieces = in_pieces(tensors) if copied is None else copied
         self._final = manifest.folder_of(self._run, about.steps_done)
+        save = _Save(self._final, partial_of(self._final), about, self._plan, infos, pieces)
         self._progress.begin()
         self._thread = threading.Thread(
             target=self._write,
-            args=(_Save(self._final, about, self._plan, infos, pieces),),
+            args=(save,),
             name="checkpoint writer",
             daemon=True,  # one that the disk never answers must not keep the process
         )
         self._thread.start()
-        if not is_copied:
+        if copied is None:
             self.finish()
 
     def poll(self) -> None:
@@ -196,7 +180,7 @@ class Saver:
 
     def _ours(self, held: dict[str, Held]) -> dict[str, TensorInfo]:
         """Return what this rank writes of what the ranks hold; plan anew only if that changes."""
-        shardings: dict[str, Sharding] = {name: each.sharding for name, each in held.items()}
+        shardings = {name: each.sharding for name, each in held.items()}
         if shardings != self._plan.shardings:
             for name, sharding in shardings.items():
                 if sharding.dtype not in NAMES:
@@ -205,8 +189,7 @@ class Saver:
                         f"{', '.join(map(str, NAMES))}"
                     )
             self._plan = WritePlan(shardings, self._plan.num_ranks)
-        boxes = self._plan.writes_of(self._progress.rank)
-        return {name: TensorInfo(shardings[name].dtype, box.sizes) for name, box in boxes.items()}
+        return self._plan.writes_of(self._progress.rank)
 
     def _failed(self, words: str) -> CheckpointError:
         """Return the error of a save that came to nothing, and what there is instead."""
@@ -236,37 +219,33 @@ class Saver:
         self._progress.wait_to_begin()
         try:
             try:
-                file = _write_file(save, self._progress)
+                self._progress.tell("written", _write_file(save, self._progress))
             except CheckpointError:
                 raise
             except Exception as error:  # whatever it is, rank 0 must not wait for this file
                 self._progress.tell("failed", reason_of(error))
-            else:
-                self._progress.tell("written", file)
             self._progress.wait()
         except CheckpointError:  # rank 0 has given up, and may have removed the folder before
-            partial = save.final.with_name(save.final.name + PARTIAL)
             with suppress(OSError):
-                (partial / file_of(self._progress.rank)).unlink(missing_ok=True)
-                partial.rmdir()
+                (save.partial / file_of(self._progress.rank)).unlink(missing_ok=True)
+                save.partial.rmdir()
             raise
 
     def _save_first(self, save: _Save) -> None:
         """Make the folder, write this rank's file, and publish when all have written theirs."""
-        progress, partial = self._progress, save.final.with_name(save.final.name + PARTIAL)
+        progress = self._progress
         try:
             make_partial(save.final)
         except Exception as error:
             raise self._given_up(error) from error
         try:
             progress.conclude("open")
-            progress.tell("written", _write_file(save, progress))
+            progress.tell("written", _write_file(save, self._progress))
             files = {name: tuple(checksum) for file in progress.wait() for name, checksum in file}
-            dtypes = {name: sharding.dtype for name, sharding in save.plan.shardings.items()}
-            files[index.NAME] = index.write(partial, dtypes, save.plan.layouts())
-            publish(partial, save.final, dataclasses.replace(save.about, files=files))
+            files[index.NAME] = index.write(save.partial, save.plan)
+            publish(save.partial, save.final, dataclasses.replace(save.about, files=files))
         except Exception as error:  # whatever it is, the others must not wait for this rank
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(save.partial, ignore_errors=True)
             raise self._given_up(error) from error
         progress.conclude("published")
         remove_older(self._run, self._keep)
@@ -278,13 +257,12 @@ class Saver:
         return failure
 
 
-def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, tuple[int, str]]]:
+def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum]]:
     """Write this rank's file; return its name and checksum, or nothing if it has nothing."""
     if not save.infos:
         return []
     file = file_of(progress.rank)
-    partial = save.final.with_name(save.final.name + PARTIAL)
-    return [(file, tensor_file.write(partial / file, save.infos, save.pieces, progress.moved))]
+    return [(file, tensor_file.write(save.partial / file, save.infos, save.pieces, progress.moved))]
 
 
 def _stand_back() -> None:

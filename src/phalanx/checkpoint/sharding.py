@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-# Private, and PyTorch's one account of what a rank holds that needs no process group; tests/
-# checkpoint/test_plan.py pins it.
+# Private, and PyTorch's one account of what a rank holds that needs no process group;
+# tests/checkpoint/test_sharding.py pins it.
 from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,  # pyright: ignore[reportPrivateUsage]
 )
@@ -110,12 +110,6 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     return Sharding(tuple(tensor.shape), tensor.dtype, tuple(axes))
 
 
-def one_row_each(length: int, dtype: torch.dtype, num_ranks: int) -> Sharding:
-    """Return the sharding of a matrix of which each rank has one row."""
-    axes = (ShardedAxis(Shard(0), num_ranks, 1),) if num_ranks > 1 else ()
-    return Sharding((num_ranks, length), dtype, axes)
-
-
 def file_of(rank: int) -> str:
     """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}{SUFFIX}"
@@ -133,15 +127,15 @@ class WritePlan:
         self.num_ranks = num_ranks
         self._writers = _dealt(self.shardings, num_ranks)
 
-    def writes_of(self, rank: int) -> dict[str, Box]:
+    def writes_of(self, rank: int) -> dict[str, TensorInfo]:
         """Return what a rank writes, in the order of its file."""
-        boxes = {
-            name: box
-            for name, writers in self._writers.items()
-            if rank in writers and (box := self.shardings[name].box(rank)).num_elements
-        }
-        infos = {name: TensorInfo(self.shardings[name].dtype, boxes[name].sizes) for name in boxes}
-        return {name: boxes[name] for name in in_order(infos)}
+        return in_order(
+            {
+                name: TensorInfo(self.shardings[name].dtype, box.sizes)
+                for name, writers in self._writers.items()
+                if rank in writers and (box := self.shardings[name].box(rank)).num_elements
+            }
+        )
 
     def layouts(self) -> Mapping[str, Layout]:
         """Return which file holds which shard, by tensor; equal layouts are one object."""
@@ -199,12 +193,7 @@ class SavedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The shards that a saved tensor is made of.
-
-    Attributes:
-        shape: of the whole tensor.
-        shards: cover it, each part once.
-    """
+    """The shape of a saved tensor, and the shards that cover it, each part once."""
 
     shape: tuple[int, ...]
     shards: tuple[SavedShard, ...]
@@ -238,12 +227,7 @@ def reads_of(layout: Layout, box: Box) -> list[Read]:
 def plan_reads(
     layouts: Mapping[str, Layout], wanted: Mapping[str, Box]
 ) -> dict[str, list[tuple[str, Read]]]:
-    """Return what to read from which file: name of the tensor, and the part.
-
-    Args:
-        layouts: by the names of the tensors.
-        wanted: the box of each tensor that is to be read.
-    """
+    """Return what to read from which file for a box of each tensor: its name, and the part."""
     known: dict[tuple[int, Box], list[Read]] = {}
     by_file: dict[str, list[tuple[str, Read]]] = defaultdict(list)
     for name, box in wanted.items():

@@ -10,20 +10,20 @@ one tensor under one name. A tie has the first of its names.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.sharding import Sharding, one_row_each, sharding_of
+from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
@@ -102,22 +102,29 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     doing = f"cannot load {folder}"
     about, tensors = _open(folder, doing)
     weights = weights_of(model)
-    all_or_none(lambda: _check_fit(about, tensors, weights, _trained(weights, optimizer)), doing)
-    state = {f"model.{name}": tensor.detach() for name, tensor in weights.items()}
-    moments = _empty_moments(tensors, _trained(weights, optimizer), optimizer)
-    for name, values in moments.items():
-        state |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+    trained = _trained(weights, optimizer)
+
+    def make_room() -> dict[str, torch.Tensor]:
+        about.check_optimizer()
+        _check_weights(tensors, weights)
+        return _empty_moments(tensors, trained, optimizer)
+
+    moments = all_or_none(make_room, doing)
+    state = {f"model.{name}": tensor for name, tensor in weights.items()} | moments
     held = {name: _held(tensor) for name, tensor in state.items()}
     generators = {device: torch.empty_like(value) for device, value in _generators(model).items()}
     rows = _rows(generators)
-    if all(_fits(tensors, name, row.sharding) for name, row in rows.items()):
+    if all(name in tensors and tensors[name].is_like(row.sharding) for name, row in rows.items()):
         held |= rows
     else:
         generators = {}
     _read(folder, tensors, held, doing)
     all_or_none(lambda: _set_generators(generators), doing)
-    for name, parameter in _trained(weights, optimizer).items():
-        optimizer.state[parameter] = moments.get(name, {})
+    for parameter in trained.values():
+        optimizer.state[parameter] = {}
+    for stored_name, value in moments.items():
+        name, key = _parameter_and_key(stored_name)
+        optimizer.state[trained[name]][key] = value
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -178,20 +185,13 @@ def _generators(model: nn.Module) -> dict[str, torch.Tensor]:
 def _rows(states: dict[str, torch.Tensor]) -> dict[str, Held]:
     """Return this rank's generators as rows of tensors of the checkpoint."""
     num_ranks = dist.get_world_size()
+    axes = (ShardedAxis(Shard(0), num_ranks, 1),) if num_ranks > 1 else ()
     return {
         f"generators.{device}": Held(
-            one_row_each(state.numel(), state.dtype, num_ranks), state[None]
+            Sharding((num_ranks, state.numel()), state.dtype, axes), state[None]
         )
         for device, state in states.items()
     }
-
-
-def _fits(tensors: Index, name: str, sharding: Sharding) -> bool:
-    stored = tensors.get(name)
-    return stored is not None and (stored.layout.shape, stored.dtype) == (
-        sharding.shape,
-        sharding.dtype,
-    )
 
 
 def _set_generators(states: dict[str, torch.Tensor]) -> None:
@@ -226,86 +226,66 @@ def _check_weights(tensors: Index, weights: dict[str, torch.Tensor]) -> None:
     for name, tensor in weights.items():
         _check_tensor(tensors, f"model.{name}", name, tensor)
     for stored_name in sorted(tensors):
-        room, _, name = stored_name.partition(".")
-        if room == "model" and name not in weights:
+        name = stored_name.removeprefix("model.")
+        if name != stored_name and name not in weights:
             raise CheckpointError(f"it is of another model: this one has no tensor {name}")
 
 
-def _check_tensor(tensors: Index, stored_name: str, name: str, tensor: torch.Tensor) -> None:
+def _check_tensor(tensors: Index, stored_name: str, what: str, tensor: torch.Tensor) -> None:
     stored = tensors.get(stored_name)
     if stored is None:
-        raise CheckpointError(f"it is of another model: it has no tensor {name}")
-    if stored.layout.shape != tuple(tensor.shape):
-        raise CheckpointError(
-            f"it is of another model: its {name} has the shape {brief(list(stored.layout.shape))}, "
-            f"this model's {list(tensor.shape)}"
+        problem = f"it has no tensor {what}"
+    elif stored.layout.shape != tuple(tensor.shape):
+        problem = (
+            f"its {what} has the shape {brief(list(stored.layout.shape))}, this model's "
+            f"{list(tensor.shape)}"
         )
-    if stored.dtype != tensor.dtype and not (
+    elif stored.dtype != tensor.dtype and not (
         stored.dtype.is_floating_point and tensor.dtype.is_floating_point
     ):
-        raise CheckpointError(
-            f"it is of another model: its {name} is of {stored.dtype}, this model's of "
-            f"{tensor.dtype}"
-        )
-
-
-def _check_fit(
-    about: Manifest,
-    tensors: Index,
-    weights: dict[str, torch.Tensor],
-    trained: dict[str, torch.Tensor],
-) -> None:
-    """Refuse weights alone, another model, and the state of parameters that are not trained here.
-
-    Raises:
-        CheckpointError: names the first tensor that does not fit.
-    """
-    about.check_optimizer()
-    _check_weights(tensors, weights)
-    for name, keys in _moment_keys(tensors).items():
-        if name not in trained:
-            raise CheckpointError(
-                f"it has optimizer state ({', '.join(keys)}) of {name}, which this run does not "
-                "train"
-            )
-        for key in keys:
-            like = torch.empty((), device="meta") if key == "step" else trained[name]
-            _check_tensor(tensors, f"optimizer.{name}.{key}", f"{key} of {name}", like)
-
-
-def _moment_keys(tensors: Index) -> dict[str, list[str]]:
-    """Return the names of the optimizer's state, by parameter."""
-    keys: dict[str, list[str]] = defaultdict(list)
-    for stored_name in sorted(tensors):
-        room, _, rest = stored_name.partition(".")
-        if room == "optimizer":
-            name, _, key = rest.rpartition(".")
-            keys[name].append(key)
-    return keys
+        problem = f"its {what} is of {stored.dtype}, this model's of {tensor.dtype}"
+    else:
+        return
+    raise CheckpointError(f"it is of another model: {problem}")
 
 
 def _empty_moments(
     tensors: Index, trained: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, torch.Tensor]]:
+) -> dict[str, torch.Tensor]:
     """Return room for the optimizer's state that the checkpoint has, split as the parameters are.
 
     The count of steps, `step`, lies where torch.optim keeps it: beside the parameter for fused and
     capturable optimizers, else on the CPU.
+
+    Raises:
+        CheckpointError: the state is of a parameter that is not trained here, or does not fit.
     """
-    moments: dict[str, dict[str, torch.Tensor]] = {}
     on_device = {
-        parameter: bool(group.get("fused") or group.get("capturable"))
+        parameter
         for group in optimizer.param_groups
         for parameter in group["params"]
+        if group.get("fused") or group.get("capturable")
     }
-    for name, keys in _moment_keys(tensors).items():
+    moments: dict[str, torch.Tensor] = {}
+    for stored_name in sorted(tensors):
+        if not stored_name.startswith("optimizer."):
+            continue
+        name, key = _parameter_and_key(stored_name)
+        if name not in trained:
+            raise CheckpointError(
+                f"it has optimizer state ({key}) of {name}, which this run does not train"
+            )
         parameter = trained[name]
-        moments[name] = {}
-        for key in keys:
-            if key == "step":
-                device = parameter.device if on_device[parameter] else "cpu"
-                value = torch.zeros((), dtype=torch.float32, device=device)
-            else:
-                value = torch.zeros_like(parameter, requires_grad=False)
-            moments[name][key] = value
+        if key == "step":
+            device = parameter.device if parameter in on_device else "cpu"
+            moments[stored_name] = torch.zeros((), dtype=torch.float32, device=device)
+        else:
+            moments[stored_name] = torch.zeros_like(parameter, requires_grad=False)
+        _check_tensor(tensors, stored_name, f"{key} of {name}", moments[stored_name])
     return moments
+
+
+def _parameter_and_key(stored_name: str) -> tuple[str, str]:
+    """Return what `optimizer.<name>.<key>` names."""
+    name, _, key = stored_name.removeprefix("optimizer.").rpartition(".")
+    return name, key

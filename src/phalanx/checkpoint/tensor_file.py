@@ -80,11 +80,8 @@ def write(
 ) -> Checksum:
     """Write a file and have the disk hold it; return the checksum of what was meant to be written.
 
-    Args:
-        path: of the file; one of that name is written over.
-        tensors: what it holds, in the order of the data.
-        pieces: the data, in tensors of the CPU of any shapes, one after the other.
-        moved: told the bytes written so far, now and then.
+    The data comes in `pieces` of the CPU of any shapes, one after the other, in the order of
+    `tensors`. `moved` is told now and then how many bytes are written.
 
     Raises:
         OSError: the disk is full, say; names the file.

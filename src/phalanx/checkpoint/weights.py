@@ -23,13 +23,7 @@ _HINTS: Final = get_type_hints(ModelShape)
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a decoder on disk.
-
-    Attributes:
-        folder: where they lie.
-        shape: of the decoder.
-        read: gives a weight, whole, by the name of its parameter.
-    """
+    """The weights of a decoder in a folder; `read` gives one, full, by its parameter's name."""
 
     folder: Path
     shape: ModelShape

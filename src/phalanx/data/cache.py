@@ -46,36 +46,35 @@ def fingerprint(*parts: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def publish(
-    folder: Path, write: Callable[[Path], dict[str, object]], *, needed_bytes: int
+def find_or_make(
+    folder: Path,
+    write: Callable[[Path], dict[str, object]],
+    *,
+    needed_bytes: int,
+    is_hashed: bool = True,
 ) -> dict[str, object]:
-    """Make `folder` by `write`, all of it or nothing.
+    """Return the facts of `folder`; make it by `write`, all of it or nothing, if it is not there.
 
-    Args:
-        folder: where the files shall be.
-        write: writes plain files into the folder it is given and returns the facts to keep in the
-            manifest (anything JSON can hold).
-        needed_bytes: about what the files take; named when the disk is full.
-
-    Returns:
-        The facts, as the manifest gives them back.
+    `write` puts plain files into the folder it is given, and returns the facts, which JSON can
+    hold. Its files take about `needed_bytes`, which is named when the disk is full. For `is_hashed`
+    see `read_facts`.
 
     Raises:
-        DataError: the disk is full, or the place cannot be written.
+        DataError: the disk is full, or the folder cannot be written.
     """
+    if (facts := read_facts(folder, is_hashed=is_hashed)) is not None:
+        return facts
     with storage_errors(folder, needed_bytes):
-        if read_facts(folder) is None:  # else another process has just made it
-            shutil.rmtree(folder, ignore_errors=True)
-            if folder.is_file():
-                folder.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_file():
+            folder.unlink()
         try:
             with new_folder(folder) as partial:
                 _seal(partial, write(partial))
         except OSError:
             if read_facts(folder) is None:  # else another process was first
                 raise
-    facts = read_facts(folder)
-    if facts is None:
+    if (facts := read_facts(folder)) is None:
         raise DataError(f"{folder} was damaged while it was made; make it again")
     return facts
 
@@ -83,9 +82,7 @@ def publish(
 def read_facts(folder: Path, *, is_hashed: bool = True) -> dict[str, object] | None:
     """Return the facts of a folder, or None if it is absent, of another version or damaged.
 
-    Args:
-        folder: a folder that `publish` made.
-        is_hashed: also compare the hash of each file, not only its size.
+    The hash of each file is compared, not only its size, if `is_hashed`.
     """
     try:
         manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))

@@ -40,15 +40,7 @@ def stream_length(num_samples: int, epochs: float | None) -> int | None:
 def total_steps(
     num_samples: int, global_size: int, epochs: float, tail: Tail = "keep", *, consumed: int = 0
 ) -> int:
-    """Return the steps that a loader has left to the end of `epochs`.
-
-    Args:
-        num_samples: samples in one epoch.
-        global_size: samples in one step.
-        epochs: passes over the data; parts of one too.
-        tail: what becomes of the last, partial batch.
-        consumed: positions of the stream that are behind.
-    """
+    """Return the steps that a loader has left from `consumed` to the end of `epochs`."""
     end = stream_length(num_samples, epochs)
     assert end is not None
     left = max(0, end - consumed)
@@ -79,14 +71,8 @@ class Loader:
     ) -> None:
         """Set up; nothing is read yet.
 
-        Args:
-            samples: the data set.
-            order: the stream of its samples.
-            plan: sizes of the batch, and the number of data ranks.
-            rank: this rank among the data ranks.
-            end: positions in the stream (`stream_length`); None never ends.
-            tail: what becomes of the last, partial batch.
-            consumed: where to begin, as an earlier loader said.
+        The stream goes from `consumed`, where an earlier loader was, to `end` (`stream_length`), or
+        on without end for None. `rank` is that among the data ranks.
 
         Raises:
             ConfigError: the rank is not among the data ranks, or the order is of another data set.
@@ -192,14 +178,9 @@ def evaluation_rows(num_samples: int, limit: int | None = None) -> npt.NDArray[n
 def evaluation_batches(
     samples: Samples, rows: npt.NDArray[np.int64], *, microbatch: int, rank: int, num_ranks: int
 ) -> Iterator[Batch]:
-    """Yield this rank's part of an evaluation; each rank yields the same number of batches.
+    """Yield this data rank's part of an evaluation; each rank yields the same number of batches.
 
-    Args:
-        samples: the data set.
-        rows: the samples to evaluate, each once over all ranks (`evaluation_rows`).
-        microbatch: rows of a batch; those that are missing at the end are empty.
-        rank: this rank among the data ranks.
-        num_ranks: number of data ranks.
+    The samples `rows` are evaluated once over all ranks; rows missing at the end are empty.
     """
     num_batches = -(-len(rows) // (microbatch * num_ranks))
     padded = np.full(num_batches * microbatch * num_ranks, -1, dtype=np.int64)

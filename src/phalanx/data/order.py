@@ -21,13 +21,9 @@ _NUM_ROUNDS = 8
 def permute(
     positions: npt.NDArray[np.int64], num_samples: int, seed: int, epoch: int
 ) -> npt.NDArray[np.int64]:
-    """Return the samples that stand at `positions` of an epoch.
+    """Return the samples that stand at `positions`, in [0, num_samples), of an epoch.
 
-    Args:
-        positions: places in [0, num_samples), in any number and order.
-        num_samples: samples in the data set.
-        seed: fixes the orders of all epochs.
-        epoch: each has an order of its own.
+    Each epoch has an order of its own; `seed` fixes them all.
     """
     half = np.uint64(max(1, (max(num_samples - 1, 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -53,12 +49,9 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Order:
-    """The stream of samples: the epochs one after the other, each in an order of its own.
+    """The stream of samples: the epochs one after the other.
 
-    Attributes:
-        num_samples: samples in the data set, at least 1.
-        seed: fixes the order.
-        is_shuffled: whether epochs are shuffled, or each goes from 0 to num_samples - 1.
+    Each is in an order of its own, or goes from 0 to num_samples - 1 if it is not shuffled.
     """
 
     num_samples: int

@@ -36,12 +36,7 @@ class Samples:
     """
 
     def __init__(self, file: TokenFile, seq_len: int, *, document_mask: bool = True) -> None:
-        """Window a file.
-
-        Args:
-            file: the tokens.
-            seq_len: T.
-            document_mask: whether positions and attention stay inside one document.
+        """Window a file; positions and attention stay inside a document if `document_mask`.
 
         Raises:
             ConfigError: seq_len is less than 1.
@@ -64,12 +59,7 @@ class Samples:
         return max(0, -(-(self.file.num_tokens - 1) // self.seq_len))
 
     def batch(self, samples_B: npt.NDArray[np.int64], rows_B: npt.NDArray[np.int64]) -> Batch:
-        """Make a microbatch.
-
-        Args:
-            samples_B: the sample of each row, -1 for an empty row.
-            rows_B: the global position of each row, -1 for an empty row.
-        """
+        """Make a microbatch of samples, whose rows have global positions; -1 is an empty row."""
         windows, is_label = self._windows(samples_B)
         tokens_BT = np.where(is_label, windows[:, :-1], 0)
         labels_BT = np.where(is_label, windows[:, 1:], IGNORE)

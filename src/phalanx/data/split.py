@@ -11,12 +11,7 @@ from phalanx.data.corpus import Document
 
 @dataclass(frozen=True)
 class Split:
-    """The parts of a corpus.
-
-    Attributes:
-        validation: numbers of the documents of the validation part.
-        cut: a document of both parts, and the bytes at its end that are for validation.
-    """
+    """Documents for validation by number, and one that is cut: its number, and its bytes there."""
 
     validation: frozenset[int] = field(default_factory=lambda: frozenset[int]())
     cut: tuple[int, int] | None = None
@@ -38,16 +33,11 @@ class Split:
 
 
 def split_documents(names: Sequence[str], sizes_bytes: Sequence[int], share: float) -> Split:
-    """Choose about `share` of the bytes for validation.
+    """Choose about `share` of the bytes, in [0, 1), for validation.
 
     Documents are taken whole, in an order that depends on their names alone, so that a document
     that joins the corpus moves few others. One document is cut where taking or leaving it would
     miss the share by more than a quarter: a corpus of one file has both parts too.
-
-    Args:
-        names: name of each document.
-        sizes_bytes: bytes of each document.
-        share: the part of all bytes that is wanted, in [0, 1).
     """
     wanted = round(share * sum(sizes_bytes))
     order = sorted(range(len(names)), key=lambda number: (_digest(names[number]), number))

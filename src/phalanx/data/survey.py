@@ -39,13 +39,7 @@ SETTLED_S: Final = 2.0
 
 @dataclass(frozen=True)
 class Text:
-    """What the text of a corpus is.
-
-    Attributes:
-        digest: hash of the documents, names and text, in their order.
-        num_bytes: bytes of the text.
-        num_documents: documents that hold any.
-    """
+    """Hash of the documents of a corpus in their order, names and text; their bytes and number."""
 
     digest: str
     num_bytes: int
@@ -71,10 +65,8 @@ class Corpus:
     def text(self, cache: Path, *, is_follower: bool = False) -> Text:
         """Return what the text is: as the cache knows it, or by reading it.
 
-        Args:
-            cache: folder of the cache.
-            is_follower: another process of this host has just made the same call, so that what it
-                left is believed, however new the files are.
+        Followers of a process of this host that has just made the same call believe what it left,
+        however new the files are.
 
         Raises:
             DataError: the corpus cannot be read, or the cache not be written.

@@ -28,11 +28,7 @@ _VERSION = 1
 class TokenFile:
     """What the header of a file of tokens says. It is small and can be sent to other processes.
 
-    Attributes:
-        path: the file.
-        num_tokens: ids in it, separators included.
-        end_id: the id of the end-of-text token, which separates documents.
-        width_bytes: bytes of one id, 2 or 4.
+    The number of ids includes separators, which have the id `end_id`; an id takes 2 or 4 bytes.
     """
 
     path: Path
@@ -82,11 +78,16 @@ def open_token_file(path: Path) -> TokenFile:
     return TokenFile(path, num_tokens, end_id, width_bytes)
 
 
+def width_of(num_ids: int) -> int:
+    """Return the bytes that one id takes in a file."""
+    return 2 if num_ids <= 1 << 16 else 4
+
+
 class TokenWriter:
     """Writes documents to a file of tokens; a context, which ends the file with a separator."""
 
     def __init__(self, path: Path, *, num_ids: int, end_id: int) -> None:
-        self._width_bytes = 2 if num_ids <= 1 << 16 else 4
+        self._width_bytes = width_of(num_ids)
         self._end_id = end_id
         self._num_tokens = 0
         self._file = path.open("wb")

@@ -43,14 +43,11 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016; over bytes, Radford et al. 2019).
 
-    The library's call is deaf to Ctrl-C, so a thread makes it, and this one waits. Interrupted, it
-    leaves the other to end with the process.
+    It has at least one token for each byte, and fewer than `vocab_size` on a small corpus.
 
-    Args:
-        texts: what to learn from.
-        vocab_size: largest number of tokens, at least one for each byte; a small corpus gives
-            fewer.
-        waiting: called now and then once all texts are read.
+    The library's call is deaf to Ctrl-C, so a thread makes it, and this one waits; it calls
+    `waiting` now and then once all texts are read. Interrupted, it leaves the other to end with the
+    process.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -226,12 +223,7 @@ class Spelling:
         )
 
     def check(self, text: str, ids: list[int], name: str) -> int:
-        """Return the bytes of a text, all of which its tokens stand for.
-
-        Args:
-            text: what was encoded.
-            ids: its tokens.
-            name: of the document, for the message.
+        """Return the bytes of a text, all of which its tokens `ids` stand for.
 
         Raises:
             DataError: letters are lost, so that a loss in bits per byte would be of another text.

@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 
 from phalanx.config import CorpusConfig
 from phalanx.config.schema import SMALLEST_VOCABULARY
-from phalanx.data.cache import cache_folder, fingerprint, publish, read_facts
+from phalanx.data.cache import cache_folder, find_or_make, fingerprint, read_facts
 from phalanx.data.corpus import documents
 from phalanx.data.split import Split, split_documents
 from phalanx.data.survey import Corpus, Progress, Text, unheard
-from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file
+from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file, width_of
 from phalanx.data.tokenizer import (
     END_OF_TEXT,
     Spelling,
@@ -54,14 +54,8 @@ _TOKEN_BYTES = "token_bytes.npy"
 class TokenFiles:
     """The prepared data: a folder that any process can open with `open_tokens`.
 
-    Attributes:
-        folder: where it lies.
-        train: tokens to train on.
-        validation: tokens kept aside; none if the share was 0.
-        num_documents: documents of the corpus.
-        num_bytes: bytes of its text.
-        text_digest: hash of the documents, names and text.
-        tokenizer_digest: hash of the tokenizer.
+    It holds tokens to train on and tokens kept aside (none if the share was 0), of `num_documents`
+    with `num_bytes` of text; the digests are of names and text, and of the tokenizer.
     """
 
     folder: Path
@@ -122,26 +116,25 @@ def prepare(
         given = _trained_tokenizer(cache, source, text, wanted)
     name = fingerprint("tokens", text.digest, given.to_str(), corpus.validation)
     folder = cache / "tokens" / name
-    if read_facts(folder, is_hashed=not is_follower) is None:
 
-        def write(place: Path) -> dict[str, object]:
-            split = split_documents(*source.names_and_sizes(), corpus.validation)
-            # Through Python's own files: the libraries' writers hide that a disk is full.
-            (place / _TOKENIZER).write_text(given.to_str(), "utf-8")
-            buffer = io.BytesIO()
-            np.save(buffer, count_token_bytes(given))
-            (place / _TOKEN_BYTES).write_bytes(buffer.getvalue())
-            _encode(place, source, text, given, split)
-            return {
-                "num_documents": text.num_documents,
-                "num_bytes": text.num_bytes,
-                "text_digest": text.digest,
-                "tokenizer_digest": fingerprint("tokenizer", given.to_str()),
-            }
+    def write(place: Path) -> dict[str, object]:
+        split = split_documents(*source.names_and_sizes(), corpus.validation)
+        # Through Python's own files: the libraries' writers hide that a disk is full.
+        (place / _TOKENIZER).write_text(given.to_str(), "utf-8")
+        buffer = io.BytesIO()
+        np.save(buffer, count_token_bytes(given))
+        (place / _TOKEN_BYTES).write_bytes(buffer.getvalue())
+        _encode(place, source, text, given, split)
+        return {
+            "num_documents": text.num_documents,
+            "num_bytes": text.num_bytes,
+            "text_digest": text.digest,
+            "tokenizer_digest": fingerprint("tokenizer", given.to_str()),
+        }
 
-        width_bytes = 2 if count_ids(given) <= 1 << 16 else 4
-        # A byte-level token of a text stands for about four bytes of it.
-        publish(folder, write, needed_bytes=text.num_bytes * width_bytes // 4)
+    # A byte-level token of a text stands for about four bytes of it.
+    needed_bytes = text.num_bytes * width_of(count_ids(given)) // 4
+    find_or_make(folder, write, needed_bytes=needed_bytes, is_hashed=not is_follower)
     files = open_tokens(folder)
     if files.train.num_tokens == 0:
         raise DataError(
@@ -189,24 +182,23 @@ def _wanted_vocabulary(corpus: CorpusConfig, model_vocab_size: int) -> int:
 def _trained_tokenizer(cache: Path, source: Corpus, text: Text, vocab_size: int) -> Tokenizer:
     """Return the tokenizer of a corpus, training it unless the cache has it."""
     folder = cache / "tokenizers" / fingerprint("tokenizer", text.digest, vocab_size)
-    if read_facts(folder) is None:
 
-        def write(place: Path) -> dict[str, object]:
-            pieces = (
-                piece
-                for document in documents(source.data, source.max_bytes)
-                for piece in cut_pieces(document.text)
-            )
-            # A few dozen megabytes, spread over the corpus, give the tokenizer of the whole.
-            stride = -(-text.num_bytes // _TRAINING_BYTES)
-            chosen = _watch(islice(pieces, 0, None, stride), stride, text, source.report)
-            trained = train_tokenizer(
-                chosen, vocab_size, lambda: source.report("merge the commonest pairs", 0, 0)
-            )
-            (place / _TOKENIZER).write_text(trained.to_str(), "utf-8")
-            return {}
+    def write(place: Path) -> dict[str, object]:
+        pieces = (
+            piece
+            for document in documents(source.data, source.max_bytes)
+            for piece in cut_pieces(document.text)
+        )
+        # A few dozen megabytes, spread over the corpus, give the tokenizer of the whole.
+        stride = -(-text.num_bytes // _TRAINING_BYTES)
+        chosen = _watch(islice(pieces, 0, None, stride), stride, text, source.report)
+        trained = train_tokenizer(
+            chosen, vocab_size, lambda: source.report("merge the commonest pairs", 0, 0)
+        )
+        (place / _TOKENIZER).write_text(trained.to_str(), "utf-8")
+        return {}
 
-        publish(folder, write, needed_bytes=64 * vocab_size)
+    find_or_make(folder, write, needed_bytes=64 * vocab_size)
     return load_tokenizer(folder / _TOKENIZER)
 
 

@@ -48,10 +48,9 @@ def keep_tokenizer(source: Path, run: Path) -> None:
 
 
 def copy_companions(source: Path, destination: Path) -> list[str]:
-    """Copy what goes with the weights in `source`; a run's checkpoint shares its run's tokenizer.
+    """Copy what goes with the weights in `source`, and return the names of the files.
 
-    Returns:
-        The names of what was copied.
+    A run's checkpoint shares its run's tokenizer.
     """
     files = {name: source / name for name in COMPANIONS if (source / name).is_file()}
     if (tokenizer := tokenizer_of(source)) is not None:

@@ -24,15 +24,7 @@ MAX_LENGTH: Final = 256
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the logits of two models compare.
-
-    Attributes:
-        theirs: class of the model in transformers.
-        num_rows: rows of random tokens.
-        length: tokens in a row.
-        largest_difference: of two logits of the same place.
-        largest_logit: of transformers' model.
-    """
+    """How the logits of two models compare; `theirs` is transformers' class."""
 
     theirs: str
     num_rows: int
@@ -73,11 +65,6 @@ def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> 
 
     Both hold their weights in float32, rounded to `dtype` first, as the side that was written is;
     so a difference is one of the conversion. Both models are in memory at the same time.
-
-    Args:
-        weights: of our side.
-        hugging_face: the folder of the other side.
-        dtype: of the tensors that were written.
 
     Raises:
         CheckpointError: transformers cannot load its side, or compute with it.

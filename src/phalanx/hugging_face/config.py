@@ -131,11 +131,8 @@ def family_of(shape: ModelShape) -> str:
 def config_to_hf(shape: ModelShape, dtype: str) -> dict[str, Any]:
     """Return the config.json of a decoder, in the words that published ones use.
 
-    Dropout is kept for GPT-2 only; the others of its place have none.
-
-    Args:
-        shape: of the decoder.
-        dtype: of its tensors, as torch names it: "float32".
+    `dtype` is that of its tensors, as torch names it. Dropout is kept for GPT-2 only; the other
+    families have none.
 
     Raises:
         ConfigError: no Hugging Face model computes this shape.

@@ -19,17 +19,16 @@ from torch import Tensor
 from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
-from phalanx.checkpoint.tensor_file import TensorInfo
 from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
 from phalanx.data.survey import Progress, unheard
-from phalanx.errors import CheckpointError, ConfigError, nearest
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face import folder as folders
 from phalanx.hugging_face.companions import copy_companions
 from phalanx.hugging_face.config import config_to_hf, family_of, shape_from_hf
 from phalanx.hugging_face.folder import TensorFiles
 from phalanx.hugging_face.names import locate, table, tied_copies
 from phalanx.models.shape import ModelShape
-from phalanx.storage import Checksum, check_free, checksum, published
+from phalanx.storage import Checksum, check_free, checksum, hint_of_missing, published
 
 Kind = Literal["hugging face", "phalanx"]
 
@@ -38,17 +37,9 @@ MAX_SHARD_BYTES: Final = 5 * 10**9
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote.
+    """What a conversion wrote, of which `kind` and `family`, and from where.
 
-    Attributes:
-        source: the folder that was read: of a run, the checkpoint that was taken.
-        destination: the folder that was written.
-        kind: what the destination is.
-        family: the Hugging Face model type.
-        dtype: of the tensors on disk, as torch names it: "float32".
-        num_tensors: tensors in it.
-        num_bytes: their bytes.
-        companions: names of the files that were copied along.
+    Of a run, `source` is the checkpoint that was taken. `companions` are the files copied along.
     """
 
     source: Path
@@ -129,8 +120,7 @@ def kind_of(source: Path) -> Kind:
         CheckpointError: it is not there, is no folder, or is neither.
     """
     if not source.exists():
-        near = nearest(source.name, [path.name for path in _beside(source)])
-        raise CheckpointError(f"{source} does not exist{near}")
+        raise CheckpointError(f"{source} does not exist{hint_of_missing(source)}")
     if not source.is_dir():
         raise CheckpointError(f"{source} is a file; expected the folder it is in: {source.parent}")
     if folders.is_hugging_face(source):  # whatever a manifest.json beside it may be
@@ -183,11 +173,10 @@ def _write_checkpoint(
 ) -> dict[str, Checksum]:
     """Write weights alone as a checkpoint's tensors; return the checksums of its files."""
     plan = WritePlan({f"model.{name}": Sharding(tuple(s), dtype) for name, s in sizes.items()}, 1)
-    infos = {name: TensorInfo(dtype, box.sizes) for name, box in plan.writes_of(0).items()}
+    infos = plan.writes_of(0)
     pieces = (read(name.removeprefix("model.")) for name in infos)
     written = tensor_file.write(folder / file_of(0), infos, pieces)
-    dtypes = dict.fromkeys(infos, dtype)
-    return {file_of(0): written, index.NAME: index.write(folder, dtypes, plan.layouts())}
+    return {file_of(0): written, index.NAME: index.write(folder, plan)}
 
 
 def _write_hugging_face(
@@ -242,8 +231,3 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _beside(path: Path) -> list[Path]:
-    parent = path.resolve().parent
-    return list(parent.iterdir()) if parent.is_dir() else []

@@ -43,11 +43,12 @@ class TensorFiles:
     def __init__(self, folder: Path) -> None:
         self.sizes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
-        for file in _weight_files(folder):
+        index = _index(folder)
+        for file in _weight_files(folder, index):
             with open_file(file) as tensors:
                 for name in tensors.keys():
                     self._add(name, file, tensors.get_slice(name))
-        for name, file in _index(folder).items():
+        for name, file in index.items():
             if self._files.get(name) != folder / file:
                 raise CheckpointError(
                     f"{folder / INDEX} says that '{name}' is in {file}, which does not hold it; "
@@ -90,24 +91,20 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} has no {CONFIG}") from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
     """Return the files that hold weights, in the order of their names.
 
     Of several kinds the one is taken that transformers takes: the whole file before the shards.
     """
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
-    if (folder / INDEX).exists():
-        files = [folder / name for name in sorted(set(_index(folder).values()))]
-        for file in files:
-            if not file.is_file():
-                raise CheckpointError(f"{folder / INDEX} names {file.name}, which is missing")
-        return files
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    old = sorted(file.name for file in folder.glob("*.bin"))
-    if old:
+    for name in sorted(set(index.values())):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / INDEX} names {name}, which is missing")
+    names = set(index.values()) or {file.name for file in folder.glob("*.safetensors")}
+    if names:
+        return [folder / name for name in sorted(names)]
+    if old := sorted(file.name for file in folder.glob("*.bin")):
         raise CheckpointError(
             f"{folder} holds its weights as {old[0]}, a pickle, which can run any code when it is "
             "read; expected safetensors, which "
@@ -144,35 +141,28 @@ def write_folder(
 ) -> None:
     """Write a folder that `from_pretrained` loads; each tensor is made just before it is written.
 
-    Args:
-        folder: an empty folder.
-        config: content of config.json.
-        sizes: size of each tensor by name, in the order to write them.
-        dtype: of all tensors on disk.
-        read: gives a tensor by name.
-        max_shard_bytes: largest file, unless one tensor is larger.
+    Tensors are read by name, cast to `dtype` and written in the order of `sizes`. A file has at
+    most `max_shard_bytes`, unless one tensor is larger.
 
     Raises:
         OSError: a file cannot be written; what was written stays.
     """
     num_bytes = {name: dtype.itemsize * torch.Size(size).numel() for name, size in sizes.items()}
     shards = _cut(num_bytes, max_shard_bytes)
-    files = [WEIGHTS]
-    if len(shards) > 1:
-        files = [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for number in range(1, len(shards) + 1)
-        ]
-    for file, names in zip(files, shards, strict=True):
+    files = {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if len(shards) > 1
+        else WEIGHTS: names
+        for number, names in enumerate(shards, start=1)
+    }
+    for file, names in files.items():
         infos = {name: TensorInfo(dtype, tuple(sizes[name])) for name in names}
         pieces = (read(name).to(dtype).contiguous() for name in names)
         tensor_file.write(folder / file, infos, pieces)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(num_bytes.values())},
-            "weight_map": {
-                name: file for file, names in zip(files, shards, strict=True) for name in names
-            },
+            "weight_map": {name: file for file, names in files.items() for name in names},
         }
         write_json(folder / INDEX, index, indent=2)
     write_json(folder / CONFIG, config, indent=2)

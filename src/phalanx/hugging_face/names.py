@@ -21,30 +21,22 @@ from phalanx.errors import CheckpointError, nearest
 from phalanx.hugging_face.config import family_of
 from phalanx.models.shape import ModelShape
 
-_LLAMA_FIRST = {"embedding.weight": "model.embed_tokens.weight"}
-_LLAMA_LAST = {"norm.weight": "model.norm.weight"}
 _LLAMA_BLOCK = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.q.weight": "self_attn.q_proj.weight",
-    "attention.k.weight": "self_attn.k_proj.weight",
-    "attention.v.weight": "self_attn.v_proj.weight",
-    "attention.output.weight": "self_attn.o_proj.weight",
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    "mlp.gate.weight": "mlp.gate_proj.weight",
-    "mlp.up.weight": "mlp.up_proj.weight",
-    "mlp.down.weight": "mlp.down_proj.weight",
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
 }
 _QWEN3_BLOCK = {
     **_LLAMA_BLOCK,
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
 }
-_GPT2_FIRST = {
-    "embedding.weight": "transformer.wte.weight",
-    "position_embedding.weight": "transformer.wpe.weight",
-}
-_GPT2_LAST = {"norm.weight": "transformer.ln_f.weight", "norm.bias": "transformer.ln_f.bias"}
-_OUTPUT = {"output.weight": "lm_head.weight"}
 _GPT2_BLOCK = {
     "attention_norm": "ln_1",
     "attention.q attention.k attention.v": "attn.c_attn",
@@ -53,6 +45,7 @@ _GPT2_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
+_WITHOUT_BIAS = ("embedding", "position_embedding", "output")
 
 
 @dataclass(frozen=True)
@@ -90,52 +83,39 @@ def table(shape: ModelShape) -> list[Link]:
     Raises:
         ConfigError: no Hugging Face model computes this shape.
     """
-    family = family_of(shape)
-    first, last = (_GPT2_FIRST, _GPT2_LAST) if family == "gpt2" else (_LLAMA_FIRST, _LLAMA_LAST)
-    blocks = [
-        link
-        for index in range(shape.num_layers)
-        for link in (_gpt2_block(index) if family == "gpt2" else _llama_block(index, family))
-    ]
-    return [*_links(first), *blocks, *_links(last), *_links({} if shape.tied else _OUTPUT)]
-
-
-def _links(names: Mapping[str, str]) -> list[Link]:
-    return [Link(theirs, (ours,)) for ours, theirs in names.items()]
-
-
-def _llama_block(index: int, family: str) -> list[Link]:
-    names = _QWEN3_BLOCK if family == "qwen3" else _LLAMA_BLOCK
-    return [
-        Link(f"model.layers.{index}.{theirs}", (f"blocks.{index}.{ours}",))
-        for ours, theirs in names.items()
-    ]
-
-
-def _gpt2_block(index: int) -> list[Link]:
+    match family_of(shape):
+        case "gpt2":
+            embedding = {"embedding": "wte", "position_embedding": "wpe"}
+            model, blocks, block, norm = "transformer", "h", _GPT2_BLOCK, "ln_f"
+        case family:
+            embedding = {"embedding": "embed_tokens"}
+            block = _QWEN3_BLOCK if family == "qwen3" else _LLAMA_BLOCK
+            model, blocks, norm = "model", "layers", "norm"
+    modules = {ours: f"{model}.{theirs}" for ours, theirs in embedding.items()}
+    for index in range(shape.num_layers):
+        for ours, theirs in block.items():
+            stacked = " ".join(f"blocks.{index}.{each}" for each in ours.split())
+            modules[stacked] = f"{model}.{blocks}.{index}.{theirs}"
+    modules["norm"] = f"{model}.{norm}"
+    if not shape.tied:
+        modules["output"] = "lm_head"
     return [
         Link(
-            f"transformer.h.{index}.{theirs}.{kind}",
-            tuple(f"blocks.{index}.{part}.{kind}" for part in ours.split()),
+            f"{theirs}.{kind}",
+            tuple(f"{each}.{kind}" for each in ours.split()),
             is_transposed=kind == "weight" and ".c_" in theirs,
         )
-        for ours, theirs in _GPT2_BLOCK.items()
+        for ours, theirs in modules.items()
         for kind in ("weight", "bias")
+        if kind == "weight" or (shape.bias and ours not in _WITHOUT_BIAS)
     ]
 
 
 def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> dict[str, str]:
-    """Find the tensors of the table among those of a file.
+    """Return the name in a file, whose tensors have these sizes, by the name in the table.
 
     The names differ where a model was saved without its head, which leaves the first part of each
     name out. Buffers that old files hold, and the second name of a tied weight, are passed over.
-
-    Args:
-        sizes: the size of each tensor of the file, by name.
-        shape: of the decoder.
-
-    Returns:
-        The name in the file by the name in the table.
 
     Raises:
         CheckpointError: a tensor is missing, of another size, or has no place.

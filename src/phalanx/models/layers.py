@@ -52,11 +52,5 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x_BTD: Tensor, keys_B: Tensor | None, salt: int) -> Tensor:
-        """Drop elements of x_BTD by the rows' keys; none where there are no keys.
-
-        Args:
-            x_BTD: batch, place in the row, feature.
-            keys_B: a key for each row, or None.
-            salt: number of this use of the keys.
-        """
+        """Drop elements of x_BTD by the rows' keys; `salt` numbers this use of them."""
         return x_BTD if keys_B is None else dropout(x_BTD, self.p, keys_B, salt)

@@ -41,14 +41,9 @@ def key(*parts: int | str) -> int:
 
 
 def bits(stream: int | Tensor, index: Tensor) -> Tensor:
-    """Return 64 random bits for each index.
+    """Return 64 random bits, int64, for each position of a stream.
 
-    Args:
-        stream: a key, or a tensor of keys (int64) that broadcasts against `index`.
-        index: int64 tensor of positions in the stream.
-
-    Returns:
-        int64 tensor of the broadcast shape.
+    `stream` is a key, or a tensor of keys (int64) that broadcasts against `index`.
     """
     state = index * _GOLDEN + stream
     _mix(state, torch.empty_like(state))
@@ -56,12 +51,7 @@ def bits(stream: int | Tensor, index: Tensor) -> Tensor:
 
 
 def uniform(stream: int | Tensor, index: Tensor) -> Tensor:
-    """Return float64 numbers, uniform on the open interval (0, 1), for each index.
-
-    Args:
-        stream: a key, or a tensor of keys (int64) that broadcasts against `index`.
-        index: int64 tensor of positions in the stream.
-    """
+    """Return float64 numbers, uniform on the open interval (0, 1); see `bits`."""
     return _unit(bits(stream, index))
 
 
@@ -113,16 +103,7 @@ def fill_normal(
 
 
 def row_keys(seed: int, step: int, rows_B: Tensor) -> Tensor:
-    """Return the dropout key of each row of a batch.
-
-    Args:
-        seed: seed of the run.
-        step: optimizer step.
-        rows_B: int64, the rows' positions in the global order of samples.
-
-    Returns:
-        keys_B, int64, on the device of `rows_B`.
-    """
+    """Return the dropout keys, int64, of rows at these positions in the global order of samples."""
     return bits(key(seed, "dropout", step), rows_B.to(torch.int64))
 
 
