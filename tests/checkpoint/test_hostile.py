@@ -170,7 +170,7 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "a pipe": (pipe, f"its file {FIRST} is a link, a folder or a device"),
     "a pipe for a manifest": (manifest_pipe, "manifest.json is no regular file"),
     "no files": (no_files, "its manifest does not list index.json"),
-    "no layouts": (wrong(lambda c: c.pop("layouts")), "expected a list of layouts"),
+    "no layouts": (wrong(lambda c: c.pop("layouts")), "index of tensors: it has no 'layouts'"),
     "layouts deep down": (
         wrong(lambda c: c.update(layouts=[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]])), "nested too deeply"
     ),
@@ -190,10 +190,12 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
         "is larger than the file",
     ),
     "a number too large": (
-        wrong(lambda c: first_layout(c).update(shape=[1 << 70, 5])), "is no size or offset"
+        wrong(lambda c: first_layout(c).update(shape=[1 << 70, 5])),
+        "layouts.shape is 1180.*, expected a whole number",
     ),
     "a negative offset": (
-        wrong(lambda c: first_layout(c)["shards"][0][0].__setitem__(0, -1)), "-1 is no size or off"
+        wrong(lambda c: first_layout(c)["shards"][0][0].__setitem__(0, -1)),
+        "layouts.shards is -1, expected a whole number",
     ),
     "a gap": (
         wrong(lambda c: first_layout(c)["shards"][0][0].__setitem__(0, 1)), "overlap or leave gaps"

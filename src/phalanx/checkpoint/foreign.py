@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Final, cast
+from types import UnionType
+from typing import Any, Final, Literal, cast, get_args, get_origin, get_type_hints
 
 from phalanx.errors import CheckpointError
 from phalanx.storage import open_regular
@@ -110,6 +113,64 @@ def harmless(value: Any) -> Any:
             return [harmless(inner) for inner in cast("list[Any]", value)]
         case _:
             return value
+
+
+def decode(hint: Any, value: Any, what: str = "it") -> Any:
+    """Return a value of JSON as the type that it stands for, once it is known to be of it.
+
+    An object may stand for a dataclass, a list for a tuple of any kind. Whole numbers are sizes,
+    offsets and counts: from 0 on, and less than what any of those can be.
+
+    Raises:
+        ValueError: names what is missing, unknown or of another type.
+    """
+    kind: Any = get_origin(hint) or hint
+    inner, is_literal = get_args(hint), get_origin(hint) is Literal
+    if kind is Any or (is_literal and value in inner):
+        return value
+    if kind is UnionType:  # of a type and None
+        return None if value is None else decode(inner[0], value, what)
+    if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
+        return _decode_entries(kind, cast("dict[str, Any]", value), what)
+    if kind is dict and isinstance(value, dict):
+        entries = cast("dict[str, Any]", value).items()
+        return {name: decode(inner[1], each, f"{what} {brief(name)}") for name, each in entries}
+    if not is_literal and issubclass(kind, tuple) and isinstance(value, list):
+        items = cast("list[Any]", value)
+        hints = inner or tuple(_hints_of(kind).values())
+        hints = hints[:1] * len(items) if hints[-1] is Ellipsis else hints
+        if len(hints) == len(items):
+            made = [decode(each, item, what) for each, item in zip(hints, items, strict=True)]
+            return tuple(made) if kind is tuple else kind(*made)
+    if type(value) is int and kind in (int, float) and (kind is float or 0 <= value < 1 << 62):
+        return value
+    if type(value) is kind and kind is not int:
+        return value
+    raise ValueError(f"{what} is {brief(value)}, expected {_WORDS.get(kind, hint)}")
+
+
+def _decode_entries(kind: type[Any], values: dict[str, Any], what: str) -> Any:
+    hints = _hints_of(kind)
+    for field in fields(kind):
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if field.name not in values and not has_default:
+            raise ValueError(f"{what} has no '{field.name}'")
+    for name in values:
+        if name not in hints:
+            raise ValueError(f"{what} has the unknown entry {brief(name)}")
+    inside = "" if what == "it" else f"{what}."
+    return kind(**{n: decode(hints[n], each, f"{inside}{n}") for n, each in values.items()})
+
+
+_hints_of = functools.cache(get_type_hints)
+
+_WORDS: Final[dict[Any, str]] = {
+    int: "a whole number of at least 0",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "an object",
+}
 
 
 def is_plain_name(name: str) -> bool:

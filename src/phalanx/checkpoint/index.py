@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 
-from phalanx.checkpoint.foreign import brief, read_json, write_json
+from phalanx.checkpoint.foreign import brief, decode, read_json, write_json
 from phalanx.checkpoint.sharding import (
     Box,
     Layout,
-    SavedShard,
     Sharding,
     WritePlan,
     check_cover,
@@ -83,79 +83,43 @@ def read(folder: Path, files: Mapping[str, Checksum]) -> Index:
     if NAME not in files:
         raise CheckpointError(f"its manifest does not list {NAME}")
     try:
-        content = read_json(folder / NAME)
-        return _index(content, files)
+        return _index(decode(_Content, read_json(folder / NAME)), files)
     except FileNotFoundError as error:
         raise CheckpointError(f"its file {NAME} is missing") from error
     except ValueError as error:
         raise CheckpointError(f"its file {NAME} is no index of tensors: {error}") from error
 
 
-def _index(content: dict[str, Any], files: Mapping[str, Checksum]) -> Index:
-    layouts, tensors = content.get("layouts"), content.get("tensors")
-    if not isinstance(layouts, list) or not isinstance(tensors, dict) or len(content) != 2:
-        raise ValueError("expected a list of layouts and the tensors by name")
-    checked = [_layout(value) for value in cast("list[Any]", layouts)]
-    sizes = [_elements_by_file(layout) for layout in checked]
+@dataclass(frozen=True)
+class _Content:
+    """What the file holds."""
+
+    layouts: tuple[Layout, ...]
+    tensors: dict[str, tuple[str, int]]
+
+
+def _index(content: _Content, files: Mapping[str, Checksum]) -> Index:
+    for layout in content.layouts:
+        if (problem := check_cover(layout)) is not None:
+            raise ValueError(f"a layout of shape {brief(list(layout.shape))}: {problem}")
     fitting: set[tuple[int, int]] = set()
     index: Index = {}
-    for name, value in cast("dict[str, Any]", tensors).items():
-        match value:
-            case [str(dtype_name), int(number)] if (
-                dtype_name in DTYPES and type(number) is int and 0 <= number < len(checked)
-            ):
-                dtype = DTYPES[dtype_name]
-            case _:
-                raise ValueError(
-                    f"tensor {brief(name)} is {brief(value)}, expected a data type and the number "
-                    f"of one of {len(checked)} layouts"
-                )
+    for name, (dtype_name, number) in content.tensors.items():
+        if dtype_name not in DTYPES or number >= len(content.layouts):
+            raise ValueError(
+                f"tensor {brief(name)} is {brief([dtype_name, number])}, expected a data type and "
+                f"the number of one of {len(content.layouts)} layouts"
+            )
+        dtype, layout = DTYPES[dtype_name], content.layouts[number]
         if (number, dtype.itemsize) not in fitting:
-            for file, num_elements in sizes[number].items():
-                if file not in files or not file.endswith(SUFFIX):
-                    raise ValueError(f"{brief(file)} is no file of tensors in the manifest")
-                if num_elements * dtype.itemsize > files[file][0]:
-                    raise ValueError(f"tensor {brief(name)} is larger than the file {file}")
+            for shard in layout.shards:
+                if shard.file not in files or not shard.file.endswith(SUFFIX):
+                    raise ValueError(f"{brief(shard.file)} is no file of tensors in the manifest")
+                if math.prod(shard.sizes) * dtype.itemsize > files[shard.file][0]:
+                    raise ValueError(f"tensor {brief(name)} is larger than the file {shard.file}")
             fitting.add((number, dtype.itemsize))
-        index[name] = SavedTensor(dtype, checked[number])
+        index[name] = SavedTensor(dtype, layout)
     return index
-
-
-def _elements_by_file(layout: Layout) -> dict[str, int]:
-    return {shard.file: math.prod(shard.sizes) for shard in layout.shards}
-
-
-def _layout(value: Any) -> Layout:
-    """Return a layout, once it is known to be one.
-
-    Raises:
-        ValueError: it is none.
-    """
-    match value:
-        case {"shape": [*lengths], "shards": [*entries], **rest} if not rest:
-            shape = _numbers(lengths)
-        case _:
-            raise ValueError(f"a layout is {brief(value)}, expected a shape and shards")
-    shards: list[SavedShard] = []
-    for entry in entries:
-        match entry:
-            case [[*offsets], [*sizes], str(file)] if len(offsets) == len(sizes) == len(shape):
-                shards.append(SavedShard(_numbers(offsets), _numbers(sizes), file))
-            case _:
-                raise ValueError(
-                    f"a shard is {brief(entry)}, expected {len(shape)} offsets, as many sizes and "
-                    "the name of a file"
-                )
-    if (problem := check_cover(shape, shards)) is not None:
-        raise ValueError(f"a layout of shape {brief(list(shape))}: {problem}")
-    return Layout(shape, tuple(shards))
-
-
-def _numbers(values: list[Any]) -> tuple[int, ...]:
-    for value in values:
-        if type(value) is not int or not 0 <= value < 1 << 62:
-            raise ValueError(f"{brief(value)} is no size or offset")
-    return tuple(values)
 
 
 def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Box]]) -> None:

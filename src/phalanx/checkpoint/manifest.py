@@ -19,10 +19,16 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
-from phalanx.checkpoint.foreign import brief, harmless, is_plain_name, read_json, write_json
-from phalanx.config.fields import members
+from phalanx.checkpoint.foreign import (
+    brief,
+    decode,
+    harmless,
+    is_plain_name,
+    read_json,
+    write_json,
+)
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum
@@ -40,13 +46,6 @@ REMOVED = ".removed"
 
 LOCK = ".lock"
 """Name of the file beside the checkpoints that is locked by the process that saves them."""
-
-_WORDS: Final[dict[type, str]] = {
-    int: "a whole number",
-    str: "a text",
-    dict: "an object",
-    bool: "true or false",
-}
 
 NUM_NAMED = 3
 """How many older checkpoints the message of a damaged one names."""
@@ -82,7 +81,7 @@ class Manifest:
     shape: dict[str, Any]
     stream: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    scaler: dict[str, Any] | None = None
+    scaler: dict[str, float] | None = None
     has_optimizer: bool = True
     is_passing: bool = False
     files: dict[str, Checksum] = field(default_factory=dict[str, Checksum])
@@ -113,13 +112,6 @@ class Manifest:
                 "the checkpoint holds weights alone, without an optimizer's state, so no run can "
                 "be resumed from it; begin a run with its weights by --init"
             )
-
-
-_KINDS: Final = {
-    name: tuple(get_origin(member) or member for member in members(hint))
-    for name, hint in get_type_hints(Manifest).items()
-}
-"""What each entry of a manifest may be."""
 
 
 class Checkpoint(NamedTuple):
@@ -156,53 +148,38 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        values = read_json(path)
-        if (problem := _problem(values)) is not None:
-            raise CheckpointError(f"cannot read {path}: {problem}")
+        return _decode(read_json(path))
     except FileNotFoundError as error:
         others = others_than(folder)
         raise CheckpointError(f"{folder} holds no whole checkpoint: no {NAME}{others}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{error}{others_than(folder)}") from error
-    del values["sha256"]
-    values["files"] = {name: tuple(entry) for name, entry in values["files"].items()}
-    return Manifest(**values)
+    except ValueError as error:
+        raise CheckpointError(f"cannot read {path}: {error}{others_than(folder)}") from error
 
 
-def _problem(values: dict[str, Any]) -> str | None:
-    """Say what keeps the values of a file from being a manifest."""
-    if values.get("format") == 2:
-        return (
+def _decode(values: dict[str, Any]) -> Manifest:
+    """Return the manifest that the values of a file make, or raise ValueError."""
+    for name in ("format", "sha256"):
+        if name not in values:
+            raise ValueError(f"it has no '{name}'")
+    if values["format"] == 2:
+        raise ValueError(
             f"it is of format 2, of an earlier Phalanx, whose files could run code when they were "
             f"read; this version reads format {FORMAT}. Take the weights out with the version that "
             "wrote it: `phalanx convert` to a Hugging Face folder, and back with this one"
         )
-    if "format" in values and values["format"] != FORMAT:
-        return f"it is of format {brief(values['format'])}; this version reads format {FORMAT}"
-    for name in (*_KINDS, "sha256"):
-        if name not in values:
-            return f"it has no '{name}'"
-    for name, value in values.items():
-        if name != "sha256" and name not in _KINDS:
-            return f"it has the unknown entry {brief(name)}"
-        if name != "sha256" and type(value) not in _KINDS[name]:
-            return f"{name} is {brief(value)}, expected {_WORDS[_KINDS[name][0]]}"
-        if type(value) is int and value < 0:
-            return f"{name} is {value}, expected a whole number of at least 0"
-    for name, entry in values["files"].items():
+    if values["format"] != FORMAT:
+        found = brief(values["format"])
+        raise ValueError(f"it is of format {found}; this version reads format {FORMAT}")
+    sha256 = values.pop("sha256")
+    manifest: Manifest = decode(Manifest, values)
+    for name in manifest.files:
         if not is_plain_name(name):
-            return f"it names the file {brief(name)}, expected one of the folder itself"
-        match entry:
-            case [int(num_bytes), str()] if type(num_bytes) is int and num_bytes >= 0:
-                pass
-            case _:
-                return f"the entry of file {name} is {brief(entry)}, expected [bytes, sha256]"
-    if any(type(value) not in (int, float) for value in (values["scaler"] or {}).values()):
-        return f"scaler is {brief(values['scaler'])}, expected numbers by name"
-    sha256 = _sha256({name: value for name, value in values.items() if name != "sha256"})
-    if values["sha256"] != sha256:
-        return "it is damaged: its sha256 is not that of what was written"
-    return None
+            raise ValueError(f"it names the file {brief(name)}, expected one of the folder itself")
+    if sha256 != _sha256(values):
+        raise ValueError("it is damaged: its sha256 is not that of what was written")
+    return manifest
 
 
 def folder_of(run: Path, steps_done: int) -> Path:

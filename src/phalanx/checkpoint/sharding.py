@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -239,9 +239,11 @@ def plan_reads(
     return by_file
 
 
-def check_cover(shape: tuple[int, ...], shards: Iterable[SavedShard]) -> str | None:
+def check_cover(layout: Layout) -> str | None:
     """Say how shards fail to make up a tensor: they must be cuts along each dimension, crossed."""
-    shards = list(shards)
+    shape, shards = layout.shape, layout.shards
+    if any(not len(shard.offsets) == len(shard.sizes) == len(shape) for shard in shards):
+        return "a shard has more or fewer offsets or sizes than that"
     if len({shard.file for shard in shards}) != len(shards):
         return "a file is named twice"
     if len({shard.offsets for shard in shards}) != len(shards):

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, get_type_hints
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint import files, index, manifest
-from phalanx.checkpoint.foreign import brief
+from phalanx.checkpoint.foreign import brief, decode
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.config.fields import check_type
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-
-_HINTS: Final = get_type_hints(ModelShape)
 
 
 @dataclass(frozen=True)
@@ -82,37 +78,11 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
     Raises:
         CheckpointError: the manifest does not describe one.
     """
-    values = dict(about.shape)
     try:
-        _check_shape(values)
-        if values.get("rope_scaling") is not None:  # JSON knows no tuples
-            values["rope_scaling"] = tuple(values["rope_scaling"])
-        return ModelShape(**values)
-    except ConfigError as error:
+        return decode(ModelShape, about.shape, "shape")
+    except ValueError as error:
         words = brief(error, 300)
         raise CheckpointError(f"cannot read {folder / manifest.NAME}: {words}") from error
-
-
-def _check_shape(values: dict[str, Any]) -> None:
-    """Refuse what is not the values of a ModelShape.
-
-    Raises:
-        ConfigError: names the first entry that is wrong.
-    """
-    for entry in fields(ModelShape):
-        if entry.default is MISSING and entry.name not in values:
-            raise ConfigError(f"its shape has no {entry.name}")
-    for name, value in values.items():
-        if name not in _HINTS:
-            raise ConfigError(f"its shape has the unknown entry {brief(name)}")
-        if name != "rope_scaling":
-            check_type(f"shape.{name}", _HINTS[name], value)
-            continue
-        match value:
-            case None | [int() | float(), int() | float(), int() | float(), int()]:
-                pass
-            case _:
-                raise ConfigError(f"shape.{name} is {brief(value)}; expected four numbers")
 
 
 def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
