@@ -271,7 +271,7 @@ def measure_rank(
 ) -> list[LayoutPoint]:
     """Measure on one rank of as many as each strategy has; times are those of this rank."""
     barrier()
-    rate = quick_ceiling("cpu", precision, torch.get_num_threads()) if repeats else None
+    rate = quick_ceiling("cpu", precision) if repeats else None
     points: list[LayoutPoint] = []
     for size in sizes:
         blocks = [SplitBlock(Strategy.parse(text), size, precision) for text in texts]

@@ -6,10 +6,9 @@ import os
 import shutil
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Final
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.cli.screen import print_json, screen
@@ -46,21 +45,27 @@ def run(argv: list[str]) -> int:
     if config.json:
         print_json(found)
     else:
-        _print(found)
+        columns = (Column(style="bold", no_wrap=True), Column(overflow="fold"))
+        table = Table(*columns, box=None, pad_edge=False, show_header=False)
+        for name, text in _rows(found):
+            table.add_row(name, Text(text))
+        screen().print(table)
     return 0 if found["self_test"]["passed"] else 1
 
 
 def examine() -> dict[str, Any]:
     """Return everything that doctor shows, as plain values for JSON."""
-    from phalanx.measure.environment import environment, has_fast_bfloat16
+    from phalanx.measure.environment import environment, has_fast_bfloat16, package_version
 
     here = environment()
+    # The names under which torch.compile looks for a C++ compiler.
+    compilers = (os.environ.get("CXX") or "g++", "g++", "clang++", "c++")
     return {
         **here,
         "gpu_bfloat16": has_fast_bfloat16("cuda") if here["gpus"] else None,
-        "packages": {name: _version(name) for name in PACKAGES},
-        "extras": {extra: _version(package) for extra, package in EXTRAS.items()},
-        "compiler": next(filter(None, map(shutil.which, _compilers())), None),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "extras": {extra: package_version(package) for extra, package in EXTRAS.items()},
+        "compiler": next(filter(None, map(shutil.which, compilers)), None),
         "self_test": self_test(),
     }
 
@@ -69,17 +74,18 @@ def self_test() -> dict[str, Any]:
     """Let two gloo processes add their numbers; return passed, seconds, all_reduce_s, error."""
     from phalanx.launch.local import run_ranks
 
-    begun_s = time.perf_counter()
+    begun_s, answers, error = time.perf_counter(), [], None
     try:
         answers = run_ranks(meet, 2, threads=1, timeout_s=TEST_TIMEOUT_S)
-    except PhalanxError as error:
-        return {"passed": False, "seconds": time.perf_counter() - begun_s, "error": str(error)}
-    right = all(total == 3.0 * TEST_NUMBERS for total, _ in answers)
+        if any(total != 3.0 * TEST_NUMBERS for total, _ in answers):
+            error = f"wrong sums: {[total for total, _ in answers]}"
+    except PhalanxError as raised:
+        error = str(raised)
     return {
-        "passed": right,
+        "passed": error is None,
         "seconds": time.perf_counter() - begun_s,
-        "all_reduce_s": max(seconds for _, seconds in answers),
-        "error": None if right else f"wrong sums: {[total for total, _ in answers]}",
+        "all_reduce_s": max((seconds for _, seconds in answers), default=None),
+        "error": error,
     }
 
 
@@ -99,30 +105,8 @@ def meet() -> tuple[float, float]:
     return numbers.sum().item(), time.perf_counter() - begun_s
 
 
-def _compilers() -> list[str]:
-    """Return the names under which torch.compile looks for a C++ compiler."""
-    return [*filter(None, [os.environ.get("CXX")]), "g++", "clang++", "c++"]
-
-
-def _version(package: str) -> str | None:
-    """Return the installed version, without importing the package; None if it is missing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _print(found: dict[str, Any]) -> None:
-    """Print one row for each thing found, and what to do about what is missing."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _rows(found):
-        table.add_row(name, Text(text))
-    screen().print(table)
-
-
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a row for each thing found, with what to do about what is missing."""
     cpu, gpus, test = found["cpu"], found["gpus"], found["self_test"]
     packages = {**found["versions"], **found["packages"]}
     backends = [f"{name} {'yes' if has else 'no'}" for name, has in found["backends"].items()]

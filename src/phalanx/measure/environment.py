@@ -15,20 +15,9 @@ from phalanx.planner import host
 
 _FAST_BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "arm_bf16", "bf16")
 _SHOWN_FLAGS = (
-    "avx2",
-    "avx512_f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "amx_fp16",
-    "neon",
-    "sve",
-    "sve2",
-    "arm_bf16",
-)
+    "avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+    "amx_tile", "amx_bf16", "amx_int8", "amx_fp16", "neon", "sve", "sve2", "arm_bf16",
+)  # fmt: skip
 
 
 def environment() -> dict[str, object]:
@@ -37,14 +26,14 @@ def environment() -> dict[str, object]:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "phalanx": _package_version("phalanx-train"),
+            "phalanx": package_version("phalanx-train") or "not installed",
         },
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": {
             "name": cpu_name(),
             "num_cores": num_cores(),
             "num_threads": torch.get_num_threads(),
-            "flags": [flag for flag in _SHOWN_FLAGS if cpu_capabilities().get(flag) is True],
+            "flags": [flag for flag in _SHOWN_FLAGS if flag in cpu_flags()],
             "fast_bfloat16": has_fast_bfloat16("cpu"),
         },
         "memory_bytes": total_memory_bytes(),
@@ -53,18 +42,25 @@ def environment() -> dict[str, object]:
     }
 
 
-def cpu_capabilities() -> dict[str, object]:
-    """Return the processor's features as torch knows them; empty where torch cannot say."""
-    query = getattr(torch.cpu, "get_capabilities", None)
-    return dict(query()) if query is not None else {}
+def package_version(name: str) -> str | None:
+    """Return the installed version, without importing the package; None if it is missing."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_flags() -> set[str]:
+    """Return the processor's features as torch knows them; none where torch cannot say."""
+    query = getattr(torch.cpu, "get_capabilities", dict[str, object])
+    return {flag for flag, has in query().items() if has is True}
 
 
 def has_fast_bfloat16(device: torch.device | str) -> bool:
     """Tell whether the device multiplies bfloat16 in hardware, so that it pays to compute in it."""
     if torch.device(device).type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = cpu_capabilities()
-    return any(capabilities.get(flag) is True for flag in _FAST_BFLOAT16_FLAGS)
+    return not cpu_flags().isdisjoint(_FAST_BFLOAT16_FLAGS)
 
 
 def device_name(device: torch.device | str) -> str:
@@ -99,19 +95,11 @@ def free_memory_bytes(device: torch.device | str) -> int:
 
 
 def _gpus() -> list[dict[str, object]]:
-    if not torch.cuda.is_available():
-        return []
-    gpus: list[dict[str, object]] = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "capability": f"{properties.major}.{properties.minor}",
-            }
-        )
-    return gpus
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [
+        {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"}
+        for p in found
+    ]
 
 
 def _backends() -> dict[str, bool]:
@@ -123,10 +111,3 @@ def _backends() -> dict[str, bool]:
         "mkldnn": torch.backends.mkldnn.is_available(),
         "cuda": torch.cuda.is_available(),
     }
-
-
-def _package_version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -7,6 +7,7 @@ does.
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
 from collections.abc import Generator
@@ -57,9 +58,7 @@ class MatmulPoint:
         return self.flops / self.best_s
 
 
-def quick_ceiling(
-    device: torch.device | str, arithmetic: Arithmetic, num_threads: int | None = None
-) -> float:
+def quick_ceiling(device: torch.device | str, arithmetic: Arithmetic) -> float:
     """Return the best rate, in FLOP/s, over a few products of sizes met in training.
 
     It takes about a second. Several ranks on one machine should call it at the same time, so that
@@ -69,7 +68,6 @@ def quick_ceiling(
     Args:
         device: cpu or a CUDA device.
         arithmetic: data type, as for `measure_ceiling`.
-        num_threads: CPU threads to measure with; those of the process if None.
 
     Raises:
         ConfigError: the device is missing or cannot do the arithmetic.
@@ -81,7 +79,7 @@ def quick_ceiling(
         else [(512, 512, 512), (2048, 512, 1408), (1024, 1024, 1024), (768, 768, 768)]
     )
     begin_s, best = time.perf_counter(), 0.0
-    with arithmetic_of(arithmetic) as dtype, _threads(num_threads):
+    with arithmetic_of(arithmetic) as dtype:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         are_shared = device.type == "cpu" and num_here * torch.get_num_threads() > num_cores()
         for rows, inner, columns in sizes:
@@ -135,12 +133,9 @@ def checked_device(device: torch.device | str, arithmetic: Arithmetic) -> torch.
     Raises:
         ConfigError: see above.
     """
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(f"device is '{device}'; it must be cpu, cuda or cuda:INDEX") from None
-    if found.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
         raise ConfigError(f"device is '{device}'; it must be cpu, cuda or cuda:INDEX")
+    found = torch.device(device)
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (found.index or 0) >= count:
@@ -170,16 +165,6 @@ def arithmetic_of(arithmetic: Arithmetic) -> Generator[torch.dtype]:
         yield dtype
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _threads(num_threads: int | None) -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _time_products(

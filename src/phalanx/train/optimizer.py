@@ -20,18 +20,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     Vectors (norms and biases) do not decay. A parameter that is tied appears once.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {
-            "params": [parameter for parameter in trained if parameter.ndim >= 2],
-            "weight_decay": config.weight_decay,
-        },
-        {
-            "params": [parameter for parameter in trained if parameter.ndim < 2],
-            "weight_decay": 0.0,
-        },
-    ]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    decays = ((matrices, config.weight_decay), (vectors, 0.0))
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": some, "weight_decay": decay} for some, decay in decays if some],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -59,7 +59,7 @@ class Pace:
         """Note that a checkpoint was begun."""
         self._saved_s = self._clock()
 
-    def after_step(self, *, can_save: bool = True) -> Decision:
+    def after_step(self, *, can_save: bool) -> Decision:
         """Return what all ranks do now; called after each step.
 
         Args:
@@ -68,10 +68,6 @@ class Pace:
         self._steps_left -= 1
         if self._steps_left > 0:
             return Decision()
-        return self.compare(can_save=can_save)
-
-    def compare(self, *, can_save: bool = False) -> Decision:
-        """Compare now; every rank calls this together."""
         is_due, interval = 0, 0
         if self._is_first:
             now_s = self._clock()

@@ -48,11 +48,5 @@ def resolve(name: str, device: str) -> Precision:
         raise ConfigError(
             "precision is float16, which is for CUDA devices; on a CPU the nearest is bfloat16"
         )
-    if name == "float64":
-        return Precision(torch.float64, torch.float64)
-    compute = {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }[name]
-    return Precision(torch.float32, compute, needs_scaler=name == "float16")
+    master = torch.float64 if name == "float64" else torch.float32
+    return Precision(master, getattr(torch, name), needs_scaler=name == "float16")

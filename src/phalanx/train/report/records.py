@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, cast
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -61,6 +61,7 @@ class Records:
         evaluations: those made so far, with the step each was made after.
         num_steps: steps taken so far.
         ceiling_flops_per_s: the rate one rank's matrix products reach while all ranks are busy.
+        log: where records are kept; None but on rank 0.
     """
 
     def __init__(self, session: Session, console: Console) -> None:
@@ -77,11 +78,11 @@ class Records:
         self._consumed = session.loader.consumed
         self._begins_anew = True
         self._watching = ExitStack()
-        self._log: RunLog | None = None
+        self.log: RunLog | None = None
         if session.is_first:
-            self._log = RunLog(session.job.out, console, session.job.num_steps)
-            self._log.note("environment", environment())
-            self._log.note("config", asdict(session.job.config))
+            self.log = RunLog(session.job.out, console, session.job.num_steps)
+            self.log.note("environment", environment())
+            self.log.note("config", asdict(session.job.config))
 
     def __enter__(self) -> Records:
         self._watching.enter_context(
@@ -93,8 +94,8 @@ class Records:
 
     def __exit__(self, *_: object) -> None:
         self._watching.close()
-        if self._log is not None:
-            self._log.close()
+        if self.log is not None:
+            self.log.close()
 
     @contextmanager
     def watching_data(self) -> Generator[None]:
@@ -113,7 +114,7 @@ class Records:
             with Ledger(self.session.comm.mesh) as ledger, step.watched(ledger.phase):
                 yield
             self.entries = ledger.entries()
-        elif self.num_steps == MEMORY_STEP and self._blind_spot is None:
+        elif self.num_steps == MEMORY_STEP and self.blind_spot is None:
             memory = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
             with memory, step.watched(memory.phase):
                 yield
@@ -130,8 +131,8 @@ class Records:
         self.num_steps += 1
         consumed = self.session.loader.consumed
         num_rows, self._consumed = consumed - self._consumed, consumed
-        if self._log is not None:
-            self._log.step(self._record(result, times, num_rows))
+        if self.log is not None:
+            self.log.step(self._record(result, times, num_rows))
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
         """Record a measurement on the validation text, which has just been made."""
@@ -140,13 +141,8 @@ class Records:
             return
         steps_done = self.session.step.steps_done
         self.evaluations.append((steps_done, evaluation))
-        if self._log is not None:
-            self._log.evaluation(steps_done, evaluation.loss, evaluation.bits_per_byte)
-
-    def note(self, kind: str, values: dict[str, Any]) -> None:
-        """Keep any other record."""
-        if self._log is not None:
-            self._log.note(kind, values)
+        if self.log is not None:
+            self.log.evaluation(steps_done, evaluation.loss, evaluation.bits_per_byte)
 
     def measured(self) -> list[StepTimes]:
         """Return the times of the latest steps after the warm-up, or of the first, not watched."""
@@ -177,23 +173,13 @@ class Records:
         )
 
     @property
-    def step_tokens(self) -> int:
-        """Tokens of one global batch, valid or not."""
-        return self.session.job.batch.global_size * self.session.job.config.corpus.seq_len
-
-    @property
     def seconds(self) -> float:
         """Seconds since the run was first measured."""
         return time.perf_counter() - self._begin_s
 
     @property
-    def no_account(self) -> str:
-        """Why no step's memory was accounted for."""
-        return f"No account of the memory by kind: {self._blind_spot or 'it needs three steps'}."
-
-    @property
-    def _blind_spot(self) -> str | None:
-        """Return why the memory of a step cannot be accounted for, None if it can."""
+    def blind_spot(self) -> str | None:
+        """Why the memory of a step cannot be accounted for, None if it can."""
         config = self.session.job.config
         if config.compile:
             return "under --compile it would not see what compiled code holds"

@@ -97,8 +97,9 @@ def summarize_run(records: Records) -> Summary:
     steps = summarize(times) if times else None
     is_timed = steps is not None and steps.doubt is None
     wall_s = steps.wall_s if steps is not None and is_timed else None
-    memory = _memory(records)
     sample = _sample(records)
+    step_tokens = job.batch.global_size * job.config.corpus.seq_len
+    memory, blind_spot = _memory(records), records.blind_spot or "it needs three steps"
     master_bytes = num_parameters(job.shape).total * session.precision.master.itemsize
     summary = Summary(
         text=(
@@ -110,14 +111,14 @@ def summarize_run(records: Records) -> Summary:
         seconds=records.seconds,
         steps=steps,
         utilization=records.utilization() if is_timed else None,
-        tokens_per_s=None if wall_s is None else records.step_tokens / wall_s,
+        tokens_per_s=None if wall_s is None else step_tokens / wall_s,
         batches_per_s=None if wall_s is None else 1 / wall_s,
         loss=records.last.loss if records.last is not None else None,
         bits_per_byte=(scores[0], scores[-1]) if scores else None,
         sent=records.entries,
         sent_text=result.hsdp_text(records.entries, job.strategy, master_bytes),
         memory=memory,
-        no_memory=None if memory is not None else records.no_account,
+        no_memory=None if memory else f"No account of the memory by kind: {blind_spot}.",
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
         sample=sample,
         paths=_paths(records),
@@ -126,7 +127,8 @@ def summarize_run(records: Records) -> Summary:
             f"--steps {2 * max(1, session.step.steps_done)}"
         ),
     )
-    records.note("summary", summary.as_dict())
+    if records.log is not None:
+        records.log.note("summary", summary.as_dict())
     return summary
 
 
