@@ -48,7 +48,7 @@ def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]
         SystemExit: with code 0, after --help or --completion.
     """
     found = [setting for schema in schemas for setting in settings(schema)]
-    options = {setting.key: setting for setting in found if setting.metavar is None}
+    options = {setting.key: setting for setting in found if setting.positional is None}
     switches = {key: (key, True) for key, setting in options.items() if setting.hint is bool}
     switches |= {re.sub(r"(\w+)$", r"no_\1", key): (key, False) for key in switches}
     values: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def _positional(loose: list[str], found: Sequence[Setting]) -> dict[str, Any]:
     """Return the values of the settings without a name from the words without one."""
     values: dict[str, Any] = {}
     for setting in found:
-        if setting.metavar is None or not loose:
+        if setting.positional is None or not loose:
             continue
         if get_origin(setting.hint) is tuple:
             values[setting.key], loose = tuple(loose), []

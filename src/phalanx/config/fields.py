@@ -43,15 +43,8 @@ class OneOf:
     values: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Positional:
-    """A setting that the command line gives without its name.
-
-    Attributes:
-        metavar: what --help calls it.
-    """
-
-    metavar: str
+class Positional(str):
+    """What --help calls a setting that the command line gives without its name."""
 
 
 class Use(Flag):
@@ -84,14 +77,14 @@ class Setting:
         hint: its type, without what stands beside it.
         range: the legal values of a number; None for all others.
         use: what it is for.
-        metavar: what --help calls one that the command line gives without its name.
+        positional: set for one that the command line gives without its name.
     """
 
     key: str
     hint: Any
     range: Range | OneOf | None
     use: Use
-    metavar: str | None
+    positional: Positional | None
 
 
 @functools.cache
@@ -106,18 +99,10 @@ def settings(schema: type, prefix: str = "") -> tuple[Setting, ...]:
         if is_dataclass(hint):
             found += settings(cast(type, hint), f"{prefix}{name}.")
             continue
-        ranges = [each for each in about if isinstance(each, Range | OneOf)]
-        uses = [each for each in about if isinstance(each, Use)]
-        metavars = [each.metavar for each in about if isinstance(each, Positional)]
-        found.append(
-            Setting(
-                f"{prefix}{name}",
-                hint,
-                next(iter(ranges), None),
-                functools.reduce(operator.or_, uses, Use(0)),
-                next(iter(metavars), None),
-            )
-        )
+        legal = next((each for each in about if isinstance(each, Range | OneOf)), None)
+        use = next((each for each in about if isinstance(each, Use)), Use(0))
+        positional = next((each for each in about if isinstance(each, Positional)), None)
+        found.append(Setting(f"{prefix}{name}", hint, legal, use, positional))
     return tuple(found)
 
 
@@ -155,16 +140,16 @@ def check_value(setting: Setting, value: Any) -> None:
     if setting.range is not None and value is not None:
         _check_range(setting.key, setting.range, value)
     if isinstance(value, str):
-        _check_text(setting.key, value)
+        if not value.strip():
+            raise ConfigError(
+                f"{setting.key} is empty, such as a variable of the shell that is not set; give it "
+                "a value, or leave it out"
+            )
+        check_utf8(setting.key, value)
 
 
-def _check_text(key: str, value: str) -> None:
-    """Raise ConfigError for what no file or name can be, and no file of settings can hold."""
-    if not value.strip():
-        raise ConfigError(
-            f"{key} is empty, such as a variable of the shell that is not set; give it a value, or "
-            "leave it out"
-        )
+def check_utf8(key: str, value: str) -> None:
+    """Refuse a text that no file of settings can hold."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from phalanx.config.fields import check_type
+from phalanx.config.fields import check_type, check_utf8
 from phalanx.errors import ConfigError, nearest
 
 RUN_FILE: Final = "config.toml"
@@ -30,7 +30,24 @@ def read_values(path: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or has an unknown key or a value of another type.
     """
-    return _flatten(_read_toml(path), keys, path)
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    values: dict[str, Any] = {}
+    for name, value in _read_toml(path).items():
+        if name not in sections:
+            values[name] = value
+        elif isinstance(value, dict):
+            table = cast("dict[str, Any]", value)
+            values |= {f"{name}.{inner}": table[inner] for inner in table}
+        else:
+            raise ConfigError(f"{path}: {name} is {value!r}; expected a section, [{name}]")
+    for key, value in values.items():
+        if key not in keys:
+            raise ConfigError(f"{path}: {_unknown(key, keys, isinstance(value, dict))}")
+        try:
+            check_type(key, keys[key], value)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    return values
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
@@ -55,13 +72,7 @@ def _toml(key: str, value: Any) -> str:
         return str(value).lower()
     if not isinstance(value, str):
         return repr(value)  # inf and nan too are words that TOML knows
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"{key} is {value!r}, which is not UTF-8 and cannot be kept in {RUN_FILE}; give it a "
-            "name in UTF-8, such as that of a link"
-        ) from None
+    check_utf8(key, value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -85,30 +96,6 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
 
 
-def _flatten(
-    table: Mapping[str, Any], keys: Mapping[str, Any], path: str, prefix: str = ""
-) -> dict[str, Any]:
-    """Return {dotted key: value} of a file's tables, each key known and each value of its type."""
-    flat: dict[str, Any] = {}
-    sections = {key.split(".")[0] for key in keys if "." in key}
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        is_section = not prefix and name in sections
-        if isinstance(value, dict) and is_section:
-            flat |= _flatten(cast("dict[str, Any]", value), keys, path, f"{name}.")
-        elif is_section:
-            raise ConfigError(f"{path}: {name} is {value!r}; expected a section, [{name}]")
-        elif key not in keys:
-            raise ConfigError(f"{path}: {_unknown(key, keys, isinstance(value, dict))}")
-        else:
-            try:
-                check_type(key, keys[key], value)
-            except ConfigError as error:
-                raise ConfigError(f"{path}: {error}") from None
-            flat[key] = value
-    return flat
-
-
 def _unknown(key: str, keys: Mapping[str, Any], is_section: bool) -> str:
     """Return why a key of a file is unknown, and which one was probably meant."""
     if is_section:
@@ -118,14 +105,15 @@ def _unknown(key: str, keys: Mapping[str, Any], is_section: bool) -> str:
     section, _, name = key.rpartition(".")
     homes = [other.rpartition(".")[0] for other in keys if other.rpartition(".")[2] == name]
     if homes:
-        return f"'{name}' does not belong to {_place(section)}; it belongs to " + " or ".join(
-            map(_place, homes)
+        return (
+            f"'{name}' does not belong to {_section_words(section)}; it belongs to "
+            + " or ".join(map(_section_words, homes))
         )
     close = closest(key, keys)
     return f"'{key}' is unknown" + (f" (did you mean '{close}'?)" if close else "")
 
 
-def _place(section: str) -> str:
+def _section_words(section: str) -> str:
     """Return how a section of a file is called in a message."""
     return f"section [{section}]" if section else "the top of the file, above all sections"
 

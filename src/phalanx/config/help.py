@@ -40,17 +40,18 @@ def print_help(prog: str, schemas: Sequence[type]) -> None:
         "options": [("-h, --help", "Show this help and exit.")],
     }
     texts: dict[str, str] = {}
-    metavars = ""
+    positionals = ""
     for schema in schemas:
         texts |= texts_of(schema)
         for setting in settings(schema):
             title = f"{setting.key.rpartition('.')[0]} options".lstrip()
-            if setting.metavar is not None:
-                title, metavars = "positional arguments", f"{metavars} {_flags(setting)}"
+            if setting.positional is not None:
+                title = "positional arguments"
+                positionals += f" {setting.positional}"
             words = texts[setting.key] + _default(value_at(schema(), setting.key))
             frames.setdefault(title, []).append((_flags(setting), words))
     about = inspect.cleandoc(schemas[-1].__doc__ or "")
-    console.print(Text(f"usage: {prog}{metavars} [OPTIONS]\n\n{about}\n"), soft_wrap=True)
+    console.print(Text(f"usage: {prog}{positionals} [OPTIONS]\n\n{about}\n"), soft_wrap=True)
     for title, rows in frames.items():
         if rows:
             head = texts.get(title.removesuffix(" options"))
@@ -86,8 +87,8 @@ def texts_of(schema: type) -> dict[str, str]:
 
 def _flags(setting: Setting) -> str:
     """Return how a setting is written, such as '--steps INT'."""
-    if setting.metavar is not None:
-        return setting.metavar
+    if setting.positional is not None:
+        return setting.positional
     section, dot, name = setting.key.replace("_", "-").rpartition(".")
     if setting.hint is bool:
         return f"--{section}{dot}[no-]{name}"

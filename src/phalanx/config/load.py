@@ -86,9 +86,9 @@ def _run_file(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Path | None:
     folder = Path(named[-1])
     if (folder / RUN_FILE).is_file():
         return folder / RUN_FILE
-    place = Path(os.path.abspath(folder))  # "." has no parents
-    run_file = place.parent.parent / RUN_FILE
-    return run_file if place.parent.name == "checkpoints" and run_file.is_file() else None
+    folder = Path(os.path.abspath(folder))  # "." has no parents
+    run_file = folder.parent.parent / RUN_FILE
+    return run_file if folder.parent.name == "checkpoints" and run_file.is_file() else None
 
 
 def _to_go_on(run_file: Path, keys: Mapping[str, Any]) -> dict[str, Any]:

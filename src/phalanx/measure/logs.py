@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from phalanx.errors import ConfigError, TrainingError
@@ -69,35 +69,30 @@ class LiveDisplay:
         self._console = console
         self._total_steps = total_steps
         self._shown_s = -math.inf
-        self._seen: tuple[int, float] | None = None
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._first: tuple[int, float] | None = None
         self._has_bar = console.width >= _WIDTH_FOR_BAR
-        if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.fields[step]}"),
-                *([BarColumn(bar_width=None)] if self._has_bar else []),
-                TextColumn("{task.fields[numbers]}"),
-                console=console,
-                expand=True,
-                refresh_per_second=4,
-            )
-            self._task = self._progress.add_task(
-                "", total=total_steps, step=f"step 0/{total_steps}", numbers=""
-            )
-            self._progress.start()
+        self._progress = Progress(
+            TextColumn("{task.fields[step]}"),
+            *([BarColumn(bar_width=None)] if self._has_bar else []),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            expand=True,
+            refresh_per_second=4,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(
+            "", total=total_steps, step=f"step 0/{total_steps}", numbers=""
+        )
+        self._progress.start()
 
     def step(self, record: StepRecord) -> None:
         """Show a step."""
         now_s = time.monotonic()
-        if self._seen is None:
-            self._seen = (record.step, now_s)
         words = f"step {record.step}/{self._total_steps}"
-        width = math.inf
-        if self._progress is not None:
+        left = self._time_left(record.step, now_s)
+        if self._console.is_terminal:
             width = self._console.width - len(words) - _GAPS - (_BAR if self._has_bar else 0)
-        numbers = step_text(record, self._time_left(record.step, now_s), width)
-        if self._progress is not None:
+            numbers = step_text(record, left, width)
             self._progress.update(self._task, completed=record.step, step=words, numbers=numbers)
         elif (
             now_s - self._shown_s >= LINES_S
@@ -105,7 +100,7 @@ class LiveDisplay:
             or not math.isfinite(record.loss)
         ):
             self._shown_s = now_s
-            self.say(f"{words}  {numbers}")
+            self.say(f"{words}  {step_text(record, left)}")
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -113,14 +108,11 @@ class LiveDisplay:
 
     def close(self) -> None:
         """End the display and leave its last state on the screen."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._progress.stop()
 
     def _time_left(self, step: int, now_s: float) -> str:
         # The first step seen is the reference: it holds the warm-up, and a resumed run begins late.
-        assert self._seen is not None, "_time_left() before the first step"
-        first_step, first_s = self._seen
+        first_step, first_s = self._first = self._first or (step, now_s)
         if step <= first_step:
             return "left --:--"
         left_s = (now_s - first_s) / (step - first_step) * max(self._total_steps - step, 0)
@@ -224,9 +216,9 @@ def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> st
     loss = f"loss {record.loss:.4f}" + ("  SKIPPED" if record.skipped else "")
     rate = f"{record.tokens_per_s:,.0f} tokens/s"
     share = "" if record.mfu is None else f"MFU {percent(record.mfu)}"
-    whole_share = f"{share} of {record.mfu_of}" if share else ""
+    share_of = share and f"{share} of {record.mfu_of}"
     for parts in (
-        (loss, rate, whole_share, left),
+        (loss, rate, share_of, left),
         (loss, rate, share, left),
         (loss, rate, left),
         (loss, left),

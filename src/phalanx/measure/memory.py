@@ -39,7 +39,6 @@ allocator keeps free, and what compiled code allocates: there is no account of a
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -234,17 +233,12 @@ class MemoryLedger(Watch):
                 if span is not None and span.kind in ("parameters", "gathered"):
                     self._name_unknown(result, "cast")
             case _:
-                self._name_by_collective(func, args, kwargs)
-
-    def _name_by_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = read_call(func, args, kwargs)
-        if call is None:
-            return
-        for tensor in _tensors((call.inputs, call.outputs)):
-            self._name_unknown(tensor, "communication")
-        if call.op == "reduce_scatter":
-            spans = (self._span(tensor) for tensor in _tensors(call.outputs))
-            self._reduced += [span for span in spans if span is not None]
+                if (call := read_call(func, args, kwargs)) is not None:
+                    for tensor in _tensors((call.inputs, call.outputs)):
+                        self._name_unknown(tensor, "communication")
+                    if call.op == "reduce_scatter":
+                        spans = map(self._span, _tensors(call.outputs))
+                        self._reduced += [span for span in spans if span is not None]
 
     def _name_gradients(self) -> None:
         """Name the gradients there are when a backward has ended.
@@ -265,13 +259,13 @@ class MemoryLedger(Watch):
             yield from _tensors(values.values())
 
     def _span(self, tensor: torch.Tensor) -> _Span | None:
-        found = self._live.get(id(_local(tensor).untyped_storage()))
+        found = self._live.get(id(_storage(tensor)))
         return None if found is None else found[1]
 
     def _find(self, tensor: torch.Tensor | None, kind: Kind | None = None) -> None:
         """Account for a storage that is there: if it is not known, it was before the step."""
         if tensor is not None:
-            storage = _local(tensor).untyped_storage()
+            storage = _storage(tensor)
             if id(storage) not in self._live and self._is_counted(storage):
                 self._before.append(self._begin(storage, kind, "before"))
 
@@ -288,11 +282,10 @@ class MemoryLedger(Watch):
         # By identity: a storage that is gone leaves `_live` before another can get its id.
         key = id(storage)
         span = _Span(storage.nbytes(), kind, phase)
-        self._live[key] = (weakref.ref(storage, functools.partial(self._on_free, key)), span)
+        self._live[key] = (weakref.ref(storage, lambda _: self._on_free(key)), span)
         return span
 
-    def _on_free(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        del reference
+    def _on_free(self, key: int) -> None:
         # Called when Python drops the storage. A thread of gloo may free the last of a collective
         # after the step has ended.
         found = self._live.pop(key, None)
@@ -355,12 +348,11 @@ def _watch_resizes(on_resize: Callable[[torch.UntypedStorage, int], None]) -> Ge
         torch.UntypedStorage.resize_ = resize
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself."""
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     if isinstance(tensor, DTensor):
         with torch.no_grad():
-            return tensor.to_local()
-    return tensor
+            tensor = tensor.to_local()
+    return tensor.untyped_storage()
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

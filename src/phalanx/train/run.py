@@ -93,21 +93,17 @@ def start(job: Job) -> Summary:
             say_starting=say_starting,
         )[0]
     except BaseException as error:
-        _restore_terminal()
+        # The display of rank 0 hides the terminal's cursor; a rank that is ended leaves it so.
+        console = Console()
+        if console.is_terminal:
+            console.show_cursor(True)
+            console.print()  # what comes next does not go on in the line of the display
         if isinstance(error, Interrupted):
             raise Interrupted(error.signum, how_to_go_on(job.out)) from None
         if isinstance(error, TrainingError):
             error.add_note(how_to_go_on(job.out))
         raise
     return _summary_of(job, outcome)
-
-
-def _restore_terminal() -> None:
-    # The display of rank 0 hides the terminal's cursor; a rank that is ended leaves it so.
-    console = Console()
-    if console.is_terminal:
-        console.show_cursor(True)
-        console.print()  # what comes next does not go on in the line of the display
 
 
 def _summary_of(job: Job, outcome: Summary | Stopped) -> Summary:

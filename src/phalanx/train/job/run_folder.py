@@ -32,11 +32,6 @@ TENSORS_PER_PARAMETER: Final = 3
 def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
     """Return the folder the run writes to: as given, that of the run it resumes, or a new one.
 
-    Args:
-        config: the settings.
-        strategy: how the work is split.
-        name: what the model is called.
-
     Raises:
         ConfigError: the run it resumes has no folder.
     """

@@ -78,7 +78,10 @@ def hsdp_text(sent: Sequence[Entry], strategy: Strategy, parameter_bytes: int) -
 def _results(summary: Summary) -> list[tuple[str, str | None]]:
     return [
         ("validation", _validation(summary)),
-        ("loss", _unless_none(summary.loss, "{:.4f} nats a token in the last step")),
+        (
+            "loss",
+            None if summary.loss is None else f"{summary.loss:.4f} nats a token in the last step",
+        ),
         ("speed", _speed(summary)),
         ("step", _terms(summary)),
         ("MFU", None if summary.utilization is None else summary.utilization.brief()),
@@ -182,10 +185,6 @@ def _line(name: str, text: str) -> RenderableType:
 def _path(name: str, path: str) -> Text:
     """Return a path or command in a line that is never cut or broken, so that it can be copied."""
     return Text(f"{name:<11} {path}", no_wrap=True, overflow="ignore")
-
-
-def _unless_none(value: float | None, form: str) -> str | None:
-    return None if value is None else form.format(value)
 
 
 def _mib(num_bytes: float) -> str:
