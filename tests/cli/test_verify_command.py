@@ -101,7 +101,7 @@ def test_ranks_that_torchrun_started_verify_together() -> None:
 @pytest.mark.parametrize(
     ("words", "num_here", "message"),
     [
-        ("dp4", 2, "dp4 is for 4 ranks, and 2 are started; start 4 (torchrun --nproc-per-node)"),
+        ("dp4", 2, "strategy 'dp4' needs 4 ranks, but there are 2; 'dp2' would use them all"),
         ("dp2 --train", 1, "all ranks read, and they are on several hosts"),
     ],
 )
@@ -121,7 +121,7 @@ def test_ranks_that_cannot_verify_together_say_so_once(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_road_takes_the_settings_of_a_run(
+def test_a_verified_run_takes_the_settings_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.toml").write_text(

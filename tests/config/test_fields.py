@@ -15,7 +15,6 @@ from phalanx.bench.scaling import ScalingConfig
 from phalanx.bench.tensor_table import TensorConfig
 from phalanx.cli.convert import ConvertConfig
 from phalanx.cli.doctor import DoctorConfig
-from phalanx.cli.verify import VerifyConfig
 from phalanx.config import TrainConfig
 from phalanx.config.fields import (
     Use,
@@ -30,6 +29,7 @@ from phalanx.config.help import texts_of
 from phalanx.config.law import check
 from phalanx.errors import ConfigError
 from phalanx.train.job.resume import to_keep
+from phalanx.verify.settings import VerifyConfig
 
 KEYS = {setting.key: setting.hint for setting in settings(TrainConfig)}
 

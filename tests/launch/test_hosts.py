@@ -151,7 +151,6 @@ def test_who_did_not_listen_holds_nobody_for_silent(
     clock = [0.0]
     monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
     first, second, _ = (watch_of(rank) for rank in range(3))
-    first._roll = Roll(lambda: clock[0])
     first._listen(True)  # it stood still for a moment
     clock[0] = 5.0
     first._listen(False)
@@ -171,7 +170,6 @@ def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
     clock, read = [0.0], list[range]()
     monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
     first, second, _ = (watch_of(rank) for rank in range(3))
-    second._roll = Roll(lambda: clock[0])
     monkeypatch.setattr(Bulletin, "read", spied(Bulletin.read, read))
 
     def look(is_first_there: bool) -> bool:
@@ -195,7 +193,6 @@ def test_who_was_stopped_itself_holds_nobody_for_silent(
     clock = [0.0]
     monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
     first, _, _ = (watch_of(rank) for rank in range(3))
-    first._roll = Roll(lambda: clock[0])
     first._listen(True)
     clock[0] = 3600.0
     first._wake()

@@ -22,6 +22,7 @@ from phalanx.errors import (
     RankFailed,
     TrainingError,
 )
+from phalanx.launch import supervisor
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import BEAT_S, PULSE
 from phalanx.launch.rank import is_reader_gone
@@ -118,9 +119,12 @@ def return_on_rank_one() -> None:
         dist.all_reduce(torch.zeros(1))
 
 
-def test_a_rank_that_returns_early_is_blamed_in_seconds() -> None:
+def test_a_rank_that_returns_early_is_blamed_in_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "UNEVEN_S", 0.5)
     with pytest.raises(TrainingError, match=r"^rank 1 returned, but ranks 0, 2 neither"):
-        run_ranks(return_on_rank_one, 3, uneven_s=0.5)  # those that wait would do so for 600 s
+        run_ranks(return_on_rank_one, 3)  # those that wait would do so for 600 s
 
 
 def return_one_after_the_other() -> int:
@@ -129,7 +133,7 @@ def return_one_after_the_other() -> int:
 
 
 def test_ranks_may_return_one_after_the_other() -> None:
-    assert run_ranks(return_one_after_the_other, 2, uneven_s=10) == [0, 1]
+    assert run_ranks(return_one_after_the_other, 2) == [0, 1]
 
 
 def die_after_the_return() -> int:
@@ -153,7 +157,8 @@ def test_what_cannot_be_sent_to_a_process_is_refused() -> None:
 
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from phalanx.launch.local import run_ranks\nrun_ranks(print, 1)\n")
+    script.write_text("from phalanx.launch import supervisor
+from phalanx.launch.local import run_ranks\nrun_ranks(print, 1)\n")
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=280, check=False
     )

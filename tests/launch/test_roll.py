@@ -6,15 +6,8 @@ from phalanx.launch.pulse import Beat
 from phalanx.launch.roll import PATIENCE, STILL_S, Roll, named
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_ranks_that_stand_still_are_told_once() -> None:
-    roll = Roll(Clock())
+    roll = Roll()
     waits = Beat(
         steps_done=4, doing="backward of step 5", place="data.py:3 in wait", heeds_stop=True
     )
@@ -43,7 +36,7 @@ def test_ranks_that_stand_still_are_told_once() -> None:
 
 
 def test_who_waits_as_long_as_it_takes_is_not_told_and_whom_it_waits_for_is() -> None:
-    roll = Roll(Clock())
+    roll = Roll()
     waits = Beat(doing="waiting", still_s=PATIENCE * STILL_S + 1, place="a", waits=True)
     roll.hear(1, waits)
     roll.hear(0, Beat(doing="preparing"))
@@ -53,19 +46,20 @@ def test_who_waits_as_long_as_it_takes_is_not_told_and_whom_it_waits_for_is() ->
     assert told.startswith("rank 0 at one place for 101 s:\n")
 
 
-def test_silence_is_measured_by_the_watcher() -> None:
-    clock = Clock()
-    roll = Roll(clock)
+def test_silence_is_measured_by_the_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("phalanx.launch.roll.time.monotonic", lambda: now_s)
+    roll = Roll()
     for rank in range(3):
         roll.hear(rank, Beat())
-    clock.now_s = 9.0
+    now_s = 9.0
     roll.hear(1, Beat())
     assert roll.silent(8.0) == [0, 2]
     assert roll.is_news(0) and not roll.is_news(0)
     roll.wake(5.0)  # the watcher was stopped for five of the nine seconds
     assert roll.silent(8.0) == []
     roll.leave(2)
-    clock.now_s = 30.0
+    now_s = 30.0
     assert roll.silent(8.0) == [0, 1]
 
 

@@ -11,8 +11,9 @@ from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy
-from phalanx.verify.cases import Settings, awkward_shapes, decoder_case
+from phalanx.verify.cases import awkward_shapes, configured_case
 from phalanx.verify.harness import verify_case
+from phalanx.verify.settings import VerifyConfig
 from phalanx.verify.verdict import Verdict
 
 GROUPS = {"dp2": OF_DP, "fsdp2": OF_FSDP, "tp2": OF_TP}
@@ -23,7 +24,7 @@ def verdicts_on_ranks(text: str, is_slow: bool) -> dict[str, Verdict]:
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
     cases = {
-        name: decoder_case(shape, strategy, Settings(steps=2))
+        name: configured_case(shape, strategy, VerifyConfig(steps=2))
         for name, shape in awkward_shapes(strategy).items()
     }
     found: dict[str, Verdict] = {}

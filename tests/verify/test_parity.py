@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from marks import by_hand
+from phalanx.comm.axes import AXIS_SETS
 from phalanx.comm.ledger import Entry
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
@@ -19,11 +19,9 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
-from phalanx.train.objective import NextToken
 from phalanx.verify.batches import decoder_batches, split
-from phalanx.verify.cases import initial_decoder, plain_decoder
+from phalanx.verify.cases import decoder_case
 from phalanx.verify.harness import compare_cases, verify
-from phalanx.verify.plain import PlainNextToken
 from phalanx.verify.record import Case
 
 LLAMA = ModelShape(
@@ -58,18 +56,10 @@ OF_FOUR = (
 )
 
 
-def decoder_case(shape: ModelShape, accumulation: int, num_rows: int, num_places: int) -> Case:
-    return Case(
-        functools.partial(initial_decoder, shape, SEED),
-        NextToken(SEED, shape.dropout),
-        decoder_batches(shape, 5, num_rows, 17, num_places, SEED),
-        accumulation,
-        optimizer=OptimizerConfig(warmup_steps=1),
-        reference=(
-            functools.partial(plain_decoder, shape, SEED),
-            PlainNextToken(SEED, shape.dropout),
-        ),
-    )
+def case_of(shape: ModelShape, accumulation: int, num_rows: int, num_data_ranks: int) -> Case:
+    batches = decoder_batches(shape, 5, num_rows, 17, num_data_ranks, SEED)
+    case = decoder_case(shape, batches, SEED, OptimizerConfig(warmup_steps=1))
+    return dataclasses.replace(case, accumulation=accumulation)
 
 
 # 13 rows over 2 or 4 ranks are uneven shares; every second step the first rank has no valid token.
@@ -83,7 +73,7 @@ def decoder_case(shape: ModelShape, accumulation: int, num_rows: int, num_places
 )
 def test_llama_ties_dropout_odd_vocabulary(strategy: str, accumulation: int) -> None:
     parsed = Strategy.parse(strategy)
-    case = decoder_case(LLAMA, accumulation, 13, parsed.data_ranks)
+    case = case_of(LLAMA, accumulation, 13, parsed.data_ranks)
     assert min(batch.count_valid() for batch in split_over_ranks(case, parsed)) == 0
     (verdict,) = compare_cases({"": case}, parsed)
     assert verdict.is_equal, str(verdict)
@@ -103,7 +93,7 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     of_the_loss = {"count", "metrics"}
     assert {e for e in entries if e.phase not in of_the_loss} == set(predicted)
     # Two numbers of the loss law, 8 bytes each, over every axis of different samples.
-    axes = [name for name in ("dp", "fsdp") if getattr(strategy, name).degree > 1]
+    axes = [name for name in AXIS_SETS["loss"] if getattr(strategy, name).degree > 1]
     assert {(e.phase, e.axis, e.payload_bytes) for e in entries if e.phase in of_the_loss} == {
         (phase, axis, 8) for phase in of_the_loss for axis in axes
     }
@@ -112,7 +102,7 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
 @pytest.mark.parametrize("text", ["dp2", "fsdp3", "fsdp2:zero1"])
 def test_gpt2_family_untied(text: str) -> None:
     strategy = Strategy.parse(text)
-    case = decoder_case(GPT2, 2, 9, strategy.data_ranks)
+    case = case_of(GPT2, 2, 9, strategy.data_ranks)
     (verdict,) = compare_cases({"": case}, strategy)
     assert verdict.is_equal, str(verdict)
     check_twin(case, strategy, verdict.entries)
@@ -134,7 +124,7 @@ def test_gpt2_family_untied(text: str) -> None:
 def test_recomputation(family: str, text: str) -> None:
     strategy = Strategy.parse(text)
     shape = dataclasses.replace(LLAMA if family == "llama" else GPT2, num_layers=4)
-    case = decoder_case(shape, 2, 9, strategy.data_ranks)
+    case = case_of(shape, 2, 9, strategy.data_ranks)
     (verdict,) = compare_cases({"": case}, strategy)
     assert verdict.is_equal, str(verdict)
     assert max(d.error for d in verdict.differences) <= 1e-10
@@ -143,7 +133,7 @@ def test_recomputation(family: str, text: str) -> None:
 
 TENSOR = ("tp2", "tp4", "tp4:2d", "tp8:2.5d/2", "tp8:3d")
 WHOLE = "tp2:megatron"
-"""Every kind of tp. 17 places are uneven over all degrees, and so are 7 and 6 rows over most."""
+"""Every kind of tp. 17 positions are uneven over all degrees, and so are 7 and 6 rows over most."""
 
 
 def check_parity(shape: ModelShape, text: str, num_layers: int | None = None) -> None:
@@ -151,7 +141,7 @@ def check_parity(shape: ModelShape, text: str, num_layers: int | None = None) ->
     strategy = Strategy.parse(text)
     num_layers = num_layers or (2 if strategy.num_ranks <= 4 else 1)
     shape = dataclasses.replace(shape, num_layers=num_layers)
-    case = decoder_case(shape, 2, 13, strategy.data_ranks)
+    case = case_of(shape, 2, 13, strategy.data_ranks)
     (verdict,) = compare_cases({"": case}, strategy)
     assert verdict.is_equal, str(verdict)
     assert max(d.error for d in verdict.differences) <= 1e-10
@@ -177,7 +167,7 @@ def test_tensor_layouts_of_the_gpt2_family(tensor: str) -> None:
 
 
 @pytest.mark.slow
-def test_parts_of_tp_that_fsdp_splits_unevenly() -> None:
+def test_shards_of_tp_that_fsdp_splits_unevenly() -> None:
     check_parity(dataclasses.replace(LLAMA, vocab_size=68), "fsdp3,tp2")
 
 

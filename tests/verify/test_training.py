@@ -1,4 +1,4 @@
-"""The road of training against plain PyTorch without a break, and faults planted in it."""
+"""A training run against plain PyTorch without a break, and faults planted in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mutants import SLOW, Patch, planted
 
 from marks import by_hand
 from phalanx.checkpoint import state
-from phalanx.cli.verify import RoadConfig
 from phalanx.comm.comm import Counting, local_shard
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.launch.local import run_ranks
@@ -22,13 +21,14 @@ from phalanx.models.decoder import Decoder
 from phalanx.strategy import Strategy
 from phalanx.train import loop, session
 from phalanx.train.job.resolve import Job
-from phalanx.verify import training
+from phalanx.verify import training, witness
 from phalanx.verify.runs import first_run
+from phalanx.verify.settings import VerifyTrainConfig
 from phalanx.verify.verdict import Verdict
 
 
 def _first_rows_everywhere(right: Any) -> Any:
-    """A rank's shard begins with the first rows of the whole."""
+    """A rank's shard begins with the first rows of the full tensor."""
     return lambda shape, seed, shard, name, full, offset: right(
         shape, seed, shard, name, full, (0,) * len(offset)
     )
@@ -68,7 +68,7 @@ def _from_step_0(right: Any) -> Any:
 
 
 def _position_by_steps(right: Any) -> Any:
-    """The place in the data is taken for steps times the present global batch."""
+    """The position in the data is taken for steps times the present global batch."""
 
     def wrong(job: Job, comm: Any, consumed: int) -> Any:
         steps = 0 if job.start is None else job.start.about.steps_done
@@ -118,7 +118,7 @@ def _narrow_masters(right: Any) -> Any:
     return wrong
 
 
-OF_ROAD: dict[str, tuple[list[Patch], str | None, str]] = {
+OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
     "first weights that begin anew on each rank": (
         [(session, "fill_initial", _first_rows_everywhere)],
         "embedding", "weight of embedding.weight",
@@ -133,7 +133,7 @@ OF_ROAD: dict[str, tuple[list[Patch], str | None, str]] = {
         [(session, "_loader", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
     ),
     "a schedule that begins anew": (
-        [(training, "open_session", _from_step_0)],
+        [(witness, "open_session", _from_step_0)],
         None, "it takes the steps [1, 2, 3, 4], where [3, 4] are due",
     ),
     "a position in the data by the present batch": (
@@ -147,7 +147,7 @@ OF_ROAD: dict[str, tuple[list[Patch], str | None, str]] = {
         [(Decoder, "eval", _stays_in_training)], None, "the validation loss is the first",
     ),
     "a norm that only the run changes": (
-        [(training, "open_session", _another_eps)],
+        [(witness, "open_session", _another_eps)],
         "blocks.1.mlp_norm", "its output differs though its inputs agree",
     ),
     "an optimizer without the last norm": (
@@ -162,30 +162,32 @@ OF_NARROW: dict[str, tuple[list[Patch], str | None, str]] = {
 }  # fmt: skip
 
 
-def road_on_ranks(folder: str, is_slow: bool) -> dict[str, list[Verdict]]:
-    """Take the road once for each mutant, and once without a fault, in one job."""
-    mutants = {**OF_ROAD, **OF_NARROW}
-    road = {name: mutant[0] for name, mutant in mutants.items() if (name in SLOW) == is_slow}
+def verdicts_on_ranks(folder: str, is_slow: bool) -> dict[str, list[Verdict]]:
+    """Verify a run once for each mutant, and once without a fault, in one job."""
+    mutants = {**OF_FLOAT64, **OF_NARROW}
+    planned = {name: mutant[0] for name, mutant in mutants.items() if (name in SLOW) == is_slow}
     found: dict[str, list[Verdict]] = {}
-    for name, patches in {"": list[Patch](), **road}.items():
+    for name, patches in {"": list[Patch](), **planned}.items():
         out = Path(folder) / name.replace(" ", "-")
         out.mkdir(exist_ok=True)
         with planted(*patches):
-            found[name] = training.verify_training(Strategy.parse("fsdp2"), RoadConfig(), out)
+            found[name] = training.verify_training(
+                Strategy.parse("fsdp2"), VerifyTrainConfig(), out
+            )
     return found
 
 
 @functools.cache
 def verdicts(is_slow: bool = False) -> dict[str, list[Verdict]]:
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(road_on_ranks, 2, folder, is_slow)[0]
+        return run_ranks(verdicts_on_ranks, 2, folder, is_slow)[0]
 
 
 @pytest.mark.parametrize(
     ("name", "module", "words"),
     [
         by_hand(name, *mutant[1:]) if name in SLOW else (name, *mutant[1:])
-        for group in (OF_ROAD, OF_NARROW)
+        for group in (OF_FLOAT64, OF_NARROW)
         for name, mutant in group.items()
     ],
 )
@@ -198,7 +200,7 @@ def test_a_planted_fault_is_found_and_named(name: str, module: str | None, words
     assert words in str(verdict)
 
 
-def test_the_road_without_a_fault_is_that_of_plain_pytorch() -> None:
+def test_a_run_without_a_fault_is_that_of_plain_pytorch() -> None:
     first, second, narrow = verdicts()[""]
     for verdict in (first, second, narrow):
         assert verdict.is_equal, str(verdict)
@@ -230,6 +232,6 @@ def test_settings_hold_and_what_is_not_given_is_small(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["dp2", "tp2", "fsdp2,tp2"])
-def test_the_road_on_processes_of_its_own(text: str, tmp_path: Path) -> None:
-    for verdict in training.verify_training(Strategy.parse(text), RoadConfig(), tmp_path):
+def test_a_run_on_processes_of_its_own(text: str, tmp_path: Path) -> None:
+    for verdict in training.verify_training(Strategy.parse(text), VerifyTrainConfig(), tmp_path):
         assert verdict.is_equal, str(verdict)

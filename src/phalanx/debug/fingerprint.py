@@ -79,10 +79,10 @@ class Fingerprint:
     dtype: str = ""
     shapes: str = ""
     root: int | None = None
-    gives: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
+    gives: Sequence[str] = ()
+    takes: Sequence[str] = ()
     tensor: str = ""
-    places: tuple[str, ...] = ()
+    places: Sequence[str] = ()
     phase: str = ""
 
     def text(self) -> str:
@@ -92,10 +92,7 @@ class Fingerprint:
     @staticmethod
     def read(text: str | bytes) -> Fingerprint:
         """Return the fingerprint whose `text` this is."""
-        values: dict[str, Any] = json.loads(text)
-        for name in ("gives", "takes", "places"):
-            values[name] = tuple(values[name])
-        return Fingerprint(**values)
+        return Fingerprint(**json.loads(text))
 
     @property
     def is_even(self) -> bool:
@@ -103,40 +100,43 @@ class Fingerprint:
         return len({*self.gives, *self.takes}) <= 1
 
     def __str__(self) -> str:
-        words = [self.op]
-        if self.reduction:
-            words.append(self.reduction)
-        if self.dtype:
-            words.append(f"of {self.dtype}{self.shapes}")
-        if self.tensor:
-            words.append(f"({self.tensor})")
-        if self.root is not None:
-            words.append(f"with root {self.root}")
-        if self.phase:
-            words.append(f"in phase {self.phase}")
-        return " ".join(words)
+        words = (
+            self.op,
+            self.reduction,
+            self.dtype and f"of {self.dtype}{self.shapes}",
+            self.tensor and f"({self.tensor})",
+            "" if self.root is None else f"with root {self.root}",
+            self.phase and f"in phase {self.phase}",
+        )
+        return " ".join(filter(None, words))
 
 
-def take(call: Call, *, tensor: str, places: tuple[str, ...], phase: str) -> Fingerprint:
+def take(call: Call, *, tensor: str, places: Sequence[str], phase: str) -> Fingerprint:
     """Return the fingerprint of a call; see `Fingerprint` for what is not read from it."""
-    gives, takes = _parts(call)
-    arguments = call.arguments
-    root = arguments.get("root_rank", arguments.get("src"))
-    has_root = call.op in ("broadcast", "reduce", "gather", "scatter")
     has_payload = call.op != "barrier"
     tensors = [*_flat(call.inputs), *_flat(call.outputs)] if has_payload else []
+    root = None
+    if call.op in ("broadcast", "reduce", "gather", "scatter"):
+        root = call.ranks[call.arguments.get("root_rank", call.arguments.get("src"))]
+    gives, takes = _given_and_taken(call)
     return Fingerprint(
-        op=call.op,
-        reduction=_reduction(call),
-        dtype=", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in tensors})),
-        shapes=_shapes(call.inputs) if has_payload else "",
-        root=call.ranks[root] if has_root else None,
-        gives=gives,
-        takes=takes,
-        tensor=tensor,
-        places=places,
-        phase=phase,
+        call.op,
+        _reduction(call),
+        ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in tensors})),
+        _shapes(call.inputs) if has_payload else "",
+        root,
+        gives,
+        takes,
+        tensor,
+        places,
+        phase,
     )
+
+
+_COMPARED = {
+    "op": "op", "reduction": "reduction", "data type": "dtype", "root": "root", "shape": "shapes",
+}  # fmt: skip
+"""What is compared first -> its attribute."""
 
 
 def difference(
@@ -152,39 +152,29 @@ def difference(
         Two ranks whose calls do not match, the first being one of the most that are alike, and what
         differs; None if all match.
     """
-    compared: dict[str, Callable[[Fingerprint], Any]] = {
-        "op": lambda call: call.op,
-        "reduction": lambda call: call.reduction,
-        "data type": lambda call: call.dtype,
-        "root": lambda call: call.root,
-        "shape": lambda call: None if call.gives else call.shapes,
-    }
-    for what, value_of in compared.items():
-        pair = _odd_one({rank: value_of(call) for rank, call in calls.items()})
-        if pair is not None:
-            one, other = pair
-            return one, other, f"{what}: {value_of(calls[one])} and {value_of(calls[other])}"
-    for place, (giver, giving) in enumerate(calls.items()):
+    for what, attribute in _COMPARED.items():
+        values = {rank: getattr(call, attribute) for rank, call in calls.items()}
+        if what == "shape" and any(call.gives for call in calls.values()):
+            break  # it is compared pair by pair
+        if pair := _odd_one(values):
+            return *pair, f"{what}: {values[pair[0]]} and {values[pair[1]]}"
+    for index, (giver, giving) in enumerate(calls.items()):
         for gift, (taker, taking) in zip(giving.gives, calls.items(), strict=False):
-            if gift != taking.takes[place]:
-                return giver, taker, (
-                    f"shape: rank {giver} gives rank {taker} {gift or 'nothing'}, which takes "
-                    f"{taking.takes[place] or 'nothing'} from it"
-                )  # fmt: skip
-    named = {rank: call.tensor for rank, call in calls.items() if call.tensor}
-    pair = _odd_one({rank: name for rank, name in named.items() if has_name(name)})
-    if pair is not None:
-        one, other = pair
-        return one, other, f"tensor: {calls[one].tensor} and {calls[other].tensor}"
+            taken = taking.takes[index]
+            if gift != taken:
+                what = f"rank {giver} gives rank {taker} {gift or 'nothing'}, which takes"
+                return giver, taker, f"shape: {what} {taken or 'nothing'} from it"
+    names = {rank: call.tensor for rank, call in calls.items() if call.tensor}
+    names = {rank: name for rank, name in names.items() if has_name(name)}
+    if pair := _odd_one(names):
+        return *pair, f"tensor: {names[pair[0]]} and {names[pair[1]]}"
     return None
 
 
 def pair_difference(one: Fingerprint, other: Fingerprint) -> str:
     """Return what differs between a send and its receive; empty if they match."""
-    for what, mine, theirs in (
-        ("data type", one.dtype, other.dtype),
-        ("shape", one.shapes, other.shapes),
-    ):
+    for what in ("data type", "shape"):
+        mine, theirs = (getattr(call, _COMPARED[what]) for call in (one, other))
         if mine != theirs:
             return f"{what}: {mine} and {theirs}"
     return ""
@@ -248,36 +238,29 @@ def _reduction(call: Call) -> str:
     return given if isinstance(given, str) else dist.ReduceOp.RedOpType(given.op()).name.lower()
 
 
-def _parts(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _given_and_taken(call: Call) -> tuple[Sequence[str], Sequence[str]]:
     """Return the shapes of what this rank gives to, and takes from, each rank of the group."""
     inputs, outputs, num_ranks = call.inputs, call.outputs, len(call.ranks)
-    nothing = [""] * num_ranks
     if call.op == "all_gather":
         given = [_shapes(inputs)] * num_ranks
-        return _both(given, _listed(outputs, num_ranks) or given)
+        return given, _listed(outputs, num_ranks) or given
     if call.op == "reduce_scatter":
-        part = _shapes(outputs) or _cut(inputs, num_ranks)
-        return _both(_listed(inputs, num_ranks) or [part] * num_ranks, [part] * num_ranks)
+        shard = _shapes(outputs) or ", ".join(_cut(t, None, num_ranks)[0] for t in _flat(inputs))
+        return _listed(inputs, num_ranks) or [shard] * num_ranks, [shard] * num_ranks
+    if call.op == "all_to_all" and len(inputs) == num_ranks > 1:
+        return [_shapes([t]) for t in inputs], [_shapes([t]) for t in outputs]
     if call.op == "all_to_all":
-        if len(inputs) == num_ranks > 1:
-            return _both([_shapes([t]) for t in inputs], [_shapes([t]) for t in outputs])
-        arguments, one, other = call.arguments, inputs[0], (outputs or inputs)[0]
-        return _both(
-            _split(one, arguments["input_split_sizes"], num_ranks),
-            _split(other, arguments["output_split_sizes"], num_ranks),
-        )
+        sizes, other_sizes = (call.arguments[f"{end}_split_sizes"] for end in ("input", "output"))
+        other = (outputs or inputs)[0]
+        return _cut(inputs[0], sizes, num_ranks), _cut(other, other_sizes, num_ranks)
     if call.op in ("gather", "scatter"):
         root: int = call.arguments["root_rank"]
+        of_all, own = (outputs, inputs) if call.op == "gather" else (inputs, outputs)
         is_root = call.group.rank() == root
-        whole, part = (outputs, inputs) if call.op == "gather" else (inputs, outputs)
-        of_root = _listed(whole, num_ranks) if is_root else nothing
-        mine = [_shapes(part) if place == root else "" for place in range(num_ranks)]
-        return _both(mine, of_root) if call.op == "gather" else _both(of_root, mine)
+        by_root = _listed(of_all, num_ranks) if is_root else [""] * num_ranks
+        by_others = [_shapes(own) if rank == root else "" for rank in range(num_ranks)]
+        return (by_others, by_root) if call.op == "gather" else (by_root, by_others)
     return (), ()
-
-
-def _both(gives: Sequence[str], takes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return tuple(gives), tuple(takes)
 
 
 def _listed(tensors: list[Any], num_ranks: int) -> list[str]:
@@ -286,12 +269,8 @@ def _listed(tensors: list[Any], num_ranks: int) -> list[str]:
     return [_shapes([t]) for t in tensors[0]] if is_listed and len(tensors[0]) == num_ranks else []
 
 
-def _cut(tensors: list[Any], num_ranks: int) -> str:
-    """Return the shapes of a rank's part of tensors that are cut along their first dimension."""
-    return ", ".join(_shape([len(t) // num_ranks, *t.shape[1:]]) for t in _flat(tensors))
-
-
-def _split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> list[str]:
+def _cut(tensor: torch.Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[str]:
+    """Return the shapes of a tensor cut along its first dimension, evenly if no sizes are given."""
     even = [len(tensor) // num_ranks] * num_ranks
     return [_shape([size, *tensor.shape[1:]]) for size in (sizes or even)]
 

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Failed:
-    """The first error of the job that a rank met by itself.
-
-    Attributes:
-        rank: global rank.
-        host: number of the first rank of its host.
-        name: of its host.
-        message: of the error.
-    """
+    """The first error of the job that a rank met by itself; `host` is its host's first rank."""
 
     rank: int
     host: int

@@ -202,14 +202,12 @@ class Watch:
 
     def _unreached(self) -> str:
         where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        store = f"the job's store at {where}"
         if self._is_store_gone:
-            return (
-                f"the job's store at {where} has gone: rank 0, or torchrun on its host, has ended"
-            )
+            return f"{store} has gone: rank 0, or torchrun on its host, has ended"
         return (
-            f"{socket.gethostname()} has not reached the job's store at {where} for "
-            f"{self._unreached_s():.0f} s: the host of rank 0 is lost or stopped, or the network "
-            "to it is cut"
+            f"{socket.gethostname()} has not reached {store} for {self._unreached_s():.0f} s: the "
+            "host of rank 0 is lost or stopped, or the network to it is cut"
         )
 
     def _silent(self, ranks: list[int]) -> str:

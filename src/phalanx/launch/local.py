@@ -23,11 +23,9 @@ from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.launch.rank import RankInfo, run_rank
+from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.signals import collected, ignored_by_children
 from phalanx.launch.supervisor import Rank, Supervisor
-
-UNEVEN_S = 30.0
-"""How long ranks may go on after the first has returned, before they are taken to wait for it."""
 
 LEAVING_S = 2.0
 """How long ranks have to leave by themselves before they are killed, in seconds."""
@@ -40,7 +38,6 @@ def run_ranks(
     device: str = "cpu",
     threads: int | None = None,
     timeout_s: float = 600.0,
-    uneven_s: float = UNEVEN_S,
     say_starting: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Run `function(*args)` on each of `num_ranks` new processes that have joined one job.
@@ -52,7 +49,6 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank).
         threads: CPU threads of each rank; the cores shared evenly if None.
         timeout_s: longest wait for another rank in one collective, in seconds.
-        uneven_s: how long ranks may go on after the first has returned, in seconds.
         say_starting: called once if the ranks take long to begin.
 
     Returns:
@@ -64,12 +60,12 @@ def run_ranks(
         PhalanxError: the error of the rank that failed first, if it was the user's to mend; it has
             that error's class.
         RankFailed: any other failure, with that rank's own traceback.
-        TrainingError: a rank returned, and others still ran `uneven_s` later; or one was silent for
+        TrainingError: a rank returned, and others still ran UNEVEN_S later; or one was silent for
             `timeout_s`.
         Interrupted: SIGINT, SIGTERM or SIGHUP came, and was not heeded by the ranks (see
             `pulse.Pulse.heeding`), or was not the first.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_under_torchrun():
         raise ConfigError(
             "run_ranks starts processes of its own, but RANK and WORLD_SIZE are set: this process "
             "is a rank of a job, as under torchrun, and each would start a whole job; start the "
@@ -85,13 +81,9 @@ def run_ranks(
             port = listener.getsockname()[1]
             for rank in range(num_ranks):
                 info = RankInfo(rank, num_ranks, port, device, threads, timeout_s)
-                meeting = listener if rank == 0 else None
-                ranks.append(_start(context, info, meeting, function, args))
+                ranks.append(_start(context, info, listener if rank == 0 else None, function, args))
         with collected() as signals:
-            supervisor = Supervisor(
-                ranks, signals, timeout_s=timeout_s, uneven_s=uneven_s, say_starting=say_starting
-            )
-            return supervisor.watch()
+            return Supervisor(ranks, signals, timeout_s, say_starting).watch()
     finally:
         with collected():  # a second Ctrl-C changes nothing
             _end(ranks)

@@ -36,16 +36,7 @@ LEAVE = "leave"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank must know to join the job.
-
-    Attributes:
-        rank: global rank.
-        num_ranks: ranks in the job.
-        port: TCP port of the store on the loopback address.
-        device: "cpu" or "cuda".
-        threads: CPU threads of this rank.
-        timeout_s: longest wait for another rank in one collective, in seconds.
-    """
+    """What one rank must know to join the job, whose store is at `port`; see `run_ranks`."""
 
     rank: int
     num_ranks: int

@@ -10,14 +10,7 @@ from phalanx.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Where this process stands in the job, as the environment says.
-
-    Attributes:
-        rank: global rank.
-        num_ranks: ranks in the job.
-        local_rank: rank among those of this host.
-        num_here: ranks on this host.
-    """
+    """Where this process stands among the ranks of the job, and among those here, on its host."""
 
     rank: int
     num_ranks: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Final
 
 from phalanx.errors import named
@@ -26,13 +25,7 @@ NUM_TOLD: Final = 4
 class Roll:
     """What each rank was last heard to do."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to listen.
-
-        Args:
-            clock: returns seconds.
-        """
-        self._clock = clock
+    def __init__(self) -> None:
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._limit_s = STILL_S
         self._is_told = False
@@ -40,7 +33,7 @@ class Roll:
 
     def hear(self, rank: int, beat: Beat) -> None:
         """Note a beat of a rank."""
-        self._beats[rank] = (beat, self._clock())
+        self._beats[rank] = (beat, time.monotonic())
         self._told_silent.discard(rank)
 
     def leave(self, rank: int) -> None:
@@ -59,7 +52,7 @@ class Roll:
         }
 
     def heeds_stop(self) -> bool:
-        """Return whether all ranks will end by themselves after their step if they are asked to."""
+        """Return whether all ranks will end after their step if they are asked to."""
         return bool(self._beats) and all(beat.heeds_stop for beat, _ in self._beats.values())
 
     def silent(self, limit_s: float) -> list[int]:
@@ -68,7 +61,7 @@ class Roll:
 
     def silence_s(self, rank: int) -> float:
         """Return how long a rank was not heard, in seconds."""
-        return self._clock() - self._beats[rank][1]
+        return time.monotonic() - self._beats[rank][1]
 
     def is_news(self, rank: int) -> bool:
         """Return whether this is asked for the first time since the rank was heard."""

@@ -27,6 +27,9 @@ Rank = tuple[ForkServerProcess, Any]
 STARTING_S: Final = 2.0
 """How long ranks may take to begin before it is said, in seconds."""
 
+UNEVEN_S: Final = 30.0
+"""How long ranks may go on after the first has returned, before they are taken to wait for it."""
+
 GRACE_S: Final = 0.3
 """How long the failures of other ranks are collected before the first is chosen by its clock."""
 
@@ -50,24 +53,20 @@ class Supervisor:
         self,
         ranks: list[Rank],
         signals: list[int],
-        *,
         timeout_s: float,
-        uneven_s: float,
         say_starting: Callable[[], None] | None = None,
     ) -> None:
         """Begin to watch.
 
         Args:
             ranks: the processes, in the order of the ranks.
-            signals: those that have come.
+            signals: those that have come, and that come.
             timeout_s: longest silence of a rank, in seconds.
-            uneven_s: how long ranks may go on after the first has returned, in seconds.
             say_starting: called if the ranks have not begun after `STARTING_S`.
         """
         self._ranks = ranks
         self._signals = signals
         self._timeout_s = timeout_s
-        self._uneven_s = uneven_s
         self._roll = Roll()
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
@@ -110,8 +109,6 @@ class Supervisor:
         ready: list[Any] = wait(list(self._going), limit_s)
         for line in ready:
             rank = self._going[line]
-            kind: str
-            value: Any
             try:
                 kind, value = line.recv()
             except (EOFError, ConnectionResetError):
@@ -165,14 +162,12 @@ class Supervisor:
         for rank in self._roll.silent(SILENT_S):
             if self._roll.is_news(rank):
                 tell(f"{self._why_silent(rank)}; the others will wait for it")
-        stall = self._roll.stall()
-        if stall is not None:
+        if stall := self._roll.stall():
             tell(
                 f"{stall}\nUnless this is a slow step: end it, and start again with --debug-comm, "
                 "which compares the calls of the ranks"
             )
-        gone = self._roll.silent(self._timeout_s)
-        if gone:
+        if gone := self._roll.silent(self._timeout_s):
             raise TrainingError(
                 f"{self._why_silent(gone[0])}; the timeout of {self._timeout_s:g} s is over"
             )
@@ -185,23 +180,21 @@ class Supervisor:
         """
         if not self._going or self._returned_s is None:
             return
-        if time.monotonic() - self._returned_s > self._uneven_s:
+        if time.monotonic() - self._returned_s > UNEVEN_S:
             returned, going = sorted(self._results), sorted(self._going.values())
             raise TrainingError(
                 f"{named(returned)} returned, but {named(going)} neither returned nor failed "
-                f"within {self._uneven_s:g} s after that: most likely they wait in a collective; "
+                f"within {UNEVEN_S:g} s after that: most likely they wait in a collective; "
                 "each rank must make the same calls before it returns"
             )
 
     def _failure(self) -> PhalanxError:
         """Return the error of the rank that failed first by itself, or say whom the ranks miss."""
-        own = [failure for failure in self._failures if not failure.is_lost_peer]
-        if own:
-            return min(own, key=lambda failure: failure.time_s).as_error()
-        first = min(self._failures, key=lambda failure: failure.time_s)
+        first = min(self._failures, key=lambda failure: (failure.is_lost_peer, failure.time_s))
+        if not first.is_lost_peer:
+            return first.as_error()
         waited = f"{named([first.rank])} has waited in vain for another rank"
-        silent = [rank for rank in self._roll.silent(MISSED_S) if rank in self._going.values()]
-        if silent:
+        if silent := [r for r in self._roll.silent(MISSED_S) if r in self._going.values()]:
             return TrainingError(f"{self._why_silent(silent[0])}; {waited}")
         return TrainingError("\n".join([f"{waited}; all stood", *self._roll.lines()]))
 

@@ -20,7 +20,12 @@ from phalanx.models.shape import ModelShape
 
 
 def decoder_batches(
-    shape: ModelShape, num_steps: int, num_rows: int, seq_len: int, num_places: int, seed: int = 0
+    shape: ModelShape,
+    num_steps: int,
+    num_rows: int,
+    seq_len: int,
+    num_data_ranks: int,
+    seed: int = 0,
 ) -> list[Batch]:
     """Return the global batch of each step.
 
@@ -29,58 +34,43 @@ def decoder_batches(
         num_steps: how many.
         num_rows: rows of each.
         seq_len: tokens of a row.
-        num_places: data ranks that the rows will be dealt to.
+        num_data_ranks: ranks that the rows will be dealt to.
         seed: fixes the tokens.
     """
     generator = torch.Generator().manual_seed(seed)
-    return [
-        _batch(shape.vocab_size, step, num_rows, seq_len, num_places, generator)
-        for step in range(num_steps)
-    ]
+    positions_T = torch.arange(seq_len)
+    batches: list[Batch] = []
+    for step in range(num_steps):
+        tokens_BT = torch.randint(shape.vocab_size, (num_rows, seq_len + 1), generator=generator)
+        labels_BT = tokens_BT[:, 1:].clone()
+        num_ignored_B1 = torch.randint(seq_len, (num_rows, 1), generator=generator)
+        labels_BT[positions_T < num_ignored_B1] = IGNORE
+        if step % 2 and num_data_ranks > 1:
+            labels_BT[::num_data_ranks] = IGNORE  # rank r of R takes rows r, r + R, ...
+        begins_BT = torch.rand(num_rows, seq_len, generator=generator) < 3 / seq_len
+        begins_BT[:, 0] = False
+        starts_BT = torch.where(begins_BT, positions_T, 0).cummax(1).values
+        batch = Batch(
+            tokens_BT=tokens_BT[:, :-1].contiguous(),
+            labels_BT=labels_BT,
+            positions_BT=positions_T - starts_BT,
+            documents_BT=begins_BT.cumsum(1),
+            rows_B=torch.arange(step * num_rows, (step + 1) * num_rows),
+        )
+        batches.append(batch)
+    return batches
 
 
-def _batch(
-    vocab_size: int,
-    step: int,
-    num_rows: int,
-    seq_len: int,
-    num_places: int,
-    generator: torch.Generator,
-) -> Batch:
-    tokens_BT = torch.randint(vocab_size, (num_rows, seq_len + 1), generator=generator)
-    labels_BT = tokens_BT[:, 1:].clone()
-    num_ignored_B1 = torch.randint(seq_len, (num_rows, 1), generator=generator)
-    places_T = torch.arange(seq_len)
-    labels_BT[places_T < num_ignored_B1] = IGNORE
-    if step % 2 and num_places > 1:
-        labels_BT[::num_places] = IGNORE  # rank r of R takes rows r, r + R, ...
-    begins_BT = torch.rand(num_rows, seq_len, generator=generator) < 3 / seq_len
-    begins_BT[:, 0] = False
-    documents_BT = begins_BT.cumsum(1)
-    starts_BT = torch.where(begins_BT, places_T, 0).cummax(1).values
-    return Batch(
-        tokens_BT=tokens_BT[:, :-1].contiguous(),
-        labels_BT=labels_BT,
-        positions_BT=places_T - starts_BT,
-        documents_BT=documents_BT,
-        rows_B=torch.arange(step * num_rows, (step + 1) * num_rows),
-    )
-
-
-def rows_of(batch: Any, place: int, num_places: int, accumulation: int) -> list[Tensor]:
-    """Return the rows of each microbatch of one data rank: place, place + num_places, ..., cut."""
-    rows = torch.arange(place, count_rows(batch), num_places)
+def rows_of(batch: Any, data_rank: int, num_data_ranks: int, accumulation: int) -> list[Tensor]:
+    """Return the rows of each microbatch of a data rank: every `num_data_ranks`-th, cut."""
+    rows = torch.arange(data_rank, count_rows(batch), num_data_ranks)
     return list(rows.tensor_split(accumulation))
 
 
-def split(batch: Any, place: int, num_places: int, accumulation: int) -> list[Any]:
-    """Return the microbatches of one data rank, see `rows_of`."""
-    return [take(batch, rows) for rows in rows_of(batch, place, num_places, accumulation)]
-
-
-def take(batch: Any, rows: Tensor) -> Any:
-    """Return the given rows of every tensor of a batch."""
-    return map_batch(batch, lambda tensor: tensor[rows])
+def split(batch: Any, data_rank: int, num_data_ranks: int, accumulation: int) -> list[Any]:
+    """Return the microbatches of a data rank, see `rows_of`."""
+    microbatches = rows_of(batch, data_rank, num_data_ranks, accumulation)
+    return [map_batch(batch, lambda tensor, rows=rows: tensor[rows]) for rows in microbatches]
 
 
 def cast_batch(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:

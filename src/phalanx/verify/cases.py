@@ -4,53 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
 
+from phalanx.comm.axes import AXIS_SETS
 from phalanx.config import OptimizerConfig
+from phalanx.data.batch import Batch
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
+from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
-from phalanx.strategy import Axis, Strategy
+from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.plain import PlainDecoder, PlainNextToken
 from phalanx.verify.record import Case
+from phalanx.verify.settings import VerifyConfig
 
 MOST_RANKS = 6
 """Ranks that are started for an axis of three where the strategy has one of two."""
-
-
-OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=0)
-"""A rate by which weights move far, and a limit that every step's gradient is cut to."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is done with a shape.
-
-    Attributes:
-        steps: optimizer steps.
-        accumulation: microbatches of each data rank.
-        seq_len: tokens of a row.
-        dtype: of weights and arithmetic.
-        seed: of weights, batches and masks.
-        num_rows: of a global batch; an odd number that leaves shares uneven if None.
-        optimizer: AdamW's settings.
-        device: "cpu" or "cuda".
-    """
-
-    steps: int = 4
-    accumulation: int = 2
-    seq_len: int = 17
-    dtype: str = "float64"
-    seed: int = 0
-    num_rows: int | None = None
-    optimizer: OptimizerConfig = OPTIMIZER
-    device: str = "cpu"
 
 
 def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
@@ -68,14 +44,11 @@ def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
         llama, num_kv_heads=2 * unit, norm="layer", position="learned", mlp="gelu", bias=True,
         qk_norm=False, tied=False, dropout=0.2,
     )  # fmt: skip
-    return {"llama": _that_fits(llama, strategy), "gpt2": _that_fits(gpt2, strategy)}
-
-
-def _that_fits(shape: ModelShape, strategy: Strategy) -> ModelShape:
-    """Return the shape, with an even vocabulary where the strategy refuses an odd one."""
-    if splits(shape, strategy):
-        return shape
-    return dataclasses.replace(shape, vocab_size=2 * strategy.tp.degree * 17)
+    even = 2 * strategy.tp.degree * 17
+    return {
+        name: shape if splits(shape, strategy) else dataclasses.replace(shape, vocab_size=even)
+        for name, shape in {"llama": llama, "gpt2": gpt2}.items()
+    }
 
 
 def splits(shape: ModelShape, strategy: Strategy) -> bool:
@@ -85,6 +58,14 @@ def splits(shape: ModelShape, strategy: Strategy) -> bool:
     except StrategyError:
         return False
     return True
+
+
+def shapes_to_verify(config: VerifyConfig, strategy: Strategy) -> dict[str, ModelShape]:
+    """Return the preset that is asked for or the two awkward shapes, in the sizes asked for."""
+    shapes = awkward_shapes(strategy)
+    if config.model is not None:
+        shapes = {config.model: shape_of(config.model)}
+    return {name: with_sizes(shape, config.shape) for name, shape in shapes.items()}
 
 
 def initial_decoder(shape: ModelShape, seed: int) -> Decoder:
@@ -99,39 +80,57 @@ def initial_decoder(shape: ModelShape, seed: int) -> Decoder:
     return model
 
 
-def plain_decoder(shape: ModelShape, seed: int) -> nn.Module:
-    """Return the plain decoder with the weights of `initial_decoder`."""
-    return as_plain(initial_decoder(shape, seed))
-
-
-def as_plain(decoder: Decoder) -> PlainDecoder:
-    """Return the plain decoder with the weights of a float64 one."""
-    model = PlainDecoder(decoder.shape).to(torch.float64)
-    model.load_state_dict(decoder.state_dict())
+def plain(decoder: Callable[[ModelShape, int], Decoder], shape: ModelShape, seed: int) -> nn.Module:
+    """Return the plain decoder with the weights of `decoder(shape, seed)`."""
+    model = PlainDecoder(shape).to(torch.float64)
+    model.load_state_dict(decoder(shape, seed).state_dict())
     return model
 
 
-def decoder_case(shape: ModelShape, strategy: Strategy, settings: Settings) -> Case:
-    """Return a case of a decoder, whose reference is a plain one."""
-    num_places, seed = strategy.data_ranks, settings.seed
-    num_rows = settings.num_rows or 3 * settings.accumulation * num_places // 2 * 2 + 1
+def decoder_case(
+    shape: ModelShape,
+    batches: Sequence[Batch],
+    seed: int,
+    optimizer: OptimizerConfig,
+    decoder: Callable[[ModelShape, int], Decoder] = initial_decoder,
+) -> Case:
+    """Return a case of a decoder, whose reference is a plain one; see `Case` for the rest.
+
+    Args:
+        shape: of the decoder.
+        batches: the global batch of each step.
+        seed: of weights and masks.
+        optimizer: AdamW's settings.
+        decoder: makes the decoder of a shape and a seed.
+    """
     return Case(
-        functools.partial(initial_decoder, shape, seed),
+        functools.partial(decoder, shape, seed),
         NextToken(seed, shape.dropout),
-        decoder_batches(shape, settings.steps, num_rows, settings.seq_len, num_places, seed),
-        settings.accumulation,
-        settings.dtype,
-        settings.optimizer,
+        batches,
+        optimizer=optimizer,
         reference=(
-            functools.partial(plain_decoder, shape, seed),
+            functools.partial(plain, decoder, shape, seed),
             PlainNextToken(seed, shape.dropout),
         ),
-        device=settings.device,
+    )
+
+
+def configured_case(shape: ModelShape, strategy: Strategy, config: VerifyConfig) -> Case:
+    """Return the case of a decoder that is asked for, on awkward batches."""
+    num_rows = config.global_size or 3 * config.accumulation * strategy.data_ranks // 2 * 2 + 1
+    batches = decoder_batches(
+        shape, config.steps, num_rows, config.seq_len, strategy.data_ranks, config.seed
+    )
+    return dataclasses.replace(
+        decoder_case(shape, batches, config.seed, config.optimizer),
+        accumulation=config.accumulation,
+        dtype=config.dtype,
+        device=config.device,
     )
 
 
 def with_three(strategy: Strategy) -> Strategy | None:
-    """Return the strategy with three ranks on an axis that has two, the innermost that may.
+    """Return the strategy with three ranks on an axis that has two, the innermost of data first.
 
     What two ranks send to each other has one order only; three show more.
 
@@ -140,13 +139,12 @@ def with_three(strategy: Strategy) -> Strategy | None:
     """
     if any(axis.degree > 2 for _, axis in strategy.axes()):
         return None
-    return next(_wider(strategy), None)
-
-
-def _wider(strategy: Strategy) -> Iterator[Strategy]:
-    for name in ("fsdp", "dp", "tp"):
-        axis: Axis = getattr(strategy, name)
-        if axis.degree == 2 and (name != "tp" or axis.kind in ("1d", "megatron")):
-            wider = dataclasses.replace(strategy, **{name: dataclasses.replace(axis, degree=3)})
-            if wider.num_ranks <= MOST_RANKS:
-                yield wider
+    axes = dict(reversed([*strategy.axes()]))
+    for name in sorted(axes, key=lambda name: name not in AXIS_SETS["data"]):
+        if axes[name].degree == 2:
+            with suppress(StrategyError):  # not every kind can arrange three
+                wider = dataclasses.replace(axes[name], degree=3)
+                wider = dataclasses.replace(strategy, **{name: wider})
+                if wider.num_ranks <= MOST_RANKS:
+                    return wider
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -48,34 +49,32 @@ def _from_ratios(
     wrong: Sequence[Difference], strategy: Strategy, accumulation: int
 ) -> Iterator[str]:
     """Recognise factors: a mean where a sum is due, or a sum that is done twice."""
-    found = [(d, d.ratio) for d in wrong if d.ratio is not None and d.quantity in _RATIOS]
-    factors = {f"the {axis.degree} ranks of {name}": axis.degree for name, axis in strategy.axes()}
-    if strategy.data_ranks > 1:
-        factors = {f"the {strategy.data_ranks} data ranks": strategy.data_ranks, **factors}
-    factors[f"the {accumulation} microbatches"] = accumulation
-    whole = strategy.data_ranks * accumulation
-    factors["ranks x microbatches"] = whole
-    for difference, ratio in found:
-        for what, factor in factors.items():
-            if factor == 1:
-                continue
-            if abs(ratio - 1 / factor) < 1e-6:
-                yield (
-                    f"{difference.what} is 1/{factor} of what it should be: a mean where a sum is "
-                    f"due, over {what}"
-                )
-                return
-            if abs(ratio - factor) < 1e-6 * factor:
-                yield (
-                    f"{difference.what} is {factor} times what it should be: a sum that is done "
-                    f"twice, or a `loss_sum` that returns a mean, over {what}"
-                )
-                return
+    found = [
+        (d.what, d.ratio)
+        for d in wrong
+        if d.ratio is not None and d.quantity in ("loss", "gradient")
+    ]
+    factors = {
+        f"the {strategy.data_ranks} data ranks": strategy.data_ranks,
+        **{f"the {axis.degree} ranks of {name}": axis.degree for name, axis in strategy.axes()},
+        f"the {accumulation} microbatches": accumulation,
+        "ranks x microbatches": strategy.data_ranks * accumulation,
+    }
+    for (quantity, ratio), (what, factor) in itertools.product(found, factors.items()):
+        if factor > 1 and abs(ratio - 1 / factor) < 1e-6:
+            yield (
+                f"{quantity} is 1/{factor} of what it should be: a mean where a sum is due, over "
+                f"{what}"
+            )
+            return
+        if factor > 1 and abs(ratio - factor) < 1e-6 * factor:
+            yield (
+                f"{quantity} is {factor} times what it should be: a sum that is done twice, or a "
+                f"`loss_sum` that returns a mean, over {what}"
+            )
+            return
     if found and abs(found[0][1]) < 1e-12:
-        yield f"{found[0][0].what} is zero"
-
-
-_RATIOS = ("loss", "gradient")
+        yield f"{found[0][0]} is zero"
 
 
 def _from_modules(model: nn.Module) -> Iterator[str]:

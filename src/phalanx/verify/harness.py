@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -29,9 +28,16 @@ from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
 from phalanx.verify.batches import split, tensors_of
 from phalanx.verify.causes import likely_causes
-from phalanx.verify.compare import Difference, compare_first_weights, compare_step
+from phalanx.verify.compare import Difference, compare_step, compare_values
 from phalanx.verify.locate import locate
-from phalanx.verify.record import Case, RankFacts, SplitRun, Unequal, check_rows, unequal_ranks
+from phalanx.verify.record import (
+    Case,
+    RankFacts,
+    SplitRun,
+    check_rows,
+    full_tensors,
+    unequal_ranks,
+)
 from phalanx.verify.reference import ReferenceRun
 from phalanx.verify.tolerance import DTYPES
 from phalanx.verify.verdict import Place, Sent, Verdict
@@ -111,16 +117,15 @@ def compare_cases(
         check_rows(case, strategy.data_ranks)
         Plan(strategy, case.build(), roles=case.roles)
     if dist.is_initialized():
-        return verify_on_ranks(cases, str(strategy), debug_comm)
+        return verify_on_ranks(cases, strategy, debug_comm)
     device = next(iter(cases.values())).device
     verdicts: list[Verdict] = run_ranks(
-        verify_on_ranks, strategy.num_ranks, cases, str(strategy), debug_comm,
+        verify_on_ranks, strategy.num_ranks, cases, strategy, debug_comm,
         device=device, timeout_s=WAIT_S,
     )[0]  # fmt: skip
-    return [
-        _beside_one_process(verdict, cases[verdict.case]) if strategy.num_ranks > 1 else verdict
-        for verdict in verdicts
-    ]
+    if strategy.num_ranks == 1:
+        return verdicts
+    return [_beside_one_process(verdict, cases[verdict.case]) for verdict in verdicts]
 
 
 def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
@@ -128,7 +133,7 @@ def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
     if verdict.first is None:
         return verdict
     alone = dataclasses.replace(case, accumulation=1)
-    (other,) = run_ranks(verify_on_ranks, 1, {"": alone}, "dp1", device=case.device)[0]
+    (other,) = run_ranks(verify_on_ranks, 1, {"": alone}, Strategy(), device=case.device)[0]
     words = (
         "one process of the trainer computes what plain PyTorch does, so it is the split, or a "
         "module or objective that is no sum over samples"
@@ -140,16 +145,13 @@ def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
 
 
 def verify_on_ranks(
-    cases: Mapping[str, Case], strategy_text: str, debug_comm: bool = False
+    cases: Mapping[str, Case], strategy: Strategy, debug_comm: bool = False
 ) -> list[Verdict]:
     """Return the verdict of each case; every rank of a job calls this together."""
-    strategy = Strategy.parse(strategy_text)
     comm = Ranks(strategy, next(iter(cases.values())).device)
     verdicts: list[Verdict] = []
     for name, case in cases.items():
-        with ExitStack() as stack:
-            if debug_comm:
-                stack.enter_context(CollectiveCheck(comm.mesh))
+        with CollectiveCheck(comm.mesh) if debug_comm else nullcontext():
             verdict = verify_case(case, strategy, comm)
         verdicts.append(dataclasses.replace(verdict, case=name))
     return verdicts
@@ -158,64 +160,59 @@ def verify_on_ranks(
 def verify_case(case: Case, strategy: Strategy, comm: Ranks) -> Verdict:
     """Return the verdict on a case; every rank of `comm` calls this together."""
     differences, unequal, facts, entries = _compare_steps(case, strategy, comm)
-    sent = _sent(case, strategy, entries)
-    verdict = Verdict(str(strategy), differences, [str(each) for each in unequal], sent, entries)
-    if verdict.first is None and not unequal:
-        return verdict
-    if verdict.first is None:
-        first = unequal[0]
-        module = first.name.rpartition(".")[0] if first.name else None
-        place = Place(module, first.text, first.step, first.rank)
-    else:
+    sent = _sent(case, strategy, comm, entries)
+    replicas = [f"step {each.step}: {each.what}" for each in unequal]
+    verdict = Verdict(str(strategy), differences, replicas, sent, entries)
+    if verdict.first is not None:
         place = locate(case, strategy, comm, verdict.first)
+    elif unequal:
+        place = unequal[0]
+    else:
+        return verdict
     causes = likely_causes(case.build(), strategy, case.accumulation, differences, facts)
     return dataclasses.replace(verdict, place=place, causes=causes)
 
 
 def _compare_steps(
     case: Case, strategy: Strategy, comm: Ranks
-) -> tuple[list[Difference], list[Unequal], list[RankFacts], list[Entry]]:
+) -> tuple[list[Difference], list[Place], list[RankFacts], list[Entry]]:
     """Compare step by step, to the end of the first that differs; all ranks return the same."""
-    is_first, device = dist.get_rank() == 0, comm.device
-    reference = ReferenceRun(case, device) if is_first else None
-    # In float64 the limit is fixed, and nothing has to be perturbed.
-    needs_limits = is_first and case.dtype != "float64"
-    perturbed = ReferenceRun(case, device, perturbation=1) if needs_limits else None
     run = SplitRun(case, strategy, comm)
-    ours = run.first_weights()
-    differences: list[Difference] = []
-    if reference is not None:
+    ours = full_tensors(dict(run.model.named_parameters()))
+    differences, unequal, facts = list[Difference](), list[Place](), list[RankFacts]()
+    expected = moved = None
+    if dist.get_rank() == 0:
+        reference = ReferenceRun(case, comm.device)
         weights = {n: p.detach().cpu() for n, p in reference.model.named_parameters()}
-        differences = compare_first_weights(ours, weights)
-    expected = None if reference is None else reference.steps()
-    moved = None if perturbed is None else perturbed.steps()
-    unequal: list[Unequal] = []
-    facts: list[RankFacts] = []
+        differences += compare_values(0, "first weight", ours, weights)
+        expected = reference.steps()
+        if case.dtype != "float64":  # there the limit is fixed, and nothing has to be perturbed
+            moved = ReferenceRun(case, comm.device, perturbation=1).steps()
     for step, (record, of_rank) in enumerate(run.steps()):
         facts = gather_objects(of_rank)
         unequal += unequal_ranks(step, facts)
         if expected is not None:
             other = None if moved is None else next(moved)
-            differences += compare_step(step, record, next(expected), other)
+            differences += compare_step(step, record, next(expected), other, case.torch_dtype)
         if broadcast_object(bool(unequal) or not all(d.passes for d in differences)):
             break
     return broadcast_object((differences, unequal, facts, run.sent()))
 
 
-def _sent(case: Case, strategy: Strategy, entries: Sequence[Entry]) -> list[Sent]:
+def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry]) -> list[Sent]:
     """Set what this rank sent in the last step beside what the strategy's account predicts."""
     if not entries:  # one rank, or it stopped before the last step
         return []
     microbatches = split(case.batches[-1], 0, strategy.data_ranks, case.accumulation)
     shapes = [max((t.shape for t in tensors_of(m)), key=len) for m in microbatches]
-    model = case.build().to(getattr(torch, case.dtype))
+    model = case.build().to(case.torch_dtype)
     sizes = [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
     predicted = {
         (e.phase, e.axis, e.op): e.payload_bytes
         for e in Plan(strategy, model, roles=case.roles).traffic(sizes)
     }
-    for axis in ("dp", "fsdp"):  # the loss law: the number of valid tokens, and the loss
-        if getattr(strategy, axis).degree > 1:
+    for axis in comm.axes_of("loss"):  # the number of valid tokens, and the loss
+        if comm.size(axis) > 1:
             predicted |= {(phase, axis, "all_reduce"): 8 for phase in ("count", "metrics")}
     counted = {(e.phase, e.axis, e.op): e.payload_bytes for e in entries}
     return [

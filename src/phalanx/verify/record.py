@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Ranks, local_shard
-from phalanx.comm.ledger import Entry, Ledger, Phase
+from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.parallel.accumulate import Accumulate
@@ -27,9 +26,11 @@ from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step
 from phalanx.verify.batches import cast_batch, count_rows, rows_of, split
-from phalanx.verify.reference import NORMS, StepRecord
+from phalanx.verify.reference import MOMENTS, NORMS, StepRecord, Values
+from phalanx.verify.verdict import Place
 
-_MOMENTS = ("first moment", "second moment", "step counter")
+BitsKey = tuple[str, str, tuple[int, ...]]
+"""Quantity, name of the parameter, and where the shard begins."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Case:
     reference: tuple[Callable[[], nn.Module], Objective] | None = None
     device: str = "cpu"
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The data type as torch has it."""
+        return getattr(torch, self.dtype)
+
 
 @dataclass(frozen=True)
 class RankFacts:
@@ -68,16 +74,14 @@ class RankFacts:
     Attributes:
         loss: as this rank knows it.
         norms: p -> norm of the gradient.
-        bits: (quantity, name, where the shard begins) -> hash of this rank's shard.
-        trained: names of the parameters that have a gradient.
+        bits: hash of each shard of this rank.
         nonfinite: names of the parameters whose gradient is not finite here.
     """
 
     loss: float
-    norms: Mapping[float, float]
-    bits: Mapping[tuple[str, str, tuple[int, ...]], str]
-    trained: frozenset[str]
-    nonfinite: tuple[str, ...]
+    norms: Mapping[str, float]
+    bits: Mapping[BitsKey, str]
+    nonfinite: list[str]
 
 
 class SplitRun:
@@ -85,7 +89,6 @@ class SplitRun:
 
     Attributes:
         model: split.
-        place: this rank's number among the data ranks, and how many those are.
     """
 
     def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
@@ -93,9 +96,8 @@ class SplitRun:
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self._case = case
         self._ledger = Ledger(comm.mesh)
-        self._dtype: torch.dtype = getattr(torch, case.dtype)
-        self.model = case.build().to(comm.device, self._dtype).train()
-        self.place = comm.coord("data"), comm.size("data")
+        self._shard = comm.coord("data"), comm.size("data"), case.accumulation
+        self.model = case.build().to(comm.device, case.torch_dtype).train()
         # Before the optimizer takes the parameters.
         reducer = Plan(strategy, self.model, roles=case.roles).build(comm)
         self._step = Step(
@@ -109,151 +111,126 @@ class SplitRun:
             nonfinite="skip",  # what is not finite is compared and named
         )
 
-    def first_weights(self) -> dict[str, Tensor]:
-        """Return the weights before the first step; every rank calls this together."""
-        return {name: full(p) for name, p in self.model.named_parameters()}
-
     def rows(self, step: int) -> list[Tensor]:
         """Return the rows of the global batch that are in each microbatch of this rank."""
-        return rows_of(self._case.batches[step], *self.place, self._case.accumulation)
+        return rows_of(self._case.batches[step], *self._shard)
 
     def sent(self) -> list[Entry]:
         """Return what this rank has sent in the last step."""
         return self._ledger.entries()
 
-    def steps(self, phase: Phase | None = None) -> Iterator[tuple[StepRecord, RankFacts]]:
-        """Take the steps one by one; every rank does so together.
-
-        Args:
-            phase: watches the phases of each step.
-        """
-        step = self._step
-        for number, batch in enumerate(self._case.batches, start=1):
-            moved = cast_batch(batch, self._dtype, step.comm.device)
+    def steps(self, phase: Phase = no_phase) -> Iterator[tuple[StepRecord, RankFacts]]:
+        """Take the steps one by one, each watched by `phase`; every rank does so together."""
+        case, step, model = self._case, self._step, self.model
+        for number, batch in enumerate(case.batches, start=1):
+            moved = cast_batch(batch, case.torch_dtype, step.comm.device)
             with ExitStack() as watching:
-                if number == len(self._case.batches):
+                if number == len(case.batches):
                     watching.enter_context(self._ledger)
                     watching.enter_context(step.watched(self._ledger.phase))
-                if phase is not None:
-                    watching.enter_context(step.watched(phase))
-                microbatches = split(moved, *self.place, self._case.accumulation)
-                loss, num_valid = step.compute_gradients(microbatches)
-            norms = {p: float(gradient_norm(step.gradients(), step.comm, p)) for p in NORMS}
-            found = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-            gradients = {name: full(grad) for name, grad in found}
-            bits = _bits("gradient", found)
-            nonfinite = [n for n, g in found if not bool(local_shard(g).isfinite().all())]
+                watching.enter_context(step.watched(phase))
+                loss, num_valid = step.compute_gradients(split(moved, *self._shard))
+            norms = {f"{p:g}": float(gradient_norm(step.gradients(), step.comm, p)) for p in NORMS}
+            gradients = gradients_of(model)
+            bits, before_clipping = _bits("gradient", gradients), full_tensors(gradients)
+            nonfinite = [n for n, g in gradients.items() if not local_shard(g).isfinite().all()]
             result = step.apply_gradients(loss, num_valid)
-            norms[step.config.clip_p] = result.grad_norm
-            moments = [
-                state_of(self.model, step.optimizer, key)
-                for key in ("exp_avg", "exp_avg_sq", "step")
-            ]
-            for quantity, state in zip(_MOMENTS, moments, strict=True):
-                bits |= _bits(quantity, state)
-            weights = list(self.model.named_parameters())
-            bits |= _bits("weight", weights)
-            first, second, _ = ({n: full(t) for n, t in state} for state in moments)
-            after = {name: full(tensor) for name, tensor in weights}
-            record = StepRecord(result.loss, norms, gradients, first, second, after)
-            names = frozenset(name for name, _ in found)
-            yield record, RankFacts(result.loss, norms, bits, names, tuple(nonfinite))
+            norms[f"{step.config.clip_p:g}"] = result.grad_norm
+            record: dict[str, Values] = {"loss": {"": result.loss}}
+            record |= {"gradient": before_clipping, "norm": norms}
+            for quantity, tensors in state_of(model, step.optimizer).items():
+                bits |= _bits(quantity, tensors)
+                record[quantity] = full_tensors(tensors)
+            yield record, RankFacts(result.loss, norms, bits, nonfinite)
 
 
-def check_rows(case: Case, num_places: int) -> None:
+def check_rows(case: Case, num_data_ranks: int) -> None:
     """Refuse batches with fewer rows than microbatches.
 
     Raises:
         ConfigError: names the batch.
     """
     for step, batch in enumerate(case.batches):
-        num_rows, least = count_rows(batch), num_places * case.accumulation
+        num_rows, least = count_rows(batch), num_data_ranks * case.accumulation
         if num_rows < least:
             raise ConfigError(
                 f"batch {step} has {num_rows} rows, which cannot be cut into {case.accumulation} "
-                f"microbatches on each of {num_places} data ranks; give at least {least} rows"
+                f"microbatches on each of {num_data_ranks} data ranks; give at least {least} rows"
             )
 
 
-@dataclass(frozen=True)
-class Unequal:
-    """Ranks differ in what they should hold alike.
-
-    Attributes:
-        step: number of the step, from 0.
-        name: of the parameter; empty for the loss and the norm.
-        rank: that differs from an earlier one.
-        text: in words.
-    """
-
-    step: int
-    name: str
-    rank: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {self.text}"
-
-
-def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Unequal]:
-    """Return in what the ranks differ, roughly in the order of a step."""
+def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Place]:
+    """Return in what ranks differ that should be alike, roughly in the order of a step."""
     found = _unequal_numbers(step, "the loss", [rank.loss for rank in facts])
-    for name in sorted(frozenset[str]().union(*(rank.trained for rank in facts))):
-        without = [number for number, rank in enumerate(facts) if name not in rank.trained]
+    trained = [{name for kind, name, _ in rank.bits if kind == "gradient"} for rank in facts]
+    for name in sorted(set[str]().union(*trained)):
+        without = [rank for rank, names in enumerate(trained) if name not in names]
         if without:
             text = f"{name} has a gradient on some ranks, but none on rank {without[0]}"
-            found.append(Unequal(step, name, without[0], text))
-    first: dict[tuple[str, str, tuple[int, ...]], tuple[int, str]] = {}
+            found.append(Place(owner(name), text, step, without[0]))
+    first: dict[BitsKey, tuple[int, str]] = {}
     seen: set[tuple[str, str]] = set()
     for number, rank in enumerate(facts):
         for key, digest in rank.bits.items():
+            quantity, name, _ = key
             holder, other = first.setdefault(key, (number, digest))
-            if other != digest and key[:2] not in seen:
-                seen.add(key[:2])
+            if other != digest and (quantity, name) not in seen:
+                seen.add((quantity, name))
                 text = (
-                    f"the {key[0]} of {key[1]} on rank {number} is not that of its replica on rank "
+                    f"the {quantity} of {name} on rank {number} is not that of its replica on rank "
                     f"{holder}"
                 )
-                found.append(Unequal(step, key[1], number, text))
+                found.append(Place(owner(name), text, step, number))
     for p in facts[0].norms:
         norms = [rank.norms[p] for rank in facts]
-        found += _unequal_numbers(step, f"the {p:g}-norm of the gradient", norms)
+        found += _unequal_numbers(step, f"the {p}-norm of the gradient", norms)
     return found
 
 
-def _unequal_numbers(step: int, what: str, numbers: Sequence[float]) -> list[Unequal]:
-    odd = [rank for rank, number in enumerate(numbers) if not _is_same(number, numbers[0])]
+def _unequal_numbers(step: int, what: str, numbers: Sequence[float]) -> list[Place]:
+    same = repr(numbers[0])  # unlike the number itself, that of NaN equals NaN's
+    odd = [rank for rank, number in enumerate(numbers) if repr(number) != same]
     if not odd:
         return []
     text = f"{what} is {numbers[0]:.17g} on rank 0 and {numbers[odd[0]]:.17g} on rank {odd[0]}"
-    return [Unequal(step, "", odd[0], text)]
+    return [Place(None, text, step, odd[0])]
 
 
-def _is_same(left: float, right: float) -> bool:
-    return left == right or (math.isnan(left) and math.isnan(right))
+def owner(parameter: str) -> str:
+    """Return the name of the module that has a parameter."""
+    return parameter.rpartition(".")[0]
 
 
-def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, key: str
-) -> list[tuple[str, Tensor]]:
-    """Return one part of the optimizer's state, by the names of the parameters that have it."""
-    state = optimizer.state
-    return [(name, state[p][key]) for name, p in model.named_parameters() if p in state]
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients that there are, by the names of their parameters."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _bits(
-    quantity: str, tensors: Sequence[tuple[str, Tensor]]
-) -> dict[tuple[str, str, tuple[int, ...]], str]:
-    found: dict[tuple[str, str, tuple[int, ...]], str] = {}
-    for name, tensor in tensors:
-        part, offset = shard_of(tensor)
-        data = part.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Return what AdamW keeps, and the weights, by quantity and by the names of the parameters."""
+    named = dict(model.named_parameters())
+    states = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
+    keys = {**MOMENTS, "step counter": "step"}
+    return {
+        **{what: {n: state[key] for n, state in states.items()} for what, key in keys.items()},
+        "weight": {name: p.detach() for name, p in named.items()},
+    }
+
+
+def _bits(quantity: str, tensors: Mapping[str, Tensor]) -> dict[BitsKey, str]:
+    found: dict[BitsKey, str] = {}
+    for name, tensor in tensors.items():
+        shard, offset = shard_of(tensor)
+        data = shard.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         found[quantity, name, offset] = hashlib.blake2b(data, digest_size=16).hexdigest()
     return found
 
 
-def full(tensor: Tensor) -> Tensor:
-    """Return a copy of the full tensor on the CPU, gathered if it is sharded."""
-    tensor = tensor.detach()
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.cpu().clone()
+def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU, gathered where they are sharded; every rank calls this together."""
+    copies: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        copies[name] = full.cpu().clone()
+    return copies

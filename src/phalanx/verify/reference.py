@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,25 +25,17 @@ NORMS = (1.0, 2.0, math.inf)
 """The p of the norms that are compared, whichever of them clips."""
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """One step, in full tensors.
+MOMENTS = {"first moment": "exp_avg", "second moment": "exp_avg_sq"}
+"""AdamW's moments, and what torch calls them."""
 
-    Attributes:
-        loss: of the global batch.
-        norms: p -> norm of the gradient before clipping.
-        gradients: before clipping; those that there are.
-        first_moments: of AdamW, after the step.
-        second_moments: of AdamW, after the step.
-        weights: after the step.
-    """
+Values = Mapping[str, Tensor | float]
+"""A quantity of one step, by the names of the parameters; of norms by p, of the loss by ""."""
 
-    loss: float
-    norms: Mapping[float, float]
-    gradients: Mapping[str, Tensor]
-    first_moments: Mapping[str, Tensor]
-    second_moments: Mapping[str, Tensor]
-    weights: Mapping[str, Tensor]
+StepRecord = Mapping[str, Values]
+"""What one step computed: `loss`, `gradient` and `norm` before clipping, both moments and `weight`.
+
+Tensors are full and on the CPU; quantities stand in the order in which a step makes them.
+"""
 
 
 class ReferenceRun:
@@ -86,27 +77,22 @@ class ReferenceRun:
         loss = loss_sum / max(1, num_valid)
         loss.backward()
         value = float(loss.detach())
-        found = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-        gradients = {name: _copy(grad) for name, grad in found}
-        norms = {p: norm_of([grad for _, grad in found], p) for p in NORMS}
-        if math.isfinite(value) and math.isfinite(norms[2.0]):
-            self._update(step, norms)
-        state = {
-            name: self._optimizer.state.get(parameter, {})
-            for name, parameter in self.model.named_parameters()
+        gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        record: dict[str, Values] = {
+            "loss": {"": value},
+            "gradient": _copied(gradients),
+            "norm": {f"{p:g}": norm_of(list(gradients.values()), p) for p in NORMS},
         }
-        return StepRecord(
-            loss=value,
-            norms=norms,
-            gradients=gradients,
-            first_moments={n: _copy(s["exp_avg"]) for n, s in state.items() if s},
-            second_moments={n: _copy(s["exp_avg_sq"]) for n, s in state.items() if s},
-            weights={n: _copy(p) for n, p in self.model.named_parameters()},
-        )
+        if math.isfinite(value) and math.isfinite(record["norm"]["2"]):
+            self._update(step, float(record["norm"][f"{self._case.optimizer.clip_p:g}"]))
+        states = {n: self._optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}
+        for quantity, key in MOMENTS.items():
+            record[quantity] = _copied({n: state[key] for n, state in states.items() if state})
+        record["weight"] = _copied(dict(self.model.named_parameters()))
+        return record
 
-    def _update(self, step: int, norms: Mapping[float, float]) -> None:
+    def _update(self, step: int, norm: float) -> None:
         settings, num_steps = self._case.optimizer, len(self._case.batches)
-        norm = norms[settings.clip_p]
         if settings.clip_norm > 0 and norm > settings.clip_norm:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -158,5 +144,5 @@ def _perturb(model: nn.Module, seed: int) -> None:
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

@@ -1,8 +1,9 @@
-"""The settings of the runs by which `verify --train` goes the road of training."""
+"""The settings of the runs that `verify --train` verifies."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
     num_lines = max(300, 4 * given.corpus.seq_len)
     lines = (f"The square of {n} is {n * n}, its cube {n**3}.\n" for n in range(num_lines))
     (folder / "squares.txt").write_text("".join(lines))
-    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainConfig)}
     own: dict[str, Any] = {
         "data": str(folder / "squares.txt"),
         "tokenizer": None,
@@ -51,7 +51,8 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
     if given.batch == BatchConfig():
         row_shards = plan_decoder(strategy, awkward_shapes(strategy)["llama"]).row_shards
         own["batch"] = BatchConfig(microbatch=max(2, row_shards), accumulation=2)
-    return TrainConfig(**(values | own))
+    given_values = {field.name: getattr(given, field.name) for field in fields(TrainConfig)}
+    return TrainConfig(**(given_values | own))
 
 
 def _sizes(given: TrainConfig, strategy: Strategy) -> ShapeConfig:
@@ -79,10 +80,9 @@ def second_run(config: TrainConfig, strategy: Strategy, checkpoint: Path) -> Tra
         strategy: of the first run.
         checkpoint: of its middle.
     """
-    degree = strategy.num_ranks
-    other = Strategy(fsdp=Axis(degree, "zero3"))
+    other = Strategy(fsdp=Axis(strategy.num_ranks, "zero3"))
     if strategy.fsdp.degree > 1:
-        other = Strategy(dp=Axis(degree, "bucketed"))
+        other = Strategy(dp=Axis(strategy.num_ranks, "bucketed"))
     return dataclasses.replace(
         config,
         resume=str(checkpoint),
@@ -93,12 +93,7 @@ def second_run(config: TrainConfig, strategy: Strategy, checkpoint: Path) -> Tra
 
 
 def narrow_run(config: TrainConfig, precision: str) -> TrainConfig:
-    """Return the settings of the run in a narrow data type.
-
-    Args:
-        config: of the first run.
-        precision: that is asked for.
-    """
+    """Return the settings of the first run in the narrow data type that is asked for."""
     chosen: Any = precision if precision in NARROW else "bfloat16"
     return dataclasses.replace(
         config, precision=chosen, out=str(Path(config.out or "").with_name("narrow"))

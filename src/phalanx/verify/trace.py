@@ -1,14 +1,15 @@
 """Record what every module takes and gives, forward and backward, and align it with the reference.
 
 The reference takes the whole batch at once; a rank has other rows of it, and under tp other
-positions or features too. So each rank cuts out of the reference's tensor the part that it should
-have, by the layout, and compares that. Nothing has to be gathered, and the rank is known.
+positions or features too. So each rank cuts out of the reference's tensor the shard that it
+should have, by the layout, and compares that. Nothing has to be gathered, and the rank is known.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +62,7 @@ class Event:
 
 
 class Recorder:
-    """Hooks on every module of a model that record while `is_on`.
+    """Hooks on every module of a model that record the step after `restart`.
 
     Attributes:
         events: what was recorded, in the order of time.
@@ -111,18 +112,19 @@ class Recorder:
         self.is_on, self._microbatch = True, -1
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        caller = self._stack[-1][0] if self._stack else None
-        call = self._calls[name]
+        caller, call = self._caller(), self._calls[name]
         self._calls[name] += 1
         self._stack.append((name, call))
-        self._watch_parameters(name, module)
+        self._watch_suspect(name, module)
         return self._pass((args, kwargs), name, call, caller, (INPUT, INPUT_GRADIENT))
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         del module, args
         _, call = self._stack.pop()
-        caller = self._stack[-1][0] if self._stack else None
-        return self._pass(output, name, call, caller, (OUTPUT, OUTPUT_GRADIENT))
+        return self._pass(output, name, call, self._caller(), (OUTPUT, OUTPUT_GRADIENT))
+
+    def _caller(self) -> str | None:
+        return self._stack[-1][0] if self._stack else None
 
     def _pass(
         self, values: Any, name: str, call: int, caller: str | None, kinds: tuple[str, str]
@@ -133,13 +135,12 @@ class Recorder:
         for index, (path, leaf) in enumerate(named):
             if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter | DTensor):
                 continue
-            forward, backward = (Key(name, call, kind, keystr(path)) for kind in kinds)
-            note = self._noter(forward, caller)
+            note, note_gradient = (
+                self._noter(Key(name, call, kind, keystr(path)), caller) for kind in kinds
+            )
             note(leaf)
             if leaf.requires_grad:
-                leaves[index] = cast(
-                    Tensor, _Tap.apply(leaf, self._noter(backward, caller), self._copies)
-                )
+                leaves[index] = cast(Tensor, _Tap.apply(leaf, note_gradient, self._copies))
         return tree_unflatten(leaves, form)
 
     def _noter(self, key: Key, caller: str | None) -> Callable[[Tensor], None]:
@@ -154,18 +155,18 @@ class Recorder:
 
         return note
 
-    def _watch_parameters(self, module_name: str, module: nn.Module) -> None:
-        """Note the gradients of the suspect as autograd makes them, before any reduction."""
-        for name, parameter in module.named_parameters(recurse=False):
-            full_name = f"{module_name}.{name}" if module_name else name
-            if full_name == self._suspect and id(parameter) not in self._hooked:
-                self._hooked.add(id(parameter))
-                parameter.register_hook(self._add)
+    def _watch_suspect(self, module_name: str, module: nn.Module) -> None:
+        """Note the suspect's gradients as autograd makes them, before any reduction."""
+        owner, _, name = (self._suspect or "").rpartition(".")
+        parameter = dict(module.named_parameters(recurse=False)).get(name)
+        if owner == module_name and parameter is not None and id(parameter) not in self._hooked:
+            self._hooked.add(id(parameter))
+            parameter.register_hook(self._add)
 
     def _add(self, gradient: Tensor) -> None:
         if self.is_on and not isinstance(gradient, DTensor):
-            part = gradient.detach().double().cpu()
-            self.contribution = part if self.contribution is None else self.contribution + part
+            term = gradient.detach().double().cpu()
+            self.contribution = term if self.contribution is None else self.contribution + term
 
 
 class _Tap(Function):
@@ -182,40 +183,36 @@ class _Tap(Function):
         return grad_outputs[0], None, None
 
 
+@dataclass(frozen=True)
 class Aligner:
-    """Cuts a rank's part out of the reference's tensors.
+    """Cuts a rank's shard out of the reference's tensors.
 
     Attributes:
         num_rows: of the global batch.
+        layout: of tp, if any.
+        roles: of the modules that have one under tp.
     """
 
-    def __init__(self, num_rows: int, layout: Layout | None, roles: dict[str, str]) -> None:
-        """Set up.
+    num_rows: int
+    layout: Layout | None = None
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
-        Args:
-            num_rows: of the global batch.
-            layout: of tp, if any.
-            roles: of the modules that have one under tp.
-        """
-        self.num_rows = num_rows
-        self._layout = layout
-        self._roles = roles
-
-    def pairs(self, event: Event, reference: Tensor, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return this rank's tensor and the reference's part alike, without padding.
+    def pair(self, event: Event, reference: Tensor, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return this rank's tensor and the same shard of the reference's, without padding.
 
         Returns:
             None where no layout makes the one out of the other.
         """
-        local = event.tensor
+        key, local = event.key, event.tensor
+        is_input = key.kind in (INPUT, INPUT_GRADIENT)
         # A mask may be of booleans on one side, and of what is added to the scores on the other.
         is_other_kind = local.is_floating_point() != reference.is_floating_point()
-        if is_other_kind or self._is_placeholder(event.key):
+        # Under tp a column map is given a placeholder: its product was made before.
+        if is_other_kind or (is_input and self.roles.get(key.module) == "column"):
             return None
         for full in self._of_rows(reference, rows):
-            for spec in self._specs(event.key):
-                found = self._cut(full, local, spec)
-                if found is not None:
+            for spec in self._specs(key.module, is_input):
+                if found := self._cut(full, local, spec):
                     return found
         return None
 
@@ -225,39 +222,31 @@ class Aligner:
             yield by_row[rows].flatten(0, 1)
         yield reference
 
-    def _specs(self, key: Key) -> Sequence[Spec]:
-        layout, full = self._layout, Spec("B T D")
-        if layout is None:
+    def _specs(self, module: str, is_input: bool) -> Sequence[Spec]:
+        """Return the ways in which a module's tensor may be split, the likeliest first."""
+        full = Spec("B T D")
+        if self.layout is None:
             return [full]
-        residual, inner = layout.residual, layout.inner
-        rows_only = Spec.of(inner.axes[0], (), ())
-        role = self._roles.get(key.module)
-        is_input = key.kind in (INPUT, INPUT_GRADIENT)
+        residual, inner = self.layout.residual, self.layout.inner
+        role = self.roles.get(module)
         is_inner = role in ("local", "column") or (role == "row" and is_input)
         if role is None:  # it may be between the column and the row map of a branch
-            is_inner = any(
-                of_outer == "branch" and key.module.startswith(f"{outer}.")
-                for outer, of_outer in self._roles.items()
-            )
+            branches = (f"{name}." for name, role in self.roles.items() if role == "branch")
+            is_inner = module.startswith(tuple(branches))
         order = [inner, residual] if is_inner else [residual, inner]
-        return [*order, rows_only, full]
+        return [*order, Spec.of(inner.axes[0], (), ()), full]
 
     def _cut(self, full: Tensor, local: Tensor, spec: Spec) -> tuple[Tensor, Tensor] | None:
-        if self._layout is None or spec.is_full:
+        if self.layout is None or spec.is_full:
             return (local, full) if local.shape == full.shape else None
         if full.ndim != local.ndim or full.ndim < 2:
             return None
         num_rows, length, num_features = (*full.shape, 1)[:3]
-        held = self._layout.held(spec, BatchShape(num_rows, length), num_features)[: full.ndim]
+        held = self.layout.held(spec, BatchShape(num_rows, length), num_features)[: full.ndim]
         if tuple(local.shape) != (*map(len, held), *full.shape[len(held) :]):
             return None
         shard = full[tuple(slice(indices.start, indices.stop) for indices in held)]
         return local[tuple(slice(0, size) for size in shard.shape)], shard
-
-    def _is_placeholder(self, key: Key) -> bool:
-        """Under tp a column map is given a placeholder: its product was made before."""
-        is_input = key.kind in (INPUT, INPUT_GRADIENT)
-        return self._roles.get(key.module) == "column" and is_input
 
 
 def gap(ours: Tensor, reference: Tensor) -> float:
@@ -269,11 +258,3 @@ def gap(ours: Tensor, reference: Tensor) -> float:
     difference = (ours.double() - reference.double()).abs()
     difference[ours.double() == reference.double()] = 0  # both the same infinity
     return float(difference.nan_to_num(float("inf"), float("inf")).max())
-
-
-def by_microbatch(events: Sequence[Event]) -> dict[Key, list[Event]]:
-    """Return the events of each key, one a microbatch."""
-    found: defaultdict[Key, list[Event]] = defaultdict(list)
-    for event in events:
-        found[event.key].append(event)
-    return dict(found)

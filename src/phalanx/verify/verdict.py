@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.comm.ledger import Entry
-from phalanx.verify.compare import Difference
+from phalanx.verify.compare import QUANTITIES, Difference
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,12 @@ class Verdict:
         """Whether everything agrees."""
         return self.first is None and not self.replicas and not self.wrong_bytes
 
-    @property
-    def steps(self) -> list[int]:
-        """Numbers of the steps that were compared."""
-        return sorted({difference.step for difference in self.differences})
-
-    def worst(self, step: int, quantity: str) -> Difference | None:
-        """Return the largest error of one quantity in one step, against its limit."""
-        rows = [d for d in self.differences if (d.step, d.quantity) == (step, quantity)]
-        return max(rows, key=_share, default=None)
+    def largest_errors(self) -> dict[str, float | None]:
+        """Return the largest error of each quantity; None where it was not compared."""
+        errors = {
+            what: [d.error for d in self.differences if d.quantity == what] for what in QUANTITIES
+        }
+        return {what: max(found, default=None) for what, found in errors.items()}
 
     def __str__(self) -> str:
         return "\n".join([self.headline(), *self.details()])

@@ -174,7 +174,7 @@ def make_cases() -> dict[str, Case]:
 
 def run_split(text: str, names: list[str]) -> list[Verdict]:
     cases = make_cases()
-    return verify_on_ranks({name: cases[name] for name in names}, text)
+    return verify_on_ranks({name: cases[name] for name in names}, Strategy.parse(text))
 
 
 FAMILIES = ["llama", "gpt2", "bert, both heads"]

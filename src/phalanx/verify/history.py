@@ -1,9 +1,7 @@
-"""What a run of training has seen on its way, and what plain PyTorch sees on the same way."""
+"""What a training run has done, on a rank, and what plain PyTorch does in its place."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,20 +16,19 @@ from phalanx.data.samples import Samples
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.train.job.resolve import Job
-from phalanx.train.objective import NextToken
-from phalanx.verify.cases import as_plain
+from phalanx.verify.cases import decoder_case
 from phalanx.verify.plain import PlainNextToken
 from phalanx.verify.record import Case
-from phalanx.verify.reference import ReferenceRun, StepRecord
+from phalanx.verify.reference import MOMENTS, ReferenceRun, StepRecord
 from phalanx.verify.runs import STEPS
 
 
 @dataclass
-class Road:
-    """What a rank, or the reference, has seen on its way; keys are numbers of steps done.
+class History:
+    """What a run has done; keys are numbers of steps done.
 
     Attributes:
-        begin: the trained state that it begins with; full tensors are rank 0's alone.
+        begin: weights and moments that it begins with; full tensors are rank 0's alone.
         records: of each step, the norm being that which clips.
         rows: positions in the data of the rows of each microbatch of each step.
         consumed: position in the data at each evaluation.
@@ -54,51 +51,38 @@ class Road:
 def reference_case(jobs: Sequence[Job]) -> Case:
     """Return the steps of the last job, and before them those of the job that it goes on from."""
     first = jobs[0]
-    shape, seed = first.shape, first.config.seed
-    return Case(
-        functools.partial(_decoder, shape, seed),
-        NextToken(seed, shape.dropout),
-        list(_batches(jobs)),
-        optimizer=first.config.optimizer,
-        reference=(
-            functools.partial(_plain_decoder, shape, seed),
-            PlainNextToken(seed, shape.dropout),
-        ),
-    )
+    config = first.config
+    return decoder_case(first.shape, list(_batches(jobs)), config.seed, config.optimizer, _decoder)
 
 
-def reference_road(jobs: Sequence[Job]) -> Road:
-    """Go the road of the last job in plain PyTorch."""
+def reference_history(jobs: Sequence[Job]) -> History:
+    """Do in plain PyTorch what the last job does."""
     case, start = reference_case(jobs), STEPS * (len(jobs) - 1)
     run = ReferenceRun(case, torch.device("cpu"))
     weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    state = StepRecord(0.0, {}, {}, {}, {}, weights)
-    steps, road, position = run.steps(), Road(state), 0
+    state: StepRecord = {"weight": weights, **{moment: {} for moment in MOMENTS}}
+    steps, history, position = run.steps(), History(state), 0
     for done in range(2 * STEPS + 1):
         if done == start:
-            road = Road(state)
+            history = History({what: state[what] for what in ("weight", *MOMENTS)})
         if done % STEPS == 0:
-            road.consumed[done] = position
+            history.consumed[done] = position
             if (loss := _validation_loss(run.model, jobs[-1])) is not None:
-                road.evaluations[done] = loss
+                history.evaluations[done] = loss
         if done < 2 * STEPS:
             state = next(steps)
-            clip_p = case.optimizer.clip_p
-            road.records[done] = dataclasses.replace(state, norms={clip_p: state.norms[clip_p]})
+            clip_p = f"{case.optimizer.clip_p:g}"
+            history.records[done] = {**state, "norm": {clip_p: state["norm"][clip_p]}}
             rows = case.batches[done].rows_B.tolist()
-            road.rows[done] = [rows]
+            history.rows[done] = [rows]
             position += len(rows)
-    return road
+    return history
 
 
 def _decoder(shape: ModelShape, seed: int) -> Decoder:
     decoder = Decoder(shape).double()
     decoder.initialize(seed)
     return decoder
-
-
-def _plain_decoder(shape: ModelShape, seed: int) -> nn.Module:
-    return as_plain(_decoder(shape, seed))
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:

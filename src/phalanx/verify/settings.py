@@ -1,0 +1,95 @@
+"""What `phalanx verify` may be told; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from phalanx.config import CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.config.fields import Positional, Range, Use
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyShape(ShapeConfig):
+    """Sizes and layers that replace those of the shape; unset ones stay."""
+
+    norm: Literal["rms", "layer"] | None = None
+    """RMSNorm or LayerNorm."""
+    position: Literal["rope", "learned"] | None = None
+    """Rotary positions, or a learned table."""
+    mlp: Literal["swiglu", "gelu"] | None = None
+    """The feed-forward layer."""
+    bias: bool | None = None
+    """Whether linear maps have a bias."""
+    qk_norm: bool | None = None
+    """Whether queries and keys are normalised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Run a strategy beside plain PyTorch on one process, and compare every number of every step.
+
+    Without --model it runs two small decoders that between them have every layer of ours, on
+    uneven batches, and then again with three ranks on an axis that has two.
+    """
+
+    strategy: Annotated[str, Positional("[STRATEGY]")] = "dp2"
+    """Such as dp2, fsdp2:zero1, dp2,fsdp2 or tp4:2d; `phalanx train --help` has the grammar."""
+    model: str | None = None
+    """Preset of one shape to run, instead of the two small ones."""
+    steps: Annotated[int, Range(1)] = 4
+    """Optimizer steps to compare."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    """Data type of weights and arithmetic; float64 shows whether the strategy is exact."""
+    global_size: Annotated[int | None, Range(1)] = None
+    """Sequences in one step; an odd number, so that shares are uneven, if unset."""
+    accumulation: Annotated[int, Range(1)] = 2
+    """Microbatches that each rank cuts its share into."""
+    seq_len: Annotated[int, Range(1)] = 17
+    """Tokens of a sequence."""
+    seed: Annotated[int, Range(0, 2**63 - 1, "[]")] = 0
+    """Fixes weights, batches and dropout masks."""
+    train: bool = False
+    """Verify a training run too: first weights, precision, data, evaluation, saving, and going on
+    with another strategy and batch. The settings are then those of `phalanx train`, see
+    `phalanx verify --train --help`."""
+    three: bool = True
+    """Run again with three ranks on an axis that has two; not with --model."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to compute: gloo processes, or NCCL with one GPU for each rank."""
+    debug_comm: bool = False
+    """Compare each collective of all ranks before it runs, and name the first two calls that do not
+    match; slow."""
+    shape: VerifyShape = field(default_factory=VerifyShape)
+    """Sizes and layers that replace those of the shape."""
+    optimizer: OptimizerConfig = field(
+        # A rate by which weights move far, and a limit that every step's gradient is cut to.
+        default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=0)
+    )
+    """AdamW, the learning rate and clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyTrainConfig(TrainConfig):
+    """Run a strategy beside plain PyTorch as `phalanx verify` does, and then a training run.
+
+    The settings are those of `phalanx train`, from a file of a run too, and they hold for the run:
+    dropout, sequence length, optimizer, document mask and all others. The length of the runs, their
+    text and what they read and write are verify's own; sizes of the model that are not given are
+    small.
+    """
+
+    strategy: Annotated[str | None, Positional("[STRATEGY]")] = "dp2"
+    """Such as dp2, fsdp2:zero1, dp2,fsdp2 or tp4:2d; `phalanx train --help` has the grammar."""
+    train: bool = True
+    """Verify a training run; without this word, `phalanx verify` has other settings."""
+    device: Annotated[Literal["cpu", "cuda"], Use.RESOLVED] = "cpu"
+    """Where to compute."""
+    eval_samples: Annotated[int, Use.LAW, Range(1)] = 5
+    """Validation samples in one measurement of the validation loss."""
+    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(seq_len=17, validation=0.1))
+    """How text becomes samples."""
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=1)
+    )
+    """AdamW, the learning rate and clipping."""
