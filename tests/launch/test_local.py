@@ -157,8 +157,7 @@ def test_what_cannot_be_sent_to_a_process_is_refused() -> None:
 
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from phalanx.launch import supervisor
-from phalanx.launch.local import run_ranks\nrun_ranks(print, 1)\n")
+    script.write_text("from phalanx.launch.local import run_ranks\nrun_ranks(print, 1)\n")
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=280, check=False
     )

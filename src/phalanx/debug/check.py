@@ -66,16 +66,11 @@ class Meeting:
     ranks: tuple[int, ...]
     number: int
 
-    def key(self, rank: int) -> str:
-        """Return where a rank leaves its fingerprint."""
-        return f"{self.group}/{self.number}/{rank}"
+    def key(self, what: int | str) -> str:
+        """Return where a rank leaves its fingerprint, or a key of all ranks.
 
-    def keys(self) -> list[str]:
-        """Return where the ranks leave their fingerprints."""
-        return [self.key(rank) for rank in self.ranks]
-
-    def common(self, what: str) -> str:
-        """Return a key of all ranks: "first" come, "unlike" some, "count" of them, "all" there."""
+        Those are "first" come, "unlike" some, "count" of them, "all" there.
+        """
         return f"{self.group}/{self.number}/{what}"
 
     def __str__(self) -> str:
@@ -181,10 +176,9 @@ class CollectiveCheck(Watch):
             self._forget(Meeting(group, axis, call.ranks, meeting.number - 1))
         if not is_unlike:
             return
-        texts = self._store.multi_get(meeting.keys())
+        texts = self._store.multi_get([meeting.key(rank) for rank in call.ranks])
         calls = {r: Fingerprint.read(t) for r, t in zip(call.ranks, texts, strict=True)}
-        found = difference(calls, self._has_name)
-        if found is not None:
+        if found := difference(calls, self._has_name):
             one, other, what = found
             raise self._verdict(
                 f"ranks {one} and {other} differ at {meeting}, in the {what}\n"
@@ -195,22 +189,22 @@ class CollectiveCheck(Watch):
     def _come(self, meeting: Meeting, text: str, *, is_even: bool) -> bool:
         """Wait until all ranks have come to a call; return whether their calls must be compared."""
         store = self._store
-        first = store.compare_set(meeting.common("first"), "", text).decode()
+        first = store.compare_set(meeting.key("first"), "", text).decode()
         if first != text or not is_even:
-            store.set(meeting.common("unlike"), "")
-        if store.add(meeting.common("count"), 1) == len(meeting.ranks):
-            is_unlike = store.check([meeting.common("unlike")])
-            store.set(meeting.common("all"), "unlike" if is_unlike else "alike")
+            store.set(meeting.key("unlike"), "")
+        if store.add(meeting.key("count"), 1) == len(meeting.ranks):
+            is_unlike = store.check([meeting.key("unlike")])
+            store.set(meeting.key("all"), "unlike" if is_unlike else "alike")
             return is_unlike
         self._wait(meeting)
-        return store.get(meeting.common("all")) == b"unlike"
+        return store.get(meeting.key("all")) == b"unlike"
 
     def _forget(self, meeting: Meeting) -> None:
         """Remove what this rank, and the first of the group for all, left at a call."""
         self._store.delete_key(meeting.key(self._rank))
         if self._rank == meeting.ranks[0]:
             for what in ("first", "unlike", "count", "all"):
-                self._store.delete_key(meeting.common(what))
+                self._store.delete_key(meeting.key(what))
 
     def _wait(self, meeting: Meeting) -> None:
         """Return when all ranks have come to a call."""
@@ -218,14 +212,14 @@ class CollectiveCheck(Watch):
         look_s, pause_s = began_s + LOOK_S, 20e-6
         # The store answers all ranks: the more they are, the less often each may ask.
         longest_s = 2e-3 * max(1.0, len(meeting.ranks) / 8)
-        while not self._store.check([meeting.common("all")]):
+        while not self._store.check([meeting.key("all")]):
             now_s = time.monotonic()
             if now_s > look_s:
                 try:
                     self._look(meeting, now_s - began_s)
                 except CollectiveMismatch:
                     # A rank that comes later must not be the last, and run the collective.
-                    self._store.add(meeting.common("count"), -1)
+                    self._store.add(meeting.key("count"), -1)
                     self._store.delete_key(meeting.key(self._rank))
                     raise
                 look_s = now_s + LOOK_S
@@ -237,37 +231,33 @@ class CollectiveCheck(Watch):
         if self._store.check(["verdict"]):
             raise self._verdict("")
         missing = self._missing(meeting)
+        why, advice = "", ""
         for rank in missing:
             end = self._read(f"gone/{rank}")
             if end == LEFT:
-                raise self._verdict(
-                    f"rank {rank} has left, without an error, and will not come to {meeting}\n"
-                    f"{self._scene(meeting, missing)}\n"
-                    "Each rank must make the same number of calls."
-                )
+                why = f"rank {rank} has left, without an error, and will not come to {meeting}"
+                advice = "\nEach rank must make the same number of calls."
+                break
             if end is not None and waited_s > min(GRACE_S, self.limit_s):
-                raise self._verdict(
-                    f"rank {rank} has ended by {end} and will not come to {meeting}\n"
-                    f"{self._scene(meeting, missing)}"
-                )
-        if missing and waited_s > self.limit_s:
-            raise self._verdict(
-                f"{named(missing)} did not come to {meeting} within {self.limit_s:g} s\n"
-                f"{self._scene(meeting, missing)}"
-            )
+                why = f"rank {rank} has ended by {end} and will not come to {meeting}"
+                break
+        if missing and not why and waited_s > self.limit_s:
+            why = f"{named(missing)} did not come to {meeting} within {self.limit_s:g} s"
+        if why:
+            raise self._verdict(f"{why}\n{self._scene(meeting, missing)}{advice}")
 
     def _missing(self, meeting: Meeting) -> list[int]:
         """Return the ranks that have not come to a call; they are few, so halves are asked for."""
         missing: list[int] = []
-        parts = [meeting.ranks]
-        while parts:
-            part = parts.pop()
-            if self._store.check([meeting.key(rank) for rank in part]):
+        asked = [meeting.ranks]
+        while asked:
+            ranks = asked.pop()
+            if self._store.check([meeting.key(rank) for rank in ranks]):
                 continue
-            if len(part) == 1:
-                missing += part
+            if len(ranks) == 1:
+                missing += ranks
             else:
-                parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+                asked += [ranks[len(ranks) // 2 :], ranks[: len(ranks) // 2]]
         return missing
 
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
@@ -277,14 +267,13 @@ class CollectiveCheck(Watch):
         too = f", as {'does' if len(others) == 1 else 'do'} {named(others)}" if others else ""
         lines: list[str] = []
         for rank in (here, *missing):
-            text = self._read(f"last/{rank}")
-            if text is None:
+            if (text := self._read(f"last/{rank}")) is None:
                 lines.append(f"  rank {rank}: has made no call yet")
                 continue
             call, which = json.loads(text)
-            how = (
-                f"waits there{too}" if rank == here else f"was its last call{which and ', '}{which}"
-            )
+            how = f"was its last call{which and ', '}{which}"
+            if rank == here:
+                how = f"waits there{too}"
             lines.append(f"{_told(rank, Fingerprint.read(call))}\n{'':10}{how}")
         return "\n".join(lines)
 

@@ -109,6 +109,8 @@ class Supervisor:
         ready: list[Any] = wait(list(self._going), limit_s)
         for line in ready:
             rank = self._going[line]
+            kind: str
+            value: Any
             try:
                 kind, value = line.recv()
             except (EOFError, ConnectionResetError):

@@ -7,7 +7,6 @@ join and are bound by the timeout of collectives. A rank that another's failure 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -139,11 +138,7 @@ class _Stopping:
 
 
 def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
-    """Join the job, by the interface that reaches the other hosts.
-
-    Raises:
-        TrainingError: the ranks cannot reach each other.
-    """
+    """Join the job, by the interface that reaches the other hosts, or say that none does."""
     import torch.distributed as dist
 
     from phalanx.comm import join
@@ -151,13 +146,8 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
     own = interface.choose(dist.PrefixStore("interface", store), env.num_here, env.num_ranks)
     try:
         with PULSE.doing("joining the job"):
-            join.join(
-                env.rank,
-                env.num_ranks,
-                store=dist.PrefixStore("join", store),
-                device=device,
-                timeout_s=timeout_s,
-            )
+            own_store = dist.PrefixStore("join", store)
+            join.join(env.rank, env.num_ranks, store=own_store, device=device, timeout_s=timeout_s)
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
@@ -172,11 +162,7 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
 
 
 def _use_device(env: RankEnv, name: str) -> str:
-    """Return the kind of this process's device, and give the process its GPU, if it can tell which.
-
-    Raises:
-        ConfigError: the host has too few GPUs.
-    """
+    """Return the device's kind, and give this process its GPU; refuse a host with too few."""
     import torch
 
     keep_freed_memory()
@@ -192,11 +178,7 @@ def _use_device(env: RankEnv, name: str) -> str:
 
 
 def _take_gpu(env: RankEnv, store: Store) -> None:
-    """Note that the GPU of this process is taken.
-
-    Raises:
-        ConfigError: by another rank.
-    """
+    """Note that the GPU of this process is taken, or refuse one that another rank has taken."""
     import torch
 
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -253,20 +235,20 @@ def _prepare(
             value = prepare()
         text = json.dumps(facts(value), sort_keys=True)
         store.set(f"{env.rank}", text)
-        # Counted, so that rank 0 need not read as many texts as there are ranks.
-        alike = f"alike/{hashlib.sha256(text.encode()).hexdigest()}"
-        store.add(alike, 1)
+        # Each compares with the first, so that rank 0 need not read as many texts as ranks.
+        if store.compare_set("first", "", text).decode() != text:
+            store.set("unlike", "")
         if store.add("prepared", 1) == env.num_ranks:
-            store.set("counted", "")
+            store.set("compared", "")
         if env.rank == 0:
-            _read(store, "counted")
-            if store.add(alike, 0) < env.num_ranks:
+            _read(store, "compared")
+            if store.check(["unlike"]):
                 texts = store.multi_get([f"{rank}" for rank in range(env.num_ranks)])
                 check_same([json.loads(text) for text in texts])
             store.set("all", "ready")
     except BaseException:
         with suppress(RuntimeError):  # the store may have gone with rank 0
-            for key in (f"{env.rank}", "counted", "all"):
+            for key in (f"{env.rank}", "compared", "all"):
                 store.set(key, FAILED)
         raise
     _read(store, "all")
@@ -292,14 +274,15 @@ def check_same(facts: list[dict[str, Any]]) -> None:
     Raises:
         ConfigError: they have not; names the ranks and what differs.
     """
-    others = [rank for rank, theirs in enumerate(facts) if theirs != facts[0]]
+    ours = facts[0]
+    others = [rank for rank, theirs in enumerate(facts) if theirs != ours]
     if not others:
         return
     theirs = facts[others[0]]
     differing = [
-        f"{name} ({facts[0].get(name)} on rank 0, {theirs.get(name)} on rank {others[0]})"
-        for name in facts[0] | theirs
-        if facts[0].get(name) != theirs.get(name)
+        f"{name} ({ours.get(name)} on rank 0, {theirs.get(name)} on rank {others[0]})"
+        for name in ours | theirs
+        if ours.get(name) != theirs.get(name)
     ]
     raise ConfigError(
         f"{named(others)} would run another job than rank 0: they differ in "

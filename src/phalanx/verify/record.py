@@ -35,20 +35,11 @@ BitsKey = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is run; every field can be pickled.
+    """What is run, see `harness.verify`; every field can be pickled.
 
     Attributes:
-        build: returns the model with its first weights, the same in every process.
-        objective: how a microbatch becomes a loss.
-        batches: the global batch of each step: a tensor, a mapping or list of tensors, or a
-            dataclass of them, the first dimension being the samples.
-        accumulation: microbatches that each rank cuts its share into.
-        dtype: data type of the weights and the arithmetic.
-        optimizer: AdamW's settings.
-        roles: patterns of module names to roles for tp; those known for the model if None.
         reference: another build and objective for the reference, with the same names of parameters;
             those of the case itself if None.
-        device: "cpu" or "cuda".
     """
 
     build: Callable[[], nn.Module]
