@@ -12,7 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import SHAPE, spread, write_result
-from phalanx.bench.scaling import ONE_RANK, ScalingCase, time_rank
+from phalanx.bench.scaling import ONE_RANK, ScalingConfig, time_rank
+from phalanx.config import ShapeConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models import cpu
 
@@ -20,11 +21,11 @@ EAGER, FUSED, COMPILED = "eager", "fused operators", "compiled"
 WAYS = (EAGER, FUSED, COMPILED)
 
 
-def seconds(way: str, case: ScalingCase) -> float:
+def seconds(way: str, config: ScalingConfig) -> float:
     """Return the median step of one way, on this rank."""
     if way == EAGER:
         cpu.is_preferred = lambda x: False  # the decoder goes through PyTorch's own operations
-    return time_rank(ONE_RANK, dataclasses.replace(case, compile=way == COMPILED))
+    return time_rank(ONE_RANK, config, compile=way == COMPILED)
 
 
 def main() -> None:
@@ -40,18 +41,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     num_heads = args.hidden // SHAPE.head_dim
-    case = ScalingCase(
-        shape=dataclasses.replace(
-            SHAPE, num_layers=args.layers, hidden=args.hidden, num_heads=num_heads,
-            num_kv_heads=num_heads, max_seq_len=args.seq_len,
-        ),
-        global_size=args.global_size, seq_len=args.seq_len, precision=args.precision,
-        device="cpu", threads=args.threads, steps=args.steps, rounds=args.rounds,
+    own = {"num_layers": args.layers, "hidden": args.hidden, "num_heads": num_heads,
+           "num_kv_heads": num_heads, "max_seq_len": args.seq_len}  # fmt: skip
+    sizes = {
+        field.name: getattr(SHAPE, field.name) for field in dataclasses.fields(ShapeConfig)
+    } | own
+    config = ScalingConfig(
+        shape=ShapeConfig(**sizes), global_size=args.global_size, seq_len=args.seq_len,
+        precision=args.precision, device="cpu", threads=args.threads, steps=args.steps,
+        rounds=args.rounds,
     )  # fmt: skip
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(args.rounds):
         for way in WAYS:
-            times[way] += run_ranks(seconds, 1, way, case, threads=args.threads, timeout_s=3600)
+            times[way] += run_ranks(seconds, 1, way, config, threads=args.threads, timeout_s=3600)
             print(f"round {number + 1}: {way:<16} {times[way][-1]:.4f} s a step", flush=True)
     print("\n| | s a step, median | min | max | eager / this, round by round: median |")
     print("|---|---:|---:|---:|---:|")
@@ -61,7 +64,7 @@ def main() -> None:
         gain = statistics.median(eager / value for eager, value in pairs)
         rows[way] = {"step_s": values, "gain": gain}
         print(f"| {way} | {spread(values, '.4f')} | {gain:.2f}x |")
-    write_result(args.out, {"case": dataclasses.asdict(case), "rows": rows})
+    write_result(args.out, {"case": dataclasses.asdict(config), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from overlap import overlap_rank
 
 from phalanx.bench.account import collectives, crossing_tokens, sent_line
-from phalanx.bench.tensor import LayoutPoint, measure_tensor, parse_layout
+from phalanx.bench.tensor import LayoutPoint, TensorConfig, measure_tensor, parse_layout
 from phalanx.launch.local import run_ranks
 from phalanx.measure.logs import values_of
 from phalanx.models.registry import shape_of
@@ -47,7 +47,7 @@ MIB = 2**20
 
 
 def layouts(repeats: int) -> dict[str, object]:
-    run = measure_tensor(precision="float32", repeats=repeats)
+    run = measure_tensor(TensorConfig(dtype="float32", repeats=repeats))
     for size, points in groupby(run.points, lambda point: point.size):
         print(f"\n{size}: {size.num_tokens} tokens\n")
         print("| layout | sent MiB | calls | weights MiB | kept MiB | peak MiB | ms | min | max |")
@@ -95,7 +95,8 @@ def crossing() -> dict[str, object]:
     counted = {}
     for text, sizes in CROSSINGS.items():
         strategy = parse_layout(text)
-        run = measure_tensor([f"tp{strategy.tp.degree}", text], sizes, repeats=0)
+        both = (f"tp{strategy.tp.degree}", text)
+        run = measure_tensor(TensorConfig(layouts=both, sizes=sizes, dtype="float32", repeats=0))
         (found,) = run.crossings
         counted[text] = values_of(run)
         for plain, point in zip(run.points[::2], run.points[1::2], strict=True):

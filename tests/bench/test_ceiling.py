@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import phalanx.bench.ceiling as ceiling_module
-from phalanx.bench.ceiling import measure_ceiling
+from phalanx.bench.ceiling import CeilingConfig, measure_ceiling
 from phalanx.measure.logs import values_of
 
 
 def test_ceiling_measures_sizes_that_fit_and_says_why_not_others() -> None:
-    found = measure_ceiling("cpu", "float32", max_size=32768, budget_s=0.3)
+    found = measure_ceiling(
+        CeilingConfig(device="cpu", dtype="float32", max_size=32768, budget_s=0.3)
+    )
     assert found.points[0].num_rows == 512
     sizes = [point.num_rows for point in found.points] + [size for size, _ in found.skipped]
     assert sizes == [512 * 2**k for k in range(7)]
@@ -22,7 +24,9 @@ def test_ceiling_measures_sizes_that_fit_and_says_why_not_others() -> None:
 
 def test_memory_bounds_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceiling_module, "free_memory_bytes", lambda device: 32 * 2**20)
-    found = measure_ceiling("cpu", "float32", max_size=2048, budget_s=2.0)
+    found = measure_ceiling(
+        CeilingConfig(device="cpu", dtype="float32", max_size=2048, budget_s=2.0)
+    )
     assert [point.num_rows for point in found.points] == [512, 1024]
     assert "GiB" in found.skipped[0][1]
 
@@ -30,5 +34,7 @@ def test_memory_bounds_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_ceiling_stays_below_its_data_sheet() -> None:
-    found = measure_ceiling("cuda", "bfloat16", max_size=8192, budget_s=10)
+    found = measure_ceiling(
+        CeilingConfig(device="cuda", dtype="bfloat16", max_size=8192, budget_s=10)
+    )
     assert found.peak is None or found.flops_per_s < found.peak.flops_per_s

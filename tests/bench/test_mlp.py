@@ -1,16 +1,19 @@
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from phalanx.bench import mlp
-from phalanx.bench.mlp import measure_mlp
+from phalanx.bench.mlp import MfuConfig, measure_mlp
 from phalanx.errors import ConfigError
 from phalanx.measure.logs import values_of
 
+ON_CPU: Any = {"device": "cpu", "dtype": "float32"}
+
 
 def test_mlp_share_of_the_ceiling_is_a_share() -> None:
-    found = measure_mlp("cpu", "float32", num_layers=2, width=256, budget_s=0.2)
+    found = measure_mlp(MfuConfig(**ON_CPU, layers=2, width=256, budget_s=0.2))
     assert found.width == 256 and "as asked" in found.choice
     assert found.utilization.causal.model == 6 * 2 * 256**2 * 256
     share = found.utilization.mfu("ceiling")
@@ -24,7 +27,7 @@ def test_mlp_flops_are_those_that_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
-        found = measure_mlp("cpu", "float32", num_layers=3, width=64, budget_s=0.01)
+        found = measure_mlp(MfuConfig(**ON_CPU, layers=3, width=64, budget_s=0.01))
     counts = counter.get_flop_counts()["Global"]
     backward_and_forward = found.utilization.causal.model * (1 + found.num_steps)
     # The products that measure the ceiling are counted too, and are no part of the steps.
@@ -34,14 +37,14 @@ def test_mlp_flops_are_those_that_torch_counts() -> None:
 
 
 def test_mlp_chooses_a_width_for_the_time() -> None:
-    found = measure_mlp("cpu", "float32", num_layers=2, budget_s=0.01)
+    found = measure_mlp(MfuConfig(**ON_CPU, layers=2, budget_s=0.01))
     assert found.width == 256
     assert "power of two below 8192" in found.choice
 
 
 def test_mlp_refuses_what_memory_does_not_hold() -> None:
     with pytest.raises(ConfigError, match="GiB"):
-        measure_mlp("cpu", "float32", width=10**6)
+        measure_mlp(MfuConfig(**ON_CPU, width=10**6))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

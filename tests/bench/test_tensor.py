@@ -12,6 +12,7 @@ from phalanx.bench.block import BlockSize
 from phalanx.bench.tensor import (
     Precision,
     SplitBlock,
+    TensorConfig,
     TensorRun,
     measure_tensor,
     parse_layout,
@@ -22,6 +23,12 @@ from phalanx.models.registry import shape_of
 from phalanx.strategy import Strategy
 
 SIZE = "128x4x16"
+
+
+def counted(layouts: list[str], sizes: list[str], precision: Precision = "float32") -> TensorRun:
+    """Count what blocks move and hold, and time nothing."""
+    own = {"layouts": tuple(layouts), "sizes": tuple(sizes), "dtype": precision}
+    return measure_tensor(TensorConfig(**own, repeats=0, threads=1))  # type: ignore[arg-type]
 
 
 def check_points(run: TensorRun) -> None:
@@ -46,13 +53,13 @@ def check_points(run: TensorRun) -> None:
 def test_a_block_moves_and_holds_what_arithmetic_says(
     precision: Precision, layouts: list[str]
 ) -> None:
-    run = measure_tensor(layouts, [SIZE], precision=precision, repeats=0, threads=1)
+    run = counted(layouts, [SIZE], precision)
     assert [point.strategy for point in run.points] == layouts
     check_points(run)
 
 
 def test_a_square_of_nine_and_two_sizes() -> None:
-    run = measure_tensor(["tp9:2d"], ["576x3x8", "576x9x5"], repeats=0, threads=1)
+    run = counted(["tp9:2d"], ["576x3x8", "576x9x5"])
     check_points(run)
     assert run.points[0].theory != run.points[1].theory
 
@@ -63,7 +70,7 @@ def test_around_the_crossing_the_other_layout_sends_less() -> None:
     crossing = crossing_tokens(Strategy.parse("tp4:2d"), shape, "float32")
     assert 960 < crossing < 1024
     sizes = [f"512x8x{length}" for length in (120, 128)]
-    run = measure_tensor(["tp4", "tp4:2d"], sizes, repeats=0, threads=1)
+    run = counted(["tp4", "tp4:2d"], sizes)
     plain_below, square_below, plain_above, square_above = (
         point.measured.sent_bytes for point in run.points
     )
@@ -103,8 +110,8 @@ def test_the_verb_prints_both_and_keeps_json(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--sizes 512x8", "HIDDENxROWSxPLACES"),
-        ("--sizes 0x8x8", "HIDDENxROWSxPLACES"),
+        ("--sizes 512x8", "HIDDENxROWSxPOSITIONS"),
+        ("--sizes 0x8x8", "HIDDENxROWSxPOSITIONS"),
         ("--sizes 100x8x8", "multiple of 64.*128 is the nearest"),
         ("--layouts tp4:2d --sizes 256x5x8", "splits rows in 2.*nearest is 4"),
         ("--layouts tp4 --sizes 256x4x9", "splits positions in 4.*nearest is 8"),

@@ -22,7 +22,7 @@ class BlockSize:
     Attributes:
         hidden: features of the residual; heads and MLP follow.
         num_rows: of the microbatch.
-        length: places of a row.
+        length: positions in a row.
     """
 
     hidden: int
@@ -31,14 +31,14 @@ class BlockSize:
 
     @classmethod
     def parse(cls, text: str) -> BlockSize:
-        """Read HIDDENxROWSxPLACES.
+        """Read HIDDENxROWSxPOSITIONS.
 
         Raises:
             ConfigError: it is written otherwise, or the width is not a whole number of heads.
         """
         if re.fullmatch(r"[1-9][0-9]{0,7}(x[1-9][0-9]{0,7}){2}", text) is None:
             raise ConfigError(
-                f"size is '{text}'; it must be HIDDENxROWSxPLACES, such as {DEFAULT_SIZES[0]}"
+                f"size is '{text}'; it must be HIDDENxROWSxPOSITIONS, such as {DEFAULT_SIZES[0]}"
             )
         size = cls(*map(int, text.split("x")))
         width = size.head_dim

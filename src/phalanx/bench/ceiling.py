@@ -17,19 +17,11 @@ import torch
 from rich.table import Table
 
 from phalanx.bench.picture import draw_ceiling
-from phalanx.bench.verb import DeviceConfig, Found, Say, resolved
+from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
 from phalanx.config.fields import Range
-from phalanx.measure.environment import device_name, free_memory_bytes
+from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.logs import values_of
-from phalanx.measure.peaks import Arithmetic, Peak, peak_of
-from phalanx.measure.products import (
-    FEWEST_REPEATS,
-    MatmulPoint,
-    arithmetic_of,
-    checked_device,
-    machine_text,
-    measure_matmul,
-)
+from phalanx.measure.products import FEWEST_REPEATS, MatmulPoint, arithmetic_of, measure_matmul
 from phalanx.measure.utilization import percent
 
 SMALLEST_SIZE = 512
@@ -48,7 +40,7 @@ class CeilingConfig(DeviceConfig):
 def run(config: CeilingConfig, say: Say) -> Found:
     """Measure, and show a table and a picture."""
     del say
-    ceiling = measure_ceiling(*resolved(config), config.max_size, config.budget_s)
+    ceiling = measure_ceiling(config)
     return Found(
         name=f"ceiling-{ceiling.device}-{ceiling.arithmetic}",
         shown=[
@@ -63,23 +55,13 @@ def run(config: CeilingConfig, say: Say) -> Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ceiling:
-    """What `measure_ceiling` found on one device for one data type."""
+class Ceiling(OnDevice):
+    """What `measure_ceiling` found."""
 
-    device: str
-    device_name: str
-    arithmetic: Arithmetic
-    num_threads: int | None
-    """CPU threads; None on a GPU."""
     points: tuple[MatmulPoint, ...]
     """One for each size measured, smallest first."""
     skipped: tuple[tuple[int, str], ...]
     """Sizes not measured, each with the reason."""
-
-    @property
-    def machine(self) -> str:
-        """The device's name, with its threads if it is a CPU."""
-        return machine_text(self.device_name, self.num_threads)
 
     @property
     def flops_per_s(self) -> float:
@@ -91,33 +73,24 @@ class Ceiling:
         """The highest median over the sizes."""
         return max(point.median_flops_per_s for point in self.points)
 
-    @property
-    def peak(self) -> Peak | None:
-        """The device's data sheet; None if it is not in the table."""
-        return peak_of(self.device_name, self.arithmetic) if self.device == "cuda" else None
-
     def table(self) -> Table:
         """Draw a row for each size."""
-        table = Table()
-        table.add_column("n x n", justify="right")
-        table.add_column("repeats", justify="right")
-        table.add_column("median ms", justify="right")
-        table.add_column("median TFLOP/s", justify="right")
-        table.add_column("best TFLOP/s", justify="right")
-        if self.peak is not None:
-            table.add_column("of data sheet", justify="right")
-        for point in self.points:
-            row = [
+        headings = ["n x n", "repeats", "median ms", "median TFLOP/s", "best TFLOP/s"]
+        rows = [
+            [
                 str(point.num_rows),
                 str(point.repeats),
                 f"{1e3 * point.median_s:.3f}",
                 f"{point.median_flops_per_s / 1e12:.3f}",
                 f"{point.best_flops_per_s / 1e12:.3f}",
             ]
-            if self.peak is not None:
+            for point in self.points
+        ]
+        if self.peak is not None:
+            headings.append("of data sheet")
+            for row, point in zip(rows, self.points, strict=True):
                 row.append(percent(point.best_flops_per_s / self.peak.flops_per_s))
-            table.add_row(*row)
-        return table
+        return table(headings, rows, num_words=0)
 
     def remarks(self) -> list[str]:
         """Return what goes with the table."""
@@ -135,31 +108,22 @@ class Ceiling:
         return lines
 
 
-def measure_ceiling(
-    device: torch.device | str,
-    arithmetic: Arithmetic,
-    max_size: int = LARGEST_SIZE,
-    budget_s: float = 60.0,
-) -> Ceiling:
+def measure_ceiling(config: CeilingConfig) -> Ceiling:
     """Measure square products of 512, 1024, ... `max_size`, as memory and time allow.
 
-    Args:
-        device: cpu or a CUDA device.
-        arithmetic: data type; `tf32` is float32 data on a GPU's tensor cores.
-        max_size: largest size to try, at least 512.
-        budget_s: do not start a size that would go beyond this many seconds in all.
+    A size that would go beyond the budget is not begun.
 
     Raises:
         ConfigError: the device is missing or cannot do the arithmetic.
     """
-    device = checked_device(device, arithmetic)
+    device, arithmetic = resolved(config)
     points: list[MatmulPoint] = []
     skipped: list[tuple[int, str]] = []
     begin_s = time.perf_counter()
     with arithmetic_of(arithmetic) as dtype:
         size = SMALLEST_SIZE
-        while size <= max_size:
-            left_s = budget_s - (time.perf_counter() - begin_s)
+        while size <= config.max_size:
+            left_s = config.budget_s - (time.perf_counter() - begin_s)
             reason = _obstacle(device, dtype, size, points, left_s)
             if reason is None:
                 # Half of what is left, so that larger sizes get their turn.
@@ -167,14 +131,7 @@ def measure_ceiling(
             else:
                 skipped.append((size, reason))
             size *= 2
-    return Ceiling(
-        device=device.type,
-        device_name=device_name(device),
-        arithmetic=arithmetic,
-        num_threads=torch.get_num_threads() if device.type == "cpu" else None,
-        points=tuple(points),
-        skipped=tuple(skipped),
-    )
+    return Ceiling(**described(device, arithmetic), points=tuple(points), skipped=tuple(skipped))
 
 
 def _obstacle(

@@ -15,29 +15,22 @@ rows FLOPs. There are two recipes:
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
-from phalanx.bench.verb import DeviceConfig, Found, Say, resolved
+from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
-from phalanx.measure.environment import device_name, free_memory_bytes
+from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.logs import values_of
-from phalanx.measure.peaks import Arithmetic, peak_of
-from phalanx.measure.products import (
-    arithmetic_of,
-    checked_device,
-    machine_text,
-    measure_matmul,
-    quick_ceiling,
-)
+from phalanx.measure.products import arithmetic_of, measure_matmul, quick_ceiling
 from phalanx.measure.utilization import Utilization, percent
 from phalanx.planner.model_shape import Flops
 
@@ -53,15 +46,10 @@ _MEMORY_SHARE = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpRun:
+class MlpRun(OnDevice):
     """What `measure_mlp` found."""
 
-    device: str
-    device_name: str
-    arithmetic: Arithmetic
     recipe: Recipe
-    num_threads: int | None
-    """CPU threads; None on a GPU."""
     num_layers: int
     width: int
     num_rows: int
@@ -75,11 +63,6 @@ class MlpRun:
     """Median time of the optimizer's part of a step."""
     utilization: Utilization
     """Of the median step."""
-
-    @property
-    def machine(self) -> str:
-        """The device's name, with its threads if it is a CPU."""
-        return machine_text(self.device_name, self.num_threads)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return what a table shows, each with its name."""
@@ -114,29 +97,23 @@ class MfuConfig(DeviceConfig):
 def run(config: MfuConfig, say: Say) -> Found:
     """Measure, and show a table and the formulas behind it."""
     del say
-    device, arithmetic = resolved(config)
     recipes: tuple[Recipe, ...] = ("plain",) if config.recipe == "plain" else ("lecture", "plain")
+    config = dataclasses.replace(config, budget_s=config.budget_s / len(recipes))
     results: list[MlpRun] = []
     for recipe in recipes:  # what stands beside the first is as wide
-        results.append(
-            measure_mlp(
-                device,
-                arithmetic,
-                num_layers=config.layers,
-                width=results[0].width if results else config.width,
-                budget_s=config.budget_s / len(recipes),
-                compile=config.compile,
-                recipe=recipe,
-            )
-        )
+        results.append(measure_mlp(dataclasses.replace(config, recipe=recipe)))
+        config = dataclasses.replace(config, width=results[0].width)
     result, *beside = results
     name = f"mfu-{result.device}-{result.arithmetic}"
     name += "" if result.recipe == "plain" else f"-{result.recipe}"
+    columns = [dict(each.rows()) for each in results]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    headings = ("recipe", *(each.recipe for each in results)) if beside else ("", "")
     return Found(
         name=f"{name}-compiled" if result.is_compiled else name,
         shown=[
             f"MFU of a perceptron in {result.arithmetic}, {result.machine}",
-            _mfu_table(results),
+            table(headings, rows),
             result.choice,
             *(f"{each.recipe}: {each.utilization.text()}" for each in results),
         ],
@@ -144,76 +121,42 @@ def run(config: MfuConfig, say: Say) -> Found:
     )
 
 
-def _mfu_table(results: Sequence[MlpRun]) -> Table:
-    table = Table(show_header=len(results) > 1)
-    columns = [dict(result.rows()) for result in results]
-    table.add_column("recipe")
-    for result in results:
-        table.add_column(result.recipe, justify="right")
-    for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
-    return table
-
-
-def measure_mlp(
-    device: torch.device | str,
-    arithmetic: Arithmetic,
-    *,
-    num_layers: int = 8,
-    width: int | None = None,
-    budget_s: float = 60.0,
-    compile: bool = False,
-    recipe: Recipe = "plain",
-) -> MlpRun:
+def measure_mlp(config: MfuConfig) -> MlpRun:
     """Train the perceptron for a few steps and divide its FLOPs by the time.
 
     The ceiling is measured before and after the steps, in the same process: quick products and the
     square product of the perceptron's own width; the best of all counts.
 
-    Args:
-        device: cpu or a CUDA device.
-        arithmetic: data type; `tf32` is float32 data on a GPU's tensor cores.
-        num_layers: linear layers.
-        width: rows and columns; the largest of 8192, 4096, ... that fits time and memory if None.
-        budget_s: time for the steps, in seconds.
-        compile: compile the model with torch.compile.
-        recipe: what is trained, see above.
-
     Raises:
         ConfigError: the device cannot do it, or it does not fit in memory.
     """
-    device = checked_device(device, arithmetic)
+    device, arithmetic = resolved(config)
     ceiling = quick_ceiling(device, arithmetic)
     with arithmetic_of(arithmetic) as dtype:
-        width, choice = _choose_width(
-            device, _square_bytes(recipe, dtype) * num_layers, num_layers, width, ceiling, budget_s
-        )
+        width, choice = _choose_width(config, device, dtype, ceiling)
         ceiling = max(ceiling, _square_rate(device, dtype, width))
-        make = _lecture if recipe == "lecture" else _plain
-        step_times_s, optimizer_times_s = _time_steps(
-            device, *make(device, dtype, num_layers, width, compile), budget_s
-        )
+        make = _lecture if config.recipe == "lecture" else _plain
+        make_loss, optimizer = make(device, dtype, config.layers, width, config.compile)
+        step_times_s, optimizer_times_s = _time_steps(device, make_loss, optimizer, config.budget_s)
         ceiling = max(ceiling, _square_rate(device, dtype, width))
+    found = OnDevice(**described(device, arithmetic))
     return MlpRun(
-        device=device.type,
-        device_name=device_name(device),
-        arithmetic=arithmetic,
-        recipe=recipe,
-        num_threads=torch.get_num_threads() if device.type == "cpu" else None,
-        num_layers=num_layers,
+        **vars(found),
+        recipe=config.recipe,
+        num_layers=config.layers,
         width=width,
         num_rows=width,
         choice=choice,
-        is_compiled=compile,
+        is_compiled=config.compile,
         num_steps=len(step_times_s),
         best_step_s=min(step_times_s),
         optimizer_s=statistics.median(optimizer_times_s),
         utilization=Utilization(
-            causal=_flops(num_layers, width),
+            causal=_flops(config.layers, width),
             full=None,
             time_s=statistics.median(step_times_s),
             num_devices=1,
-            peak=peak_of(device_name(device), arithmetic) if device.type == "cuda" else None,
+            peak=found.peak,
             ceiling_flops_per_s=ceiling,
         ),
     )
@@ -224,47 +167,30 @@ def _flops(num_layers: int, width: int) -> Flops:
 
 
 def _choose_width(
-    device: torch.device,
-    element_bytes: int,
-    num_layers: int,
-    width: int | None,
-    flops_per_s: float,
-    budget_s: float,
+    config: MfuConfig, device: torch.device, dtype: torch.dtype, flops_per_s: float
 ) -> tuple[int, str]:
-    """Return the width to train with and a sentence that says why.
-
-    Args:
-        device: where.
-        element_bytes: memory of all layers for an element of a square matrix.
-        num_layers: linear layers.
-        width: as asked, or None.
-        flops_per_s: the ceiling.
-        budget_s: time for the steps.
-    """
+    """Return the width to train with, given the ceiling, and a sentence that says why."""
     free_bytes = free_memory_bytes(device)
-    if width is not None:
-        need_bytes = element_bytes * width**2
+    element_bytes = _square_bytes(config.recipe, dtype) * config.layers
+    if config.width is not None:
+        need_bytes = element_bytes * config.width**2
         if need_bytes > free_bytes:
             raise ConfigError(
-                f"width {width} needs about {need_bytes / 2**30:.1f} GiB and "
+                f"width {config.width} needs about {need_bytes / 2**30:.1f} GiB and "
                 f"{free_bytes / 2**30:.1f} GiB are free on {device}; use a smaller --width"
             )
-        return width, f"width {width} as asked"
-    candidate = LARGEST_WIDTH
-    while candidate > _SMALLEST_WIDTH:
-        step_s = _flops(num_layers, candidate).model / (_LIKELY_MFU * flops_per_s)
-        fits_time = (_NUM_WARMUP + _FEWEST_STEPS) * step_s <= budget_s
-        fits_memory = element_bytes * candidate**2 <= _MEMORY_SHARE * free_bytes
-        if fits_time and fits_memory:
+        return config.width, f"width {config.width} as asked"
+    width = LARGEST_WIDTH
+    while width > _SMALLEST_WIDTH:
+        step_s = _flops(config.layers, width).model / (_LIKELY_MFU * flops_per_s)
+        fits_time = (_NUM_WARMUP + _FEWEST_STEPS) * step_s <= config.budget_s
+        if fits_time and element_bytes * width**2 <= _MEMORY_SHARE * free_bytes:
             break
-        candidate //= 2
-    if candidate == LARGEST_WIDTH:
-        return candidate, f"width {candidate}, the literature's"
-    limit = f"{budget_s:.0f} s and {free_bytes / 2**30:.1f} GiB of free memory"
-    return (
-        candidate,
-        f"width {candidate}, the largest power of two below {LARGEST_WIDTH} for {limit}",
-    )
+        width //= 2
+    if width == LARGEST_WIDTH:
+        return width, f"width {width}, the literature's"
+    limit = f"{config.budget_s:.0f} s and {free_bytes / 2**30:.1f} GiB of free memory"
+    return width, f"width {width}, the largest power of two below {LARGEST_WIDTH} for {limit}"
 
 
 def _square_bytes(recipe: Recipe, dtype: torch.dtype) -> int:
@@ -291,14 +217,9 @@ def _plain(
     device: torch.device, dtype: torch.dtype, num_layers: int, width: int, compile: bool
 ) -> Steps:
     generator = torch.Generator(device).manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(num_layers):
-        linear = nn.Linear(width, width, bias=False, device=device, dtype=dtype)
-        nn.init.normal_(linear.weight, std=(2 / width) ** 0.5, generator=generator)
-        layers += [linear, nn.ReLU()]
-    model = nn.Sequential(*layers)
-    if compile:
-        model.compile()
+    model = _perceptron(num_layers, width, compile, bias=False, device=device, dtype=dtype)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=(2 / width) ** 0.5, generator=generator)
     x = torch.randn(width, width, device=device, generator=generator).to(dtype)
     x.requires_grad_()
 
@@ -313,12 +234,7 @@ def _lecture(
     device: torch.device, dtype: torch.dtype, num_layers: int, width: int, compile: bool
 ) -> Steps:
     master = torch.promote_types(dtype, torch.float32)
-    layers: list[nn.Module] = []
-    for _ in range(num_layers):
-        layers += [nn.Linear(width, width, device=device, dtype=master), nn.ReLU()]
-    model = nn.Sequential(*layers)
-    if compile:
-        model.compile()
+    model = _perceptron(num_layers, width, compile, device=device, dtype=master)
 
     def loss() -> Tensor:
         x = torch.randn(width, width, device=device, dtype=master)
@@ -326,6 +242,16 @@ def _lecture(
             return model(x).sum()
 
     return loss, torch.optim.Adam(model.parameters(), lr=1e-4)
+
+
+def _perceptron(num_layers: int, width: int, compile: bool, **of_linear: Any) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(num_layers):
+        layers += [nn.Linear(width, width, **of_linear), nn.ReLU()]
+    model = nn.Sequential(*layers)
+    if compile:
+        model.compile()
+    return model
 
 
 def _time_steps(

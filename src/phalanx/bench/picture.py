@@ -35,29 +35,22 @@ def draw_ceiling(ceiling: Ceiling, path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.axhline(top, color="#b04a2f", linewidth=1, linestyle="--")
-    axes.annotate(
-        f"ceiling {top:.3g} TFLOP/s",
-        (1.0, top),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 4),
-        textcoords="offset points",
-        ha="right",
-        color="#b04a2f",
-    )
+    lines = [(f"ceiling {top:.3g} TFLOP/s", top, "#b04a2f", "--")]
     if ceiling.peak is not None:
         peak = ceiling.peak.flops_per_s / 1e12
-        axes.axhline(peak, color="#555555", linewidth=1)
+        lines.append((f"data sheet {peak:.4g} TFLOP/s", peak, "#555555", "-"))
+    for text, height, colour, style in lines:
+        axes.axhline(height, color=colour, linewidth=1, linestyle=style)
         axes.annotate(
-            f"data sheet {peak:.4g} TFLOP/s",
-            (1.0, peak),
+            text,
+            (1.0, height),
             xycoords=("axes fraction", "data"),
             xytext=(-4, 4),
             textcoords="offset points",
             ha="right",
-            color="#555555",
+            color=colour,
         )
-        top = max(top, peak)
+    top = max(height for _, height, _, _ in lines)
     axes.plot(sizes, best, marker="o", markersize=4, color="#8fb8de", label="best repeat")
     axes.plot(sizes, median, marker="o", markersize=5, color="#1f5a99", label="median")
     axes.set_xscale("log", base=2)

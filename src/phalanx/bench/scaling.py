@@ -8,17 +8,18 @@ machine did other work meanwhile, and no figure is given.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
 from rich.table import Table
 
-from phalanx.bench.verb import Found, ResultConfig, Say
+from phalanx.bench.verb import Found, ResultConfig, Say, table
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, solve_batch
@@ -45,33 +46,6 @@ WARMUP_STEPS = 2
 """Steps of each job that are not timed: buffers are made in them."""
 
 ONE_RANK = "dp1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingCase:
-    """What every strategy computes.
-
-    Attributes:
-        shape: the decoder; its tokens are drawn at random.
-        global_size: sequences in one step.
-        seq_len: tokens of each.
-        precision: as in `TrainConfig`.
-        device: "cpu" or "cuda".
-        threads: CPU threads of each rank, whatever their number is.
-        steps: timed in each job.
-        rounds: jobs of each strategy.
-        compile: whether the blocks are compiled.
-    """
-
-    shape: ModelShape
-    global_size: int
-    seq_len: int
-    precision: str
-    device: str
-    threads: int
-    steps: int
-    rounds: int
-    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,70 +113,70 @@ class ScalingConfig(ResultConfig):
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes that replace the preset's."""
 
+    @property
+    def model_shape(self) -> ModelShape:
+        """The decoder; its tokens are drawn at random."""
+        return with_sizes(shape_of(self.model), self.shape)
+
 
 def run(config: ScalingConfig, say: Say) -> Found:
     """Measure, and show a table."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = with_sizes(shape_of(config.model), config.shape)
-    if config.seq_len > shape.max_seq_len:
+    config = dataclasses.replace(config, device=device, threads=config.threads or 1)
+    longest = config.model_shape.max_seq_len
+    if config.seq_len > longest:
         raise ConfigError(
-            f"seq_len is {config.seq_len}, but the model's positions end at {shape.max_seq_len}; "
-            f"the nearest is {shape.max_seq_len}"
+            f"seq_len is {config.seq_len}, but the model's positions end at {longest}; the "
+            f"nearest is {longest}"
         )
-    case = ScalingCase(
-        shape=shape,
-        global_size=config.global_size,
-        seq_len=config.seq_len,
-        precision=config.precision,
-        device=device,
-        threads=1 if config.threads is None else config.threads,
-        steps=config.steps,
-        rounds=config.rounds,
-    )
-    points = measure_scaling(config.strategies, case, say)
-    num_tokens = case.global_size * case.seq_len
+    points = measure_scaling(config, say)
+    num_tokens = config.global_size * config.seq_len
     rows = [
         values_of(point) | {"tokens_per_s": num_tokens * point.batches_per_s} for point in points
     ]
+    shape = values_of(config.model_shape)
     return Found(
         name=f"scaling-{device}",
-        shown=[_table(points, num_tokens), *_remarks(points, case)],
-        values={"model": config.model, **values_of(case), "points": rows},
+        shown=[_table(points, num_tokens), *_remarks(points, config)],
+        values={**values_of(config), "shape": shape, "points": rows},
     )
 
 
 def _table(points: Sequence[ScalingPoint], num_tokens: int) -> Table:
-    table = Table()
-    table.add_column("strategy")
-    for name in ("ranks", "ms a step", "tokens/s", "batches/s", "speed-up", "min - max"):
-        table.add_column(name, justify="right")
-    table.add_column("efficiency", justify="right")
-    for point in points:
-        is_known = point.speed_up is not None
-        table.add_row(
+    headings = ("strategy", "ranks", "ms a step", "tokens/s", "batches/s", "speed-up", "min - max")
+    rows = [
+        (
             point.strategy,
             str(point.num_ranks),
             f"{1e3 / point.batches_per_s:.1f}",
             f"{num_tokens * point.batches_per_s:,.0f}",
             f"{point.batches_per_s:.3g}",
-            f"{point.speed_up:.2f}" if is_known else "-",
-            f"{min(point.speed_ups):.2f} - {max(point.speed_ups):.2f}" if is_known else "-",
-            percent(point.efficiency) if is_known else "-",
+            *_speed_up(point),
         )
-    return table
-
-
-def _remarks(points: Sequence[ScalingPoint], case: ScalingCase) -> list[str]:
-    lines = [
-        f"the median of {case.rounds} rounds, global batch {case.global_size} x {case.seq_len} "
-        "tokens; a speed-up is that of each round over one rank in the same round"
+        for point in points
     ]
-    if case.device == "cpu":
-        ranks = num_cores() // case.threads
+    return table((*headings, "efficiency"), rows)
+
+
+def _speed_up(point: ScalingPoint) -> tuple[str, str, str]:
+    if point.speed_up is None:
+        return "-", "-", "-"
+    ends = f"{min(point.speed_ups):.2f} - {max(point.speed_ups):.2f}"
+    return f"{point.speed_up:.2f}", ends, percent(point.efficiency)
+
+
+def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]:
+    lines = [
+        f"the median of {config.rounds} rounds, global batch {config.global_size} x "
+        f"{config.seq_len} tokens; a speed-up is that of each round over one rank in the same round"
+    ]
+    if config.device == "cpu":
+        threads = config.threads or 1
+        ranks = num_cores() // threads
         lines.append(
-            f"a rank is {case.threads} of {num_cores()} cores: more than {max(1, ranks)} ranks "
+            f"a rank is {threads} of {num_cores()} cores: more than {max(1, ranks)} ranks "
             "share them"
         )
     doubted = [point.strategy for point in points if point.speed_up is None]
@@ -214,36 +188,29 @@ def _remarks(points: Sequence[ScalingPoint], case: ScalingCase) -> list[str]:
     return lines
 
 
-def measure_scaling(
-    strategies: Sequence[str], case: ScalingCase, tell: Callable[[str], None]
-) -> list[ScalingPoint]:
+def measure_scaling(config: ScalingConfig, say: Say) -> list[ScalingPoint]:
     """Time every strategy, and one rank beside them, in turns.
-
-    Args:
-        strategies: in their text form.
-        case: what they compute.
-        tell: told what is measured, before each round.
 
     Raises:
         PhalanxError: a strategy does not fit the model, the batch or this machine.
     """
-    parsed = [Strategy.parse(text) for text in (ONE_RANK, *strategies)]
+    parsed = [Strategy.parse(text) for text in (ONE_RANK, *config.strategies)]
     texts = list(dict.fromkeys(map(str, parsed)))
     for strategy in parsed:
-        _check(strategy, case)
-    if case.device == "cpu":
+        _check(strategy, config)
+    if config.device == "cpu":
         check_memory_for(max(strategy.num_ranks for strategy in parsed))
     times: dict[str, list[float]] = {text: [] for text in texts}
-    for number in range(case.rounds):
-        tell(f"round {number + 1} of {case.rounds}: {', '.join(texts)} ...")
+    for number in range(config.rounds):
+        say(f"round {number + 1} of {config.rounds}: {', '.join(texts)} ...")
         for text in texts:
             seconds = run_ranks(
                 time_rank,
                 Strategy.parse(text).num_ranks,
                 text,
-                case,
-                device=case.device,
-                threads=case.threads,
+                config,
+                device=config.device,
+                threads=config.threads,
             )
             times[text].append(max(seconds))
     one_rank_s = tuple(times[str(parsed[0])])
@@ -253,55 +220,51 @@ def measure_scaling(
     ]
 
 
-def _check(strategy: Strategy, case: ScalingCase) -> None:
+def _check(strategy: Strategy, config: ScalingConfig) -> None:
     """Refuse before any process starts what a rank would refuse.
 
     Raises:
         PhalanxError: see `measure_scaling`.
     """
     require_built(strategy)
-    num_devices = torch.cuda.device_count() if case.device == "cuda" else strategy.num_ranks
+    num_devices = torch.cuda.device_count() if config.device == "cuda" else strategy.num_ranks
     if strategy.num_ranks > num_devices:
         raise ConfigError(
             f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has {num_devices}"
         )
-    num_parts = plan_decoder(strategy, case.shape).row_shards
-    batch = solve_batch(_batch_of(case), strategy.data_ranks)
+    num_parts = plan_decoder(strategy, config.model_shape).row_shards
+    batch = solve_batch(BatchConfig(global_size=config.global_size), strategy.data_ranks)
     if batch.microbatch % num_parts:
         raise ConfigError(
-            f"global_size is {case.global_size}, which gives each rank of {strategy} microbatches "
-            f"of {batch.microbatch} rows, but it splits rows in {num_parts}; the nearest is "
-            f"{-(-batch.microbatch // num_parts) * num_parts * strategy.data_ranks}"
+            f"global_size is {config.global_size}, which gives each rank of {strategy} "
+            f"microbatches of {batch.microbatch} rows, but it splits rows in {num_parts}; the "
+            f"nearest is {-(-batch.microbatch // num_parts) * num_parts * strategy.data_ranks}"
         )
 
 
-def _batch_of(case: ScalingCase) -> BatchConfig:
-    return BatchConfig(global_size=case.global_size)
-
-
-def time_rank(text: str, case: ScalingCase) -> float:
-    """Take steps of the case on this rank; return the median seconds of one."""
-    strategy = Strategy.parse(text)
-    comm = Ranks(strategy, case.device)
-    device, precision = comm.device, resolve(case.precision, case.device)
-    plan = plan_decoder(strategy, case.shape, precision.master, precision.compute)
-    reducer = plan.build(comm, functools.partial(fill_initial, case.shape, 0))
+def time_rank(text: str, config: ScalingConfig, *, compile: bool = False) -> float:
+    """Take steps on this rank, with compiled blocks if asked; return the median seconds of one."""
+    strategy, shape = Strategy.parse(text), config.model_shape
+    comm = Ranks(strategy, config.device)
+    device, precision = comm.device, resolve(config.precision, config.device)
+    plan = plan_decoder(strategy, shape, precision.master, precision.compute)
+    reducer = plan.build(comm, functools.partial(fill_initial, shape, 0))
     model = plan.model
-    if case.compile:
+    if compile:
         compile_blocks(model)
-    config = OptimizerConfig()
+    optimizer = OptimizerConfig()
     step = Step(
         model,
-        build_optimizer(model, config),
-        NextToken(0, case.shape.dropout),
-        config,
+        build_optimizer(model, optimizer),
+        NextToken(0, shape.dropout),
+        optimizer,
         comm=comm,
-        num_steps=WARMUP_STEPS + case.steps,
+        num_steps=WARMUP_STEPS + config.steps,
         run=Accumulate(reducer),
     )
-    num_rows = solve_batch(_batch_of(case), strategy.data_ranks).microbatch
-    rank = comm.coord("data")
-    batch = _random_batch(case, rank * num_rows, num_rows).to(device)
+    num_rows = config.global_size // strategy.data_ranks
+    size = (num_rows, config.seq_len)
+    batch = _random_batch(shape.vocab_size, size, comm.coord("data") * num_rows).to(device)
     times_s: list[float] = []
     for _ in range(step.num_steps):
         barrier()
@@ -312,16 +275,13 @@ def time_rank(text: str, case: ScalingCase) -> float:
     return statistics.median(times_s[WARMUP_STEPS:])
 
 
-def _random_batch(case: ScalingCase, first: int, num_rows: int) -> Batch:
+def _random_batch(vocab_size: int, size: tuple[int, int], first: int) -> Batch:
     generator = torch.Generator().manual_seed(first)
-    size = (num_rows, case.seq_len)
-    tokens_BT, labels_BT = (
-        torch.randint(case.shape.vocab_size, size, generator=generator) for _ in range(2)
-    )
+    tokens_BT, labels_BT = (torch.randint(vocab_size, size, generator=generator) for _ in range(2))
     return Batch(
         tokens_BT=tokens_BT,
         labels_BT=labels_BT,
-        positions_BT=torch.arange(case.seq_len).expand(size).contiguous(),
+        positions_BT=torch.arange(size[1]).expand(size).contiguous(),
         documents_BT=None,
-        rows_B=torch.arange(first, first + num_rows),
+        rows_B=torch.arange(first, first + size[0]),
     )

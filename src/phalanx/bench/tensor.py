@@ -9,11 +9,11 @@ times say nothing to one another. Beside each stands what the plan says (`bench.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -29,12 +29,14 @@ from phalanx.bench.account import (
     theory,
 )
 from phalanx.bench.block import DEFAULT_SIZES, BlockSize
+from phalanx.bench.verb import ResultConfig, use_threads
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
 from phalanx.comm.together import barrier
+from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.measure.environment import free_memory_bytes
+from phalanx.measure.environment import free_memory_bytes, has_fast_bfloat16
 from phalanx.measure.memory import MemoryLedger
 from phalanx.measure.products import quick_ceiling
 from phalanx.models.attention import rotation
@@ -48,9 +50,21 @@ from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Axis, Strategy, require_built
 
-DEFAULT_LAYOUTS = ("tp4", "tp4:megatron", "tp4:2d", "tp8", "tp8:2.5d/2", "tp8:3d")
-
 _MEMORY_SHARE = 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorConfig(ResultConfig):
+    """Measure one decoder block under layouts of tensor parallelism, on CPU ranks of this host."""
+
+    layouts: tuple[str, ...] = ("tp4", "tp4:megatron", "tp4:2d", "tp8", "tp8:2.5d/2", "tp8:3d")
+    """Strategies of tp alone."""
+    sizes: tuple[str, ...] = DEFAULT_SIZES
+    """Width of the block and its microbatch, each HIDDENxROWSxPOSITIONS."""
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """Data type of the arithmetic; auto: bfloat16 where the CPU has it, else float32."""
+    repeats: Annotated[int, Range(0)] = 5
+    """Steps to time of each layout, which take turns; 0 only counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +91,6 @@ class LayoutPoint:
     times_s: list[float]
     products_s: float | None
 
-    @property
-    def median_s(self) -> float | None:
-        """Median time of a step."""
-        return statistics.median(self.times_s) if self.times_s else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
@@ -103,28 +112,18 @@ class TensorRun:
     crossings: tuple[Crossing, ...]
 
 
-def measure_tensor(
-    layouts: Sequence[str] = DEFAULT_LAYOUTS,
-    sizes: Sequence[str] = DEFAULT_SIZES,
-    *,
-    precision: Precision = "float32",
-    repeats: int = 5,
-    threads: int | None = None,
-) -> TensorRun:
+def measure_tensor(config: TensorConfig) -> TensorRun:
     """Measure one block, forward and backward, under each layout at each size.
-
-    Args:
-        layouts: strategies of tp alone.
-        sizes: each HIDDENxROWSxPLACES.
-        precision: data type of the arithmetic; masters are float32, or float64 with float64.
-        repeats: steps to time, after one that warms up; 0 only counts.
-        threads: CPU threads of each rank; the cores shared evenly if None.
 
     Raises:
         ConfigError: a text cannot be read, a layout does not divide a size, or memory is short.
     """
-    strategies = [parse_layout(text) for text in layouts]
-    block_sizes = [BlockSize.parse(text) for text in sizes]
+    use_threads(config.threads)
+    precision, repeats, threads = config.dtype, config.repeats, config.threads
+    if precision == "auto":
+        precision = "bfloat16" if has_fast_bfloat16("cpu") else "float32"
+    strategies = [parse_layout(text) for text in config.layouts]
+    block_sizes = [BlockSize.parse(text) for text in config.sizes]
     check_memory_for(max((strategy.num_ranks for strategy in strategies), default=0))
     for size in block_sizes:
         for strategy in strategies:

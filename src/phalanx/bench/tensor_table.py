@@ -5,55 +5,27 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Literal
 
 from rich.table import Table
 
 from phalanx.bench.account import Amounts
-from phalanx.bench.block import DEFAULT_SIZES
-from phalanx.bench.tensor import DEFAULT_LAYOUTS, LayoutPoint, measure_tensor
-from phalanx.bench.verb import Found, ResultConfig, Say, use_threads
-from phalanx.config.fields import Range
+from phalanx.bench.tensor import LayoutPoint, TensorConfig, measure_tensor
+from phalanx.bench.verb import Found, Say, table
 from phalanx.launch.local import num_cores
-from phalanx.measure.environment import has_fast_bfloat16
 from phalanx.measure.logs import values_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorConfig(ResultConfig):
-    """Measure one decoder block under layouts of tensor parallelism, on CPU ranks of this host."""
-
-    layouts: tuple[str, ...] = DEFAULT_LAYOUTS
-    """Strategies of tp alone."""
-    sizes: tuple[str, ...] = DEFAULT_SIZES
-    """Width of the block and its microbatch, each HIDDENxROWSxPLACES."""
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
-    """Data type of the arithmetic; auto: bfloat16 where the CPU has it, else float32."""
-    repeats: Annotated[int, Range(0)] = 5
-    """Steps to time of each layout, which take turns; 0 only counts."""
 
 
 def run(config: TensorConfig, say: Say) -> Found:
     """Measure, and show a table for each size."""
     del say
-    use_threads(config.threads)
-    precision = config.dtype
-    if precision == "auto":
-        precision = "bfloat16" if has_fast_bfloat16("cpu") else "float32"
-    result = measure_tensor(
-        config.layouts,
-        config.sizes,
-        precision=precision,
-        repeats=config.repeats,
-        threads=config.threads,
-    )
+    result = measure_tensor(config)
+    precision = result.precision
     shown: list[str | Table] = []
     for size, points in groupby(result.points, lambda point: point.size):
         shown.append(
             f"One block, hidden {size.hidden}, ffn {size.shape.ffn}, {size.num_rows} rows of "
-            f"{size.length} places ({size.num_tokens} tokens), {precision}; a rank, a step"
+            f"{size.length} positions ({size.num_tokens} tokens), {precision}; a rank, a step"
         )
         shown.append(_tensor_table(list(points)))
     shown += [
@@ -77,28 +49,22 @@ def run(config: TensorConfig, say: Say) -> Found:
 
 
 def _tensor_table(points: Sequence[LayoutPoint]) -> Table:
-    table = Table()
-    table.add_column("layout")
-    table.add_column("")
-    for heading in ("sent MiB", "calls", "weights MiB", "kept MiB", "peak MiB", "ms"):
-        table.add_column(heading, justify="right")
-    table.add_column("min - max", justify="right")
+    numbers = ("sent MiB", "calls", "weights MiB", "kept MiB", "peak MiB", "ms", "min - max")
+    rows: list[tuple[str, ...]] = []
     for point in points:
         times_ms = [1e3 * time_s for time_s in point.times_s]
-        table.add_row(
-            point.strategy,
-            "measured",
-            *_amounts_cells(point.measured),
-            f"{point.peak_bytes / 2**20:.2f}",
-            _ms(statistics.median(times_ms)) if times_ms else "-",
-            f"{_ms(min(times_ms))} - {_ms(max(times_ms))}" if times_ms else "-",
-        )
+        median = _ms(statistics.median(times_ms)) if times_ms else "-"
+        ends = f"{_ms(min(times_ms))} - {_ms(max(times_ms))}" if times_ms else "-"
         is_known = point.products_s is not None and not _is_stale(point)
-        products_ms = _ms(1e3 * (point.products_s or 0)) if is_known else "-"
-        table.add_row(
-            "", "theory", *_amounts_cells(point.theory), "-", products_ms, "", end_section=True
-        )
-    return table
+        products = _ms(1e3 * (point.products_s or 0)) if is_known else "-"
+        peak = f"{point.peak_bytes / 2**20:.2f}"
+        measured, theory = _amounts_cells(point.measured), _amounts_cells(point.theory)
+        rows.append((point.strategy, "measured", *measured, peak, median, ends))
+        rows.append(("", "theory", *theory, "-", products, ""))
+    drawn = table(("layout", "", *numbers), rows, num_words=2)
+    for row in drawn.rows[1::2]:
+        row.end_section = True
+    return drawn
 
 
 def _is_stale(point: LayoutPoint) -> bool:

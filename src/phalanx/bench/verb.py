@@ -5,7 +5,7 @@ A verb is a module with the dataclass of its settings and `run(config, say) -> F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,9 +14,9 @@ import torch
 from rich.table import Table
 
 from phalanx.config.fields import Range
-from phalanx.measure.environment import has_fast_bfloat16
-from phalanx.measure.peaks import Arithmetic
-from phalanx.measure.products import checked_device
+from phalanx.measure.environment import device_name, has_fast_bfloat16
+from phalanx.measure.peaks import Arithmetic, Peak, peak_of
+from phalanx.measure.products import checked_device, machine_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +64,64 @@ class Found:
     draw: Callable[[Path], None] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnDevice:
+    """What was measured on one device in one data type."""
+
+    device: str
+    device_name: str
+    arithmetic: Arithmetic
+    num_threads: int | None
+    """CPU threads; None on a GPU."""
+
+    @property
+    def machine(self) -> str:
+        """The device's name, with its threads if it is a CPU."""
+        return machine_text(self.device_name, self.num_threads)
+
+    @property
+    def peak(self) -> Peak | None:
+        """The device's data sheet; None if it is not in the table."""
+        return peak_of(self.device_name, self.arithmetic) if self.device == "cuda" else None
+
+
+def described(device: torch.device, arithmetic: Arithmetic) -> dict[str, Any]:
+    """Return the fields of `OnDevice` for a device of this machine."""
+    return {
+        "device": device.type,
+        "device_name": device_name(device),
+        "arithmetic": arithmetic,
+        "num_threads": torch.get_num_threads() if device.type == "cpu" else None,
+    }
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> Table:
+    """Return a table: `num_words` columns of words, and the others of numbers."""
+    drawn = Table(show_header=any(headings[1:]))
+    for number, heading in enumerate(headings):
+        drawn.add_column(heading, justify="left" if number < num_words else "right")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
+
+
 def use_threads(threads: int | None) -> None:
     """Compute on this many threads; on torch's own choice if None."""
     if threads is not None:
         torch.set_num_threads(threads)
 
 
-def resolved(config: DeviceConfig) -> tuple[str, Arithmetic]:
+def resolved(config: DeviceConfig) -> tuple[torch.device, Arithmetic]:
     """Return device and data type, with each `auto` replaced by what this machine has.
 
     Raises:
         ConfigError: this machine lacks what a setting asks for.
     """
     use_threads(config.threads)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.dtype != "auto":
-        return device, config.dtype
-    return device, "bfloat16" if has_fast_bfloat16(checked_device(device, "float32")) else "float32"
+    name, arithmetic = config.device, config.dtype
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = checked_device(name, "float32" if arithmetic == "auto" else arithmetic)
+    if arithmetic == "auto":
+        arithmetic = "bfloat16" if has_fast_bfloat16(device) else "float32"
+    return device, arithmetic
