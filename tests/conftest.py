@@ -1,7 +1,9 @@
 """What all tests share: the server that their ranks are forked from has the libraries loaded."""
 
 import multiprocessing
+import os
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,7 +14,7 @@ settings.load_profile("phalanx")
 
 PRELOAD = [
     "phalanx.launch.preload",
-    *("phalanx.train.job", "phalanx.verify.harness"),
+    *("phalanx.train.job", "phalanx.verify.harness", "ranks_preload"),
     *("pytest", "hypothesis"),
     # Left out by themselves where transformers is not installed.
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert")),
@@ -24,4 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if has_workers and not hasattr(config, "workerinput"):
         return  # the process that only deals the tests out
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        # The server finds ranks_preload by this alone; what it cannot import it passes over.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()

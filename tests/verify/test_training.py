@@ -178,7 +178,7 @@ def verdicts_on_ranks(folder: str, is_slow: bool) -> dict[str, list[Verdict]]:
 
 
 @functools.cache
-def verdicts(is_slow: bool = False) -> dict[str, list[Verdict]]:
+def verdicts(is_slow: bool) -> dict[str, list[Verdict]]:
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(verdicts_on_ranks, 2, folder, is_slow)[0]
 
@@ -201,7 +201,7 @@ def test_a_planted_fault_is_found_and_named(name: str, module: str | None, words
 
 
 def test_a_run_without_a_fault_is_that_of_plain_pytorch() -> None:
-    first, second, narrow = verdicts()[""]
+    first, second, narrow = verdicts(False)[""]
     for verdict in (first, second, narrow):
         assert verdict.is_equal, str(verdict)
     assert second.strategy == "training dp2, going on from fsdp2"

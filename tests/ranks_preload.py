@@ -1,0 +1,19 @@
+"""What the server that the tests' ranks are forked from loads beside the libraries.
+
+Before its first step a run measures for about a second, on every rank, what the machine can do; after
+the last the model writes a sample of 64 tokens. Runs of tests take a constant and write eight. Those
+that a test starts as programs do as users see it.
+"""
+
+import functools
+
+from torch.utils import tensorboard  # a run with logs asks for it
+
+from phalanx.train.report import records, summary
+
+__all__ = ["tensorboard"]
+
+CEILING_FLOPS_PER_S = 1e13
+
+records.quick_ceiling = lambda *_: CEILING_FLOPS_PER_S
+summary.write_text = functools.partial(summary.write_text, num_tokens=8)
