@@ -1,8 +1,8 @@
 """What the server that the tests' ranks are forked from loads beside the libraries.
 
-Before its first step a run measures for about a second, on every rank, what the machine can do; after
-the last the model writes a sample of 64 tokens. Runs of tests take a constant and write eight. Those
-that a test starts as programs do as users see it.
+Before its first step a run measures for about a second, on every rank, what the machine can do.
+After the last one the model writes a sample of 64 tokens. Runs of tests take a constant and write
+eight tokens. Those that a test starts as programs do as users see it.
 """
 
 import functools

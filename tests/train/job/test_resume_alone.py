@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -29,7 +28,7 @@ from phalanx.train.run import train
 from phalanx.train.session import open_session
 from small_run import losses, records, small_run
 
-STEPS, EVERY = 160, 8
+STEPS, EVERY = 48, 8
 
 TOML = f"""\
 data = "文本/一.txt"
@@ -94,23 +93,48 @@ def resolved(*words: str) -> Job:
     return resolve(config)
 
 
+def run_patched(home: Path, out: Path, patch: str) -> subprocess.CompletedProcess[str]:
+    """Run the program in a session of its own, with `patch` run by each Python before it."""
+    folder = out.parent / "patch"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(patch)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *TRAIN, "--out", str(out)],
+        cwd=home,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+KILL = """\
+import os, signal
+
+rename = os.rename
+
+
+def renamed(source, target):
+    rename(source, target)
+    if str(target).endswith("step-00000024"):
+        os.killpg(0, signal.SIGKILL)
+
+
+os.rename = renamed
+"""
+"""Kill all processes of the job when the third checkpoint is published."""
+
+
 def test_a_killed_run_goes_on_alone_to_the_bit(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made from a file and flags, on Chinese text with a tokenizer of its own; kill -9."""
     killed = tmp_path / "killed"
-    job = subprocess.Popen(
-        [sys.executable, "-m", "phalanx", *TRAIN, "--out", str(killed)],
-        cwd=home,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-    )
-    while not manifest.folder_of(killed, 3 * EVERY).exists():
-        assert job.poll() is None
-        time.sleep(0.001)
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
-    assert max(manifest.whole(killed)) < STEPS
+    assert run_patched(home, killed, KILL).returncode == -signal.SIGKILL
+    assert max(manifest.whole(killed)) == 3 * EVERY
     monkeypatch.chdir(tmp_path)  # the text, the cache and the run lie elsewhere from here
     assert main(["train", "--resume", "killed"]) == 0
     last = {record["step"]: record["loss"] for record in records(killed, "step")}
@@ -135,7 +159,7 @@ def full(descriptor):
 
 os.fsync = full
 """
-"""What Python runs before any program: a disk without room for one file of the third save."""
+"""A disk without room for one file of the third save."""
 
 
 # tests/checkpoint/test_saver.py has the failed save, and the killed run above going on alone.
@@ -145,16 +169,7 @@ def test_a_run_whose_disk_was_full_goes_on_alone_to_the_bit(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    (tmp_path / "sitecustomize.py").write_text(FULL_DISK)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", *TRAIN, "--out", str(run)],
-        cwd=home,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = run_patched(home, run, FULL_DISK)
     stands, failed = (manifest.folder_of(run, steps_done) for steps_done in (2 * EVERY, 3 * EVERY))
     file = f"{failed}.partial/rank-00001.safetensors"
     words = f"cannot save {failed} ({stands} stands): {file}: No space left on device"
@@ -204,7 +219,7 @@ def test_what_is_given_beside_replaces_and_is_named(run: Path, tmp_path: Path) -
     )
     assert str(job.batch) == "global batch 8 = microbatch 2 x accumulation 1 x 4 data ranks"
     assert remarks_on(job) == [
-        "goes on with other settings than before: strategy fsdp2 -> dp4, steps 160 -> 170, "
+        f"goes on with other settings than before: strategy fsdp2 -> dp4, steps {STEPS} -> 170, "
         "save_every 8 -> 60, optimizer.lr 0.003 -> 0.1"
     ]
     for words, num_steps in (("--steps 50", 50), ("--epochs 1", None)):
@@ -260,7 +275,7 @@ def test_a_run_that_was_resumed_with_another_length_keeps_it(run: Path) -> None:
     (run / "config.toml").write_text(text.replace(f"steps = {STEPS}", "steps = 190"))
     job = resolved("--resume", str(run))
     assert job.num_steps == 190
-    assert "steps 160 -> 190" in remarks_on(job)[0]
+    assert f"steps {STEPS} -> 190" in remarks_on(job)[0]
 
 
 def test_a_linked_folder_of_checkpoints_is_the_runs_own(run: Path, tmp_path: Path) -> None:
