@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -39,11 +40,10 @@ class SaveProgress:
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
-        """Meet the others; every rank calls this together, and `settle` after.
+        """Meet the others; every rank calls this together.
 
-        Args:
-            name: of this exchange, the same on every rank and for no other.
-            timeout_s: longest time in which nothing moves.
+        The name is the same on every rank and for no other exchange; nothing may stand still for
+        longer than `timeout_s`.
         """
         self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
@@ -93,13 +93,9 @@ class SaveProgress:
             CheckpointError: the save is given up, or rank 0 gives no sign.
         """
         goal = [self._number, "written" if self.rank == 0 else "published"]
-        begin_s = time.monotonic()
-        while True:
-            states = self.look()
-            # Rank 0 may be at the next save already.
-            if all(state[:2] == goal or state[0] > self._number for state in states):
-                return [state[2] for state in states]
-            self._pause(begin_s)
+        # Rank 0 may be at the next save already.
+        states = self._look_until(lambda state: state[:2] == goal or state[0] > self._number)
+        return [state[2] for state in states]
 
     def wait_to_begin(self) -> None:
         """Return once rank 0 has made the folder.
@@ -107,14 +103,14 @@ class SaveProgress:
         Raises:
             CheckpointError: it could not, or gives no sign.
         """
-        begin_s = time.monotonic()
-        while self.look()[0][0] < self._number:
-            self._pause(begin_s)
+        self._look_until(lambda state: state[0] >= self._number)
 
-    def _pause(self, begin_s: float) -> None:
-        """Let time pass between two looks: so little that a short wait is no tenth longer."""
-        waited_s = time.monotonic() - begin_s
-        time.sleep(min(self._poll_s, 0.1 * waited_s + 0.001))
+    def _look_until(self, is_so: Callable[[Any], bool]) -> list[Any]:
+        """Look again and again until it is so of all; a short wait is no tenth longer for that."""
+        begin_s = time.monotonic()
+        while not all(map(is_so, states := self.look())):
+            time.sleep(min(self._poll_s, 0.1 * (time.monotonic() - begin_s) + 0.001))
+        return states
 
     def look(self) -> list[Any]:
         """Return how each rank is, on rank 0; elsewhere what rank 0 says of the save.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import torch
-from torch.utils.data import Sampler
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from phalanx.data.order import permute
 from phalanx.errors import ConfigError
@@ -15,16 +15,16 @@ from phalanx.errors import ConfigError
 _CHUNK = 4096
 
 
-class GlobalSampler(Sampler[int]):
-    """A sampler with the semantics of torch's DistributedSampler, that can go on from anywhere.
+class GlobalSampler(DistributedSampler[int]):
+    """A DistributedSampler that can go on from anywhere.
 
-    Rank r of R draws the places r, r + R, r + 2R, ... of the epoch. The tail that does not fill all
-    ranks is padded with samples from the start of the epoch, or dropped. Without shuffling it gives
-    index for index what torch's gives; with it, the order comes from `permute`.
+    Rank r of R draws the positions r, r + R, r + 2R, ... of the epoch. The tail that does not fill
+    all ranks is padded with samples from the start of the epoch, or dropped. Without shuffling it
+    gives index for index what torch's gives; with it, the order comes from `permute`.
 
-    The state is one place in the epoch, so it can be loaded with another number of ranks. Counting
-    is by what this iterator has given out: with a DataLoader that reads ahead, load a state whose
-    `consumed` you have counted yourself.
+    The state is one position in the epoch, so it can be loaded with another number of ranks.
+    Counting is by what this iterator has given out: with a DataLoader that reads ahead, load a
+    state whose `consumed` you have counted yourself.
     """
 
     def __init__(
@@ -36,32 +36,18 @@ class GlobalSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        if num_replicas is None or rank is None:
-            has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if num_replicas is None:
-                num_replicas = torch.distributed.get_world_size() if has_group else 1
-            if rank is None:
-                rank = torch.distributed.get_rank() if has_group else 0
-        if not 0 <= rank < num_replicas:
-            raise ConfigError(
-                f"rank is {rank}; with {num_replicas} replicas it is 0 to {num_replicas - 1}"
-            )
-        self.dataset = dataset
-        self.num_replicas = num_replicas
-        self.rank = rank
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
-        self._start = 0
-        self._drawn = 0
+        if not dist.is_available() or not dist.is_initialized():  # of a process alone
+            num_replicas, rank = num_replicas or 1, rank or 0
+        super().__init__(cast(Any, dataset), num_replicas, rank, shuffle, seed, drop_last)
+        self._size = len(dataset)
+        self._start = self._drawn = 0
 
     def __len__(self) -> int:
-        left = len(self.dataset) - self._start
+        left = self._size - self._start
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        num_samples, start, count = len(self.dataset), self._start, len(self)
+        num_samples, start, count = self._size, self._start, len(self)
         self._drawn = 0
         for begin in range(0, count, _CHUNK):
             turns = np.arange(begin, min(begin + _CHUNK, count), dtype=np.int64)
@@ -84,14 +70,14 @@ class GlobalSampler(Sampler[int]):
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the place in it up to which all ranks together have drawn."""
         consumed = self._start + self._drawn * self.num_replicas
-        return {"epoch": self.epoch, "consumed": min(consumed, len(self.dataset))}
+        return {"epoch": self.epoch, "consumed": min(consumed, self._size)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state, of any number of ranks."""
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
-        if not 0 <= consumed <= len(self.dataset):
+        if not 0 <= consumed <= self._size:
             raise ConfigError(
                 f"the state of the sampler has consumed {consumed} samples of an epoch of "
-                f"{len(self.dataset)}"
+                f"{self._size}"
             )
         self.epoch, self._start, self._drawn = epoch, consumed, 0

@@ -9,14 +9,15 @@ model.safetensors.index.json                  which file each tensor is in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint import tensor_file
-from phalanx.checkpoint.foreign import read_json, write_json
+from phalanx.checkpoint.foreign import decode, is_plain_name, read_json, write_json
 from phalanx.checkpoint.tensor_file import TensorInfo, open_file
 from phalanx.errors import CheckpointError
 
@@ -120,15 +121,13 @@ def _index(folder: Path) -> dict[str, str]:
     """Return the file of each tensor as the index says; nothing where there are no shards."""
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return {}
-    files = read_json(folder / INDEX).get("weight_map")
-    is_map = isinstance(files, dict) and all(
-        isinstance(file, str) and Path(file).name == file for file in files.values()
+    with suppress(ValueError):
+        files: dict[str, str] = decode(dict[str, str], read_json(folder / INDEX).get("weight_map"))
+        if all(map(is_plain_name, files.values())):
+            return files
+    raise CheckpointError(
+        f"{folder / INDEX} has no weight_map from the names of tensors to those of files beside"
     )
-    if not is_map:
-        raise CheckpointError(
-            f"{folder / INDEX} has no weight_map from the names of tensors to those of files beside"
-        )
-    return cast("dict[str, str]", files)
 
 
 def write_folder(

@@ -23,7 +23,7 @@ def fill_initial(
     full: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> Tensor:
-    """Fill a parameter of a Decoder, or a shard of one, with its initial values.
+    """Fill a parameter of a Decoder, or a shard of one, with its initial values, and return it.
 
     Matrices are normal with a standard deviation of 0.02; those that write into the residual stream
     are divided by sqrt(2 num_layers), one for each of the 2 num_layers branches that add up there
@@ -31,16 +31,8 @@ def fill_initial(
     (Nguyen and Salazar 2019, section 2.2): 0.02 at a width of 1,000, and more for narrow models,
     which learn faster so. Norms begin at 1, biases at 0.
 
-    Args:
-        shape: shape of the decoder.
-        seed: seed of the run.
-        out: the shard to fill, in place.
-        name: the parameter's name in the decoder, such as "blocks.3.attention.q.weight".
-        full: shape of the full parameter; that of `out` if None.
-        offset: where `out` begins in the full parameter; zeros if None.
-
-    Returns:
-        `out`.
+    `name` is that in the decoder, such as "blocks.3.attention.q.weight", and `full` the shape of
+    the full parameter; the shard `out` begins at `offset` in it. Left out, `out` is all of it.
     """
     if name.endswith("bias"):
         return out.detach().zero_()
