@@ -195,7 +195,6 @@ def hint_of_missing(path: Path) -> str:
     """Return words on the existing path nearest to a missing one, to end a message."""
     if path.is_symlink():
         return f": it is a link to {os.readlink(path)}, which leads nowhere"
-    path = path.absolute()
     while not path.parent.is_dir():
         path = path.parent
     names = sorted(entry.name for entry in path.parent.iterdir())

@@ -149,7 +149,7 @@ CASES = {
         f"train {SMALL} --tokenizer t.json", "t.json does not exist", "leave the setting out"
     ),
     "file that is no tokenizer": Broken(
-        f"train {SMALL} --tokenizer t.json", "t.json is not a tokenizer.json", "`tokenizers`",
+        f"train {SMALL} --tokenizer t.json", "cannot read t.json", "`tokenizers`",
         {"t.json": "{}"},
     ),
     "tokenizer of another vocabulary": Broken(

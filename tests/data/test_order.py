@@ -3,12 +3,10 @@
 import time
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.order import Order, permute
-from phalanx.errors import ConfigError
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 1 << 40), epoch=st.integers(0, 1000))
@@ -66,5 +64,3 @@ def test_stream_is_the_epochs_one_after_the_other() -> None:
         assert part.tolist() == permute(np.arange(7), 7, 5, epoch).tolist()
     plain = Order(7, is_shuffled=False).samples(np.arange(5, 10))
     assert plain.tolist() == [5, 6, 0, 1, 2]
-    with pytest.raises(ConfigError, match="0 samples"):
-        Order(0)

@@ -5,14 +5,12 @@ import pickle
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.samples import Samples
 from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file
-from phalanx.errors import ConfigError
 from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape
@@ -123,8 +121,6 @@ def test_pickle_sends_no_tokens(tmp_path: Path) -> None:
 
 def test_edges(tmp_path: Path) -> None:
     assert len(Samples(token_file(tmp_path / "a", []), 4)) == 0
-    with pytest.raises(ConfigError, match="seq_len is 0"):
-        Samples(token_file(tmp_path / "a", [[1]]), 0)
     batch = Samples(token_file(tmp_path / "b", [[1]]), 2).batch(np.array([0]), np.array([0]))
     moved = batch.to("cpu")
     assert torch.equal(moved.tokens_BT, batch.tokens_BT)

@@ -25,7 +25,6 @@ from phalanx.config import BatchPlan
 from phalanx.data.batch import Batch
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
-from phalanx.errors import ConfigError
 
 Tail = Literal["keep", "drop", "pad"]
 """What becomes of the samples at the end that do not fill a global batch: a batch with empty rows,
@@ -73,19 +72,7 @@ class Loader:
 
         The stream goes from `consumed`, where an earlier loader was, to `end` (`stream_length`), or
         on without end for None. `rank` is that among the data ranks.
-
-        Raises:
-            ConfigError: the rank is not among the data ranks, or the order is of another data set.
         """
-        if not 0 <= rank < plan.num_data_ranks:
-            raise ConfigError(
-                f"data rank is {rank}; with {plan.num_data_ranks} data ranks it is 0 to "
-                f"{plan.num_data_ranks - 1}"
-            )
-        if order.num_samples != len(samples):
-            raise ConfigError(
-                f"the order is over {order.num_samples} samples, but the data has {len(samples)}"
-            )
         self.consumed = consumed
         self._samples = samples
         self._order = order

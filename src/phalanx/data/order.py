@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.errors import ConfigError
-
 _NUM_ROUNDS = 8
 
 
@@ -57,10 +55,6 @@ class Order:
     num_samples: int
     seed: int = 0
     is_shuffled: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ConfigError(f"the order has {self.num_samples} samples; it needs at least 1")
 
     def samples(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the samples at `positions` of the stream, each in [0, num_samples)."""

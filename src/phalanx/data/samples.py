@@ -25,7 +25,6 @@ import torch
 
 from phalanx.data.batch import Batch
 from phalanx.data.token_file import TokenFile
-from phalanx.errors import ConfigError
 from phalanx.models.loss import IGNORE
 
 
@@ -36,13 +35,7 @@ class Samples:
     """
 
     def __init__(self, file: TokenFile, seq_len: int, *, document_mask: bool = True) -> None:
-        """Window a file; positions and attention stay inside a document if `document_mask`.
-
-        Raises:
-            ConfigError: seq_len is less than 1.
-        """
-        if seq_len < 1:
-            raise ConfigError(f"corpus.seq_len is {seq_len}; a sample has at least 1 token")
+        """Window a file; positions and attention stay inside a document if `document_mask`."""
         self.file = file
         self.seq_len = seq_len
         self.document_mask = document_mask

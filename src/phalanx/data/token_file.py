@@ -61,21 +61,15 @@ def open_token_file(path: Path) -> TokenFile:
         num_bytes = path.stat().st_size
     except OSError as error:
         raise DataError(f"cannot read tokens {path}: {error.strerror or error}") from error
-    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
-        raise DataError(f"{path} is not a file of tokens; remove it and prepare the data again")
-    _, version, width_bytes, num_tokens, end_id = _HEADER.unpack(raw)
-    if version != _VERSION or width_bytes not in (2, 4):
-        raise DataError(
-            f"{path} is of version {version} with {width_bytes} bytes a token; expected version "
-            f"{_VERSION} with 2 or 4; remove it and prepare the data again"
-        )
-    expected = _HEADER.size + num_tokens * width_bytes
-    if num_bytes != expected:
-        raise DataError(
-            f"{path} has {num_bytes} bytes, but {num_tokens} tokens take {expected}; remove it and "
-            f"prepare the data again"
-        )
-    return TokenFile(path, num_tokens, end_id, width_bytes)
+    if len(raw) == _HEADER.size:
+        magic, version, width_bytes, num_tokens, end_id = _HEADER.unpack(raw)
+        is_whole = num_bytes == _HEADER.size + num_tokens * width_bytes
+        if (magic, version) == (_MAGIC, _VERSION) and is_whole:
+            return TokenFile(path, num_tokens, end_id, width_bytes)
+    raise DataError(
+        f"{path} is no whole file of tokens of version {_VERSION}; remove it and prepare the data "
+        "again"
+    )
 
 
 def width_of(num_ids: int) -> int:

@@ -109,24 +109,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     place = Path(os.path.expanduser(path))
     if place.is_dir():
         place = place / "tokenizer.json"
-    try:
-        if place.exists() and not place.is_file():  # a named pipe would be waited for
-            raise DataError(f"tokenizer {place} is not a file; expected a tokenizer.json")
-        text = place.read_text("utf-8")
-    except FileNotFoundError as error:
+    if not os.path.isfile(place):  # a named pipe would be waited for
+        problem = "is not a file" if os.path.exists(place) else "does not exist"
         raise DataError(
-            f"tokenizer {place} does not exist; expected a tokenizer.json, or leave the setting "
-            f"out to train one on the data"
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot read tokenizer {place}: {error}; expected a tokenizer.json"
-        ) from error
+            f"tokenizer {place} {problem}; expected a tokenizer.json, or leave the setting out to "
+            "train one on the data"
+        )
     try:
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_str(place.read_text("utf-8"))
     except Exception as error:  # the library raises plain Exception for every fault of the file
         raise DataError(
-            f"{place} is not a tokenizer.json of the `tokenizers` library: {error}"
+            f"cannot read {place}: {error}; expected a tokenizer.json of the `tokenizers` library"
         ) from error
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
