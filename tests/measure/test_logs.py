@@ -30,6 +30,7 @@ def record(step: int, loss: float = 2.5, **changes: object) -> StepRecord:
         "tokens": 4096,
         "tokens_per_s": 12345.6,
         "mfu": 0.31,
+        "times": TIMES,
         **changes,
     }
     return StepRecord(**values)  # type: ignore[arg-type]
@@ -51,7 +52,7 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 def test_each_record_is_one_flushed_line(tmp_path: Path) -> None:
     console, _ = plain_console()
     log = RunLog(tmp_path / "run", console, 2)
-    log.step(record(1, times=TIMES))
+    log.step(record(1))
     # Read before close: a run that is killed keeps what it had.
     (first,) = lines_of(log.folder)
     assert first["kind"] == "step" and first["step"] == 1 and first["loss"] == 2.5
@@ -99,7 +100,7 @@ def test_going_on_appends(tmp_path: Path) -> None:
 def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     console, _ = plain_console()
     with RunLog(tmp_path, console, 2) as log:
-        log.step(record(1, times=TIMES))
+        log.step(record(1))
         log.step(record(2, loss=2.0, mfu=None))
         log.evaluation(2, 2.25, 1.5)
     events = EventAccumulator(str(tmp_path / "tensorboard"))

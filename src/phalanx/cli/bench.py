@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
@@ -21,17 +20,15 @@ from phalanx.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from phalanx.bench.verb import Found, ResultConfig, Say
 
-VERBS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {
-        "ceiling": ("ceiling:CeilingConfig", "the highest rate of matrix products on one device"),
-        "mfu": ("mlp:MfuConfig", "the MFU and HFU of a plain perceptron"),
-        "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
-        "tensor": (
-            "tensor_table:TensorConfig",
-            "a decoder block under layouts of tensor parallelism",
-        ),
-    }
-)
+VERBS: Final[Mapping[str, tuple[str, str]]] = {
+    "ceiling": ("ceiling:CeilingConfig", "the highest rate of matrix products on one device"),
+    "mfu": ("mlp:MfuConfig", "the MFU and HFU of a plain perceptron"),
+    "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
+    "tensor": (
+        "tensor_table:TensorConfig",
+        "a decoder block under layouts of tensor parallelism",
+    ),
+}
 """Verb -> its module of phalanx.bench with the class of its settings, and what it measures.
 
 A module is loaded when it is asked for, since most load torch.

@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from types import MappingProxyType
 from typing import Final
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of, nearest
@@ -21,15 +20,13 @@ from phalanx.launch.local import server_stopped
 from phalanx.launch.rank import is_reader_gone, reader_has_left
 from phalanx.launch.scratch import scratch_folder
 
-VERBS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "train": "train a decoder on text over one or many processes",
-        "verify": "prove that a strategy computes what one process computes",
-        "bench": "measure this machine: matmul ceiling, MFU, scaling, tensor layouts",
-        "doctor": "show versions, devices and backends, and let two processes meet",
-        "convert": "turn Hugging Face weights into a checkpoint, or back",
-    }
-)
+VERBS: Final[Mapping[str, str]] = {
+    "train": "train a decoder on text over one or many processes",
+    "verify": "prove that a strategy computes what one process computes",
+    "bench": "measure this machine: matmul ceiling, MFU, scaling, tensor layouts",
+    "doctor": "show versions, devices and backends, and let two processes meet",
+    "convert": "turn Hugging Face weights into a checkpoint, or back",
+}
 """The verbs that are built, each in phalanx.cli.<verb> with `run(argv) -> exit code`."""
 
 NOT_BUILT: Final = ("plan", "report", "show", "generate", "serve")
@@ -38,19 +35,17 @@ NOT_BUILT: Final = ("plan", "report", "show", "generate", "serve")
 READER_LEFT: Final = 128 + signal.SIGPIPE
 """The exit code after `| head` and the like, where nobody reads the rest."""
 
-FILE_ERRORS: Final[Mapping[int, str]] = MappingProxyType(
-    {
-        errno.ENOSPC: "no space left on the device; free some, or choose a folder on another",
-        errno.EDQUOT: "the disk quota is used up; free some space, or choose another folder",
-        errno.EACCES: "permission denied; choose a folder that you may write to",
-        errno.EPERM: "permission denied; choose a folder that you may write to",
-        errno.EROFS: "the file system is read-only; choose a folder that you may write to",
-        errno.EEXIST: "there is a file of this name; choose another folder",
-        errno.ENOTDIR: "a part of this path is a file, not a folder; choose another path",
-        errno.EISDIR: "is a folder; a file was expected",
-        errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
-    }
-)
+FILE_ERRORS: Final[Mapping[int, str]] = {
+    errno.ENOSPC: "no space left on the device; free some, or choose a folder on another",
+    errno.EDQUOT: "the disk quota is used up; free some space, or choose another folder",
+    errno.EACCES: "permission denied; choose a folder that you may write to",
+    errno.EPERM: "permission denied; choose a folder that you may write to",
+    errno.EROFS: "the file system is read-only; choose a folder that you may write to",
+    errno.EEXIST: "there is a file of this name; choose another folder",
+    errno.ENOTDIR: "a part of this path is a file, not a folder; choose another path",
+    errno.EISDIR: "is a folder; a file was expected",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+}
 """What the user can mend about a file, by error number; any other is a fault of the program."""
 
 

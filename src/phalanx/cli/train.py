@@ -102,9 +102,9 @@ def _split_table(job: Job) -> Table:
     """Draw what tp does to each parameter."""
     from phalanx.parallel.plan import plan_decoder
 
-    table = Table(title="What tp does to each parameter", title_justify="left", box=None)
-    for name in ("parameter", "role", "full shape, split over", "a rank's shard"):
-        table.add_column(name)
+    columns = ("parameter", "role", "full shape, split over", "a rank's shard")
+    title = "What tp does to each parameter"
+    table = Table(*columns, title=title, title_justify="left", box=None)
     for row in plan_decoder(job.strategy, job.shape).table():
         shard = " x ".join(map(str, row.shard))
         table.add_row(Text(row.name), row.role, Text(row.notation), shard)

@@ -77,10 +77,6 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchPlan:
     Any two of global_size, microbatch and accumulation give the third. With fewer than two,
     accumulation is 1, and if that is not enough microbatch is 4.
 
-    Args:
-        batch: the numbers that were given.
-        num_data_ranks: groups of ranks that see different samples.
-
     Raises:
         BatchError: the numbers contradict each other; names the nearest that do not.
     """
@@ -89,41 +85,31 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchPlan:
         accumulation = 1
     if microbatch is None and size is None:
         microbatch = 4
-    if size is not None and size > MOST_ROWS * num_data_ranks:
+    if microbatch is None or accumulation is None:
+        assert size is not None  # without it, both would be known by now
+        name, known = ("microbatch", microbatch) if microbatch else ("accumulation", accumulation)
+        unit = (known or 1) * num_data_ranks
+        other, rest = divmod(size, unit)
+        if rest:
+            below, above = other * unit, (other + 1) * unit
+            legal = f"{below} and {above} are" if below else f"{above} is"
+            raise BatchError(
+                f"batch.global_size is {size}, which {name} {known} x {num_data_ranks} data ranks "
+                f"= {unit} does not divide; {legal} the nearest global_size that it divides"
+            )
+        microbatch, accumulation = microbatch or other, accumulation or other
+    rows = microbatch * accumulation
+    if rows > MOST_ROWS:
         raise BatchError(
-            f"batch.global_size is {size}, {size // num_data_ranks} sequences for each of "
-            f"{num_data_ranks} data ranks; the most is {MOST_ROWS} a rank, "
+            f"batch.microbatch {microbatch} x batch.accumulation {accumulation} are {rows} "
+            f"sequences for each of {num_data_ranks} data ranks; the most is {MOST_ROWS} a rank, "
             f"{MOST_ROWS * num_data_ranks} in all"
         )
-    if microbatch is not None and accumulation is not None:
-        if microbatch * accumulation > MOST_ROWS:
-            raise BatchError(
-                f"batch.microbatch {microbatch} x batch.accumulation {accumulation} are "
-                f"{microbatch * accumulation} sequences for each rank; the most is {MOST_ROWS}"
-            )
-        product = microbatch * accumulation * num_data_ranks
-        if size not in (None, product):
-            raise BatchError(
-                f"batch.global_size is {size}, but microbatch {microbatch} x accumulation "
-                f"{accumulation} x {num_data_ranks} data ranks = {product}; set global_size to "
-                f"{product}, or give only two of the three"
-            )
-        return BatchPlan(product, microbatch, accumulation, num_data_ranks)
-    assert size is not None  # without it, the other two would both be known by now
-    name, known = ("microbatch", microbatch) if microbatch else ("accumulation", accumulation)
-    assert known is not None
-    other, rest = divmod(size, known * num_data_ranks)
-    if rest:
-        raise BatchError(_indivisible(size, name, known, num_data_ranks))
-    return BatchPlan(size, microbatch or other, accumulation or other, num_data_ranks)
-
-
-def _indivisible(size: int, known_name: str, known: int, num_data_ranks: int) -> str:
-    """Return the arithmetic of a global size that the known numbers do not divide, and the fix."""
-    unit = known * num_data_ranks
-    below, above = size // unit * unit, (size // unit + 1) * unit
-    legal = f"{below} and {above} are" if below else f"{above} is"
-    return (
-        f"batch.global_size is {size}, which {known_name} {known} x {num_data_ranks} data ranks = "
-        f"{unit} does not divide; {legal} the nearest global_size that it divides"
-    )
+    product = rows * num_data_ranks
+    if size not in (None, product):
+        raise BatchError(
+            f"batch.global_size is {size}, but microbatch {microbatch} x accumulation "
+            f"{accumulation} x {num_data_ranks} data ranks = {product}; set global_size to "
+            f"{product}, or give only two of the three"
+        )
+    return BatchPlan(product, microbatch, accumulation, num_data_ranks)

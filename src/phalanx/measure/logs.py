@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,7 +57,7 @@ class StepRecord:
     """Causal MFU in [0, 1]; None if no peak is known, or if it would be above 1."""
     mfu_of: str = "ceiling"
     """What the MFU is a share of: "ceiling" or "data sheet"."""
-    times: StepTimes | None = None
+    times: StepTimes
     skipped: bool = False
     """Whether the step was left out because loss or gradient was not finite."""
 
@@ -151,11 +151,10 @@ class RunLog:
 
     def step(self, record: StepRecord) -> None:
         """Keep and show a step."""
-        values = asdict(record)
-        terms_s = {}
-        if values.pop("times") is not None and record.times is not None:
-            terms_s = {f"{term}_s": seconds for term, seconds in record.times.terms_s.items()}
-            terms_s["wall_s"] = record.times.wall_s
+        values = {**vars(record)}
+        del values["times"]
+        terms_s = {f"{term}_s": seconds for term, seconds in record.times.terms_s.items()}
+        terms_s["wall_s"] = record.times.wall_s
         self.note("step", values | terms_s)
         for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
             if values[name] is not None:

@@ -23,34 +23,31 @@ def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0)
     """Return the p-norm of all gradients taken as one vector; equal on every rank.
 
     Args:
-        gradients: plain tensors that every rank holds whole, or DTensors.
+        gradients: plain tensors that every rank holds in full, or DTensors.
         comm: the ranks that hold the DTensors.
         p: 1, 2 or inf (any p > 0 is right).
-
-    Returns:
-        A 0-d tensor of the gradients' data type.
     """
     by_axes: dict[tuple[str, ...] | None, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         axes = _sharded_axes(gradient) if isinstance(gradient, DTensor) else None
         by_axes[axes].append(local_shard(gradient))
-    parts: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
     for axes, locals_ in by_axes.items():
-        part = _power_sum(locals_, p)
+        norm = _power_sum(locals_, p)
         for axis in axes or ():
-            comm.all_reduce(part, axis, "max" if math.isinf(p) else "sum")
-        parts.append(part)
-    if not parts:
+            comm.all_reduce(norm, axis, "max" if math.isinf(p) else "sum")
+        norms.append(norm)
+    if not norms:
         return torch.zeros(())
-    whole = torch.stack(parts)
-    return whole.max() if math.isinf(p) else whole.sum().pow(1 / p)
+    every = torch.stack(norms)
+    return every.max() if math.isinf(p) else every.sum().pow(1 / p)
 
 
-def _power_sum(parts: list[torch.Tensor], p: float) -> torch.Tensor:
+def _power_sum(shards: list[torch.Tensor], p: float) -> torch.Tensor:
     """Return sum |x|^p over all elements, or max |x| for p = inf; 0 without elements."""
-    filled = [part for part in parts if part.numel()]  # an uneven shard may be empty
+    filled = [shard for shard in shards if shard.numel()]  # an uneven shard may be empty
     if not filled:
-        return torch.zeros((), dtype=parts[0].dtype, device=parts[0].device)
+        return torch.zeros((), dtype=shards[0].dtype, device=shards[0].device)
     norm = get_total_norm(filled, p)
     return norm if math.isinf(p) else norm.pow(p)
 
@@ -58,16 +55,15 @@ def _power_sum(parts: list[torch.Tensor], p: float) -> torch.Tensor:
 def scale_to(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
     """Scale the gradients in place so that a norm above `limit` becomes `limit`."""
     factor = min(1.0, limit / (norm + 1e-6))
-    parts = [local_shard(gradient) for gradient in gradients]
-    if parts:  # one kernel for many on a GPU
-        torch._foreach_mul_(parts, factor)  # pyright: ignore[reportPrivateUsage]
+    shards = [local_shard(gradient) for gradient in gradients]
+    if shards:  # one kernel for many on a GPU
+        torch._foreach_mul_(shards, factor)  # pyright: ignore[reportPrivateUsage]
 
 
 def _sharded_axes(gradient: DTensor) -> tuple[str, ...]:
-    """Return the names of the axes over which the parts of `gradient` are different elements."""
+    """Return the names of the axes over which the shards of `gradient` are different elements."""
     names = gradient.device_mesh.mesh_dim_names
-    if names is None:
-        raise ValueError("a sharded gradient must lie on a mesh whose axes have names")
+    assert names is not None, "the axes of a mesh have names"
     axes: list[str] = []
     for name, placement in zip(names, gradient.placements, strict=True):
         if placement.is_partial():

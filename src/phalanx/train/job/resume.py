@@ -58,15 +58,14 @@ def shape_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | N
         ConfigError: the settings contradict each other, or the weights of `init`.
     """
     named = None if config.model is None else preset(config.model)
-    if start is None and init is None:
+    if (origin := start or init) is None:
         return with_sizes(named or preset(DEFAULT_MODEL), config.shape)
     from phalanx.checkpoint.weights import shape_in  # it loads torch
 
-    if init is None:
-        assert start is not None
-        return with_sizes(named or shape_in(start.about, start.folder), config.shape)
-    held = shape_in(init.about, init.folder)
+    held = shape_in(origin.about, origin.folder)
     wanted = with_sizes(named or held, config.shape)
+    if init is None:
+        return wanted
     for name, value in dataclasses.asdict(held).items():
         asked = getattr(wanted, name)
         if asked != value and name != "dropout":
@@ -115,11 +114,6 @@ def as_before(config: TrainConfig, about: Manifest, num_data_ranks: int) -> Trai
     """Return the settings, with the run's own length and batch where they say nothing of those.
 
     The rate of learning follows from the length, so another one would be another run.
-
-    Args:
-        config: the settings to go on with.
-        about: of the checkpoint to go on from.
-        num_data_ranks: groups of ranks that see different samples.
 
     Raises:
         BatchError: the ranks do not divide the run's global batch.
