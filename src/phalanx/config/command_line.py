@@ -19,11 +19,6 @@ from phalanx.errors import ConfigError
 def read_command_line(argv: Sequence[str], schema: type[Schema], *, prog: str) -> Schema:
     """Return the configuration that a command line alone asks for, with all values in range.
 
-    Args:
-        argv: the words after the verb.
-        schema: dataclass of the settings; every field needs a default.
-        prog: the verb, as --help names it.
-
     Raises:
         ConfigError: an unknown option or an illegal value.
         SystemExit: with code 0, after --help or --completion.
@@ -36,12 +31,9 @@ def read_command_line(argv: Sequence[str], schema: type[Schema], *, prog: str) -
 
 
 def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]:
-    """Return the values that the words give, by dotted key.
+    """Return the values that the words after a verb give, by dotted key.
 
-    Args:
-        argv: the words after the verb.
-        *schemas: dataclasses of the settings; the last one has the text of --help.
-        prog: the verb, as --help names it.
+    The docstring of the last schema is the text of --help, which calls the verb `prog`.
 
     Raises:
         ConfigError: an unknown option, or a value that is missing or of another type.

@@ -21,11 +21,7 @@ RUN_FILE: Final = "config.toml"
 
 
 def read_values(path: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a file by dotted key.
-
-    Args:
-        path: of a TOML file.
-        keys: the known keys, with their types.
+    """Return the values of a TOML file by dotted key.
 
     Raises:
         ConfigError: it cannot be read, or has an unknown key or a value of another type.

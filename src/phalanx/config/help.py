@@ -27,12 +27,7 @@ _METAVARS: Final = {int: "INT", float: "FLOAT", bool: "{true,false}"}
 
 
 def print_help(prog: str, schemas: Sequence[type]) -> None:
-    """Print the help of a verb, a frame for each section of its settings.
-
-    Args:
-        prog: the verb.
-        schemas: dataclasses of the settings; the docstring of the last one comes first.
-    """
+    """Print the last schema's docstring, and a frame for each section of the settings."""
     console = Console(highlight=False)
     console.width = min(WIDTH, console.width)
     frames: dict[str, list[tuple[str, str]]] = {

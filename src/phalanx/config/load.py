@@ -52,11 +52,6 @@ def load_config(
 
     The types of all values are checked; their ranges are not, see `fields.check_values`.
 
-    Args:
-        argv: the words after the verb.
-        schema: dataclass of the settings; every field needs a default.
-        prog: the verb, as --help names it.
-
     Raises:
         ConfigError: an unknown key, a value of the wrong type, a file that cannot be read.
         SystemExit: with code 0, after --help.

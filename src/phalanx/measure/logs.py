@@ -123,12 +123,7 @@ class RunLog:
     """Writes the records of one run and shows them. Use it as a context, or call `close`."""
 
     def __init__(self, folder: Path, console: Console, total_steps: int) -> None:
-        """Open the files.
-
-        Args:
-            folder: the run's folder; it is made if it does not exist.
-            console: where to show the run.
-            total_steps: the number of the last step.
+        """Open the files, and make the run's folder if it does not exist.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -205,13 +200,7 @@ class RunLog:
 
 
 def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> str:
-    """Return the numbers of a step for people, the most important of them where all are too wide.
-
-    Args:
-        record: of the step.
-        left: how long the run will go on.
-        width: columns there are.
-    """
+    """Return the numbers of a step for people, the most important where all are too wide."""
     loss = f"loss {record.loss:.4f}" + ("  SKIPPED" if record.skipped else "")
     rate = f"{record.tokens_per_s:,.0f} tokens/s"
     share = "" if record.mfu is None else f"MFU {percent(record.mfu)}"

@@ -119,13 +119,7 @@ class MemoryLedger(Watch):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str
     ) -> None:
-        """Prepare an account.
-
-        Args:
-            model: split or not; its parameters are as they are between two steps.
-            optimizer: of the model.
-            device: where the model computes; storages elsewhere are not counted.
-        """
+        """Prepare an account of what is on `device`; called between two steps."""
         super().__init__()
         self._model = model
         self._optimizer = optimizer

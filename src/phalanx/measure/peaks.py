@@ -34,14 +34,9 @@ class DataSheet:
 
 
 def peak_of(name: str, arithmetic: Arithmetic) -> Peak | None:
-    """Return the data-sheet peak of a device.
+    """Return the data-sheet peak of a device that the driver calls `name`; None if it is unknown.
 
-    Args:
-        name: what the driver calls the device, as from `torch.cuda.get_device_name`.
-        arithmetic: data type of the products; `tf32` is float32 data on tensor cores.
-
-    Returns:
-        None for a device or a data type that the table does not have.
+    `tf32` is float32 data on tensor cores.
     """
     for sheet in data_sheets():
         if re.fullmatch(sheet.pattern, name, flags=re.IGNORECASE):

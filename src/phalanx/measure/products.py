@@ -65,10 +65,6 @@ def quick_ceiling(device: torch.device | str, arithmetic: Arithmetic) -> float:
     each measures its own share of the machine. Where they take turns on the cores, a product that
     fits into one turn would have a whole core: then the rate is that of all products of a size.
 
-    Args:
-        device: cpu or a CUDA device.
-        arithmetic: data type, as for `measure_ceiling`.
-
     Raises:
         ConfigError: the device is missing or cannot do the arithmetic.
     """

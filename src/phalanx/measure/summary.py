@@ -74,12 +74,7 @@ def summary_table(summary: StepSummary) -> Table | Text:
 
 
 def advice(summary: StepSummary, sent: Sequence[Entry] = ()) -> str:
-    """Name the largest term that is not the model's own arithmetic, and what would shrink it.
-
-    Args:
-        summary: where the time went.
-        sent: what a rank sends in a step, by axis.
-    """
+    """Name the largest term that is not the model's own arithmetic, and what would shrink it."""
     if doubt := summary.doubt:
         return doubt
     term = max((*_ADVICE, "communication"), key=lambda term: summary.shares[term])

@@ -29,12 +29,9 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(session: Session) -> Evaluation | None:
-    """Measure the validation loss; every rank calls this together.
+    """Measure the validation loss, if text was kept aside; every rank calls this together.
 
     Ranks may have fewer samples than others, or none: sums are added over the ranks, never means.
-
-    Returns:
-        None if no text was kept aside.
     """
     job = session.job
     rows = evaluation_rows(len(session.validation), job.config.eval_samples)

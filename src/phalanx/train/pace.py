@@ -42,13 +42,7 @@ class Pace:
     def __init__(
         self, save_every_s: float, is_first: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin to count.
-
-        Args:
-            save_every_s: most seconds between two checkpoints; 0 for no such bound.
-            is_first: whether this is rank 0, whose clock decides.
-            clock: returns seconds.
-        """
+        """Begin to count; rank 0's clock decides, and 0 is no bound between two checkpoints."""
         self._is_first = is_first
         self._save_every_s = save_every_s
         self._clock = clock
@@ -60,11 +54,7 @@ class Pace:
         self._saved_s = self._clock()
 
     def after_step(self, *, can_save: bool) -> Decision:
-        """Return what all ranks do now; called after each step.
-
-        Args:
-            can_save: whether a save may begin, since none is under way; that of rank 0 decides.
-        """
+        """Return what all ranks do after this step; a save begins if rank 0 says that it can."""
         self._steps_left -= 1
         if self._steps_left > 0:
             return Decision()

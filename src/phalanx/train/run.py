@@ -35,13 +35,8 @@ def train(
 ) -> Summary:
     """Train as `config` says: start the processes, or join those that torchrun started.
 
-    Args:
-        config: see `TrainConfig`; its defaults are the demo.
-        announce: called once in the whole job, under torchrun by rank 0.
-        progress: called now and then while the data is prepared.
-
-    Returns:
-        What was measured.
+    `announce` is called once in the job, under torchrun by rank 0; `progress` now and then while
+    the data is prepared.
 
     Raises:
         PhalanxError: the configuration, the data or the run is at fault.

@@ -41,18 +41,9 @@ RECOMPILE_LIMIT = 64
 
 @dataclass
 class Session:
-    """What one rank works with.
+    """What one rank works with; the job is the same on every rank.
 
-    Attributes:
-        job: the job, the same on every rank.
-        comm: the ranks by axis.
-        precision: data types.
-        plan: how the model is split.
-        model: the decoder; its blocks may be compiled in place.
-        step: takes the steps.
-        loader: gives the microbatches.
-        validation: samples kept aside.
-        saver: writes checkpoints while the run goes on.
+    The blocks of the model may be compiled in place; `validation` has the samples kept aside.
     """
 
     job: Job
@@ -71,10 +62,9 @@ class Session:
         return dist.get_rank() == 0
 
     def begin_save(self, *, is_passing: bool = False) -> None:
-        """Begin to save a checkpoint while the run goes on; every rank calls this together.
+        """Begin to save a checkpoint, one that the next replaces if it `is_passing`.
 
-        Args:
-            is_passing: whether the next checkpoint replaces it.
+        The run goes on meanwhile; every rank calls this together.
 
         Raises:
             CheckpointError: the one before could not be written.

@@ -132,11 +132,7 @@ class Step:
         return loss, num_valid
 
     def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
-        """Clip, update the weights, and count the step.
-
-        Args:
-            loss: of the global batch.
-            num_valid: valid tokens of the global batch.
+        """Clip, update the weights, and count the step; loss and tokens are of the global batch.
 
         Raises:
             TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop"; raised

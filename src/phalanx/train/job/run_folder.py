@@ -138,13 +138,7 @@ def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
 
 
 def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes: int) -> None:
-    """Refuse to begin what could not be saved.
-
-    Args:
-        out: folder of the run.
-        num_checkpoints: that it writes from here on, apart from those by the clock.
-        config: says how many are kept, and whether one by the clock stands beside them.
-        one_bytes: size of each.
+    """Refuse to begin what could not be saved: checkpoints to come, and one by the clock beside.
 
     Raises:
         ConfigError: with what is needed and what is left.

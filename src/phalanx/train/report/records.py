@@ -151,12 +151,7 @@ class Records:
         return times[max(0, WARMUP_STEPS - num_forgotten) :] or times[:LEDGER_STEP]
 
     def utilization(self, time_s: float | None = None, num_rows: int | None = None) -> Utilization:
-        """Return the share of the arithmetic used by a step.
-
-        Args:
-            time_s: how long it took; as long as the median one if None.
-            num_rows: samples in it; those of a full global batch if None.
-        """
+        """Return the share of the arithmetic used by a step, the median one of a full batch."""
         job = self.session.job
         sizes = (job.shape, job.config.corpus.seq_len, num_rows or job.batch.global_size)
         if time_s is None:

@@ -45,13 +45,8 @@ def render(summary: Summary, *, report: bool) -> RenderableType:
 def hsdp_text(sent: Sequence[Entry], strategy: Strategy, parameter_bytes: int) -> str | None:
     """Return in words what a rank sends within its group and across groups under HSDP.
 
-    Args:
-        sent: what was counted in one step.
-        strategy: of the run.
-        parameter_bytes: P, of the whole model in the data type of the masters.
-
-    Returns:
-        None where parameters are not both sharded and replicated, or tp sends beside them.
+    None where parameters are not both sharded and replicated, or tp sends beside them. P is
+    `parameter_bytes`, of the full model in the data type of the masters.
     """
     num_ranks, num_groups = strategy.fsdp.degree, strategy.dp.degree
     if min(num_ranks, num_groups) == 1 or strategy.tp.degree > 1 or not sent:

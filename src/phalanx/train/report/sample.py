@@ -44,23 +44,16 @@ def write_text(
     what any faster way must agree with. Every rank of the job calls this together, since the
     weights may be spread over them; rank 0 draws, so that all go on alike.
 
-    Args:
-        model: a decoder.
-        tokenizer: of the tokens it was trained on.
-        prompt: how the text begins.
-        first_id: token that opens a document.
-        num_tokens: how many to write.
-        temperature: divides the logits before the draw, above 0.
-        seed: of the draws.
+    `first_id` is the token that opens a document; `temperature` divides the logits before the draw.
     """
     device = next(model.parameters()).device
     ids = [first_id, *tokenizer.encode(prompt, add_special_tokens=False).ids]
     model.eval()
-    for place in range(num_tokens):
+    for position in range(num_tokens):
         window = torch.tensor([ids[-model.shape.max_seq_len :]], device=device)
         logits_V = model(window)[0, -1].double()[: tokenizer.get_vocab_size()]
         weights_V = torch.softmax(logits_V / temperature, dim=-1).cumsum(0)
-        draw = uniform(key(seed, "sample"), torch.tensor([place], device=device))
+        draw = uniform(key(seed, "sample"), torch.tensor([position], device=device))
         chosen = broadcast_object(int(torch.searchsorted(weights_V, draw * weights_V[-1])))
         if chosen in (first_id, len(weights_V)):  # the latter where all weights are nan
             break

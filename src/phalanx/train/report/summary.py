@@ -97,9 +97,9 @@ def summarize_run(records: Records) -> Summary:
     steps = summarize(times) if times else None
     is_timed = steps is not None and steps.doubt is None
     wall_s = steps.wall_s if steps is not None and is_timed else None
-    sample = _sample(records)
     step_tokens = job.batch.global_size * job.config.corpus.seq_len
     memory, blind_spot = _memory(records), records.blind_spot or "it needs three steps"
+    sample = _sample(records)
     master_bytes = num_parameters(job.shape).total * session.precision.master.itemsize
     summary = Summary(
         text=(
