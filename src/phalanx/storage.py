@@ -1,6 +1,6 @@
 """Files and folders that are whole or absent, and that are what they are taken for when read.
 
-    new_folder      written under another name beside its place, synced, renamed: `become`
+    new_folder      written beside under another name, synced, renamed: `become`
     replace_file    likewise; a file of that name stays whole until the new one is
 
 A crash leaves a folder whose name ends with PARTIAL, which nothing reads.
@@ -135,7 +135,7 @@ def _sweep(parent: Path) -> None:
     for path in parent.glob("*." + 8 * "[0-9a-f]" + PARTIAL):
         try:
             # The folder's own time is that of its making; the files tell of work that goes on.
-            newest = max(place.stat().st_mtime for place in (path, *path.iterdir()))
+            newest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
         except OSError:
             continue  # its own process has just removed or renamed it, or it is not ours
         if time.time() - newest > STALE_S:
@@ -183,7 +183,7 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
 
 def existing(path: Path) -> Path:
     """Return the path if it is there, else the nearest folder above that is."""
-    return next(place for place in (path, *path.resolve().parents) if place.exists())
+    return next(each for each in (path, *path.resolve().parents) if each.exists())
 
 
 def free_bytes(path: Path) -> int:

@@ -55,7 +55,7 @@ def read_all(folder: Path) -> None:
     files.verify(folder, about)
     tensors = index.read(folder, about.files)
     for name in tensors:
-        index.load_whole(folder, tensors, name)
+        index.load_full(folder, tensors, name)
 
 
 def with_checksums(folder: Path, *more: str) -> None:

@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) 
         assert passed_s < TIMEOUT_S + 10
         if rank == 1 and number == 0:
             assert words.endswith(
-                "rank 1 had not written its part (0 bytes so far) and did not go on for 1 s"
+                "rank 1 had not written its shards (0 bytes so far) and did not go on for 1 s"
             )
         if rank == 0 and number == 1:
             assert "rank 0, which publishes it, says nothing for " in words
@@ -105,7 +105,10 @@ def stop_while_writing(run: Path, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "words"),
-    [(1, "rank 1 had not written its part"), (0, "rank 0, which publishes it, says nothing for ")],
+    [
+        (1, "rank 1 had not written its shards"),
+        (0, "rank 0, which publishes it, says nothing for "),
+    ],
 )
 def test_a_stopped_process_ends_the_job(tmp_path: Path, rank: int, words: str) -> None:
     """Rank 0 holds the store, too, which then answers nobody."""

@@ -307,7 +307,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"'model.layers.1.mlp.up_proj.weight' is missing \(did you mean 'model.layers.0.mlp.up_",
     ),
     "extra tensor": (
-        edit_tensors(lambda t: t.update(extra=torch.ones(1))), "no place for 1 of them, 'extra'"
+        edit_tensors(lambda t: t.update(extra=torch.ones(1))),
+        "the model has none of 1 of them, 'extra'",
     ),
     "wrong shape": (
         edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(33)})),

@@ -102,7 +102,7 @@ def test_dropout_does_not_know_the_batch() -> None:
     for rows in ([5], [0, 3], [7, 6, 5]):
         assert torch.equal(kept(row_keys(3, 11, torch.tensor(rows)), 2, (16, 31), 0.3), whole[rows])
     later = dropout(
-        torch.ones(8, 6, 31, dtype=torch.float64), 0.3, keys_B, 2, places_T=torch.arange(10, 16)
+        torch.ones(8, 6, 31, dtype=torch.float64), 0.3, keys_B, 2, positions_T=torch.arange(10, 16)
     )
     assert torch.equal(later, whole[:, 10:])
 
@@ -119,7 +119,7 @@ def test_any_part_of_a_mask_is_drawn_alone(first: int) -> None:
             0.3,
             keys_B[3:5],
             2,
-            places_T=torch.arange(9, 14),
+            positions_T=torch.arange(9, 14),
             first_feature=first,
         )
         assert torch.equal(part, whole[3:5, 9:14, first : first + size])

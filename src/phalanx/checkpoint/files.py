@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: made beside its place, published once whole, verified, removed."""
+"""The folder of a checkpoint: made under another name, published once whole, verified, removed."""
 
 from __future__ import annotations
 

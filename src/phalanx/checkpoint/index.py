@@ -150,7 +150,7 @@ def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Bo
                 wanted[name][0][target if shard.sizes else ...] = part
 
 
-def load_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
+def load_full(folder: Path, index: Index, name: str) -> torch.Tensor:
     """Return one tensor, whole, in the data type it was saved in.
 
     Raises:

@@ -189,9 +189,9 @@ def folder_of(run: Path, steps_done: int) -> Path:
 
 def run_of(folder: Path) -> Path | None:
     """Return the run folder that a checkpoint stands in, or None if it stands elsewhere."""
-    for place in (Path(os.path.abspath(folder)), folder.resolve()):  # "checkpoints" may be a link
-        if place.parent.name == "checkpoints":
-            return place.parent.parent
+    for path in (Path(os.path.abspath(folder)), folder.resolve()):  # "checkpoints" may be a link
+        if path.parent.name == "checkpoints":
+            return path.parent.parent
     return None
 
 

@@ -149,7 +149,7 @@ class SaveProgress:
     def _words_of_late(self, late: list[int], states: list[Any]) -> str:
         num_bytes = [s[2] if s[0] == self._number else 0 for s in (states[rank] for rank in late)]
         return (
-            f"{named(late)} had not written {'their parts' if len(late) > 1 else 'its part'} "
+            f"{named(late)} had not written {'their' if len(late) > 1 else 'its'} shards "
             f"({', '.join(map(str, num_bytes[:8]))} bytes so far) and did not go on for "
             f"{self.timeout_s:g} s"
         )

@@ -4,8 +4,8 @@ Nothing here needs a process group. A tensor's `Sharding` says how it lies over 
 so every rank knows by itself what each other one holds, and works out the same plan:
 
     shardings -> writers     each shard is written once, replicas share the work by bytes
-    shardings -> layout      which shard of the whole tensor each of those ranks has
-    layout, box -> reads     which parts of which saved shards make up a box of the whole tensor
+    shardings -> layout      which shard of the full tensor each of those ranks has
+    layout, box -> reads     which parts of which saved shards make up a box of the full tensor
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sharding:
     """How a tensor lies over the ranks of a job; on all other axes they hold replicas.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         dtype: of its elements.
         axes: that it is split over, in the order of the splits; none if each rank holds it whole.
     """
@@ -66,7 +66,7 @@ class Sharding:
     axes: tuple[ShardedAxis, ...] = ()
 
     def box(self, rank: int) -> Box:
-        """Return the part that a rank holds."""
+        """Return the shard that a rank holds."""
         coordinates = [rank // axis.stride % axis.size for axis in self.axes]
         return _box(self.shape, self.axes, tuple(coordinates))
 
@@ -96,7 +96,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     """Return how a tensor lies over the ranks; what is no DTensor is whole on each.
 
     Raises:
-        CheckpointError: the ranks hold parts of a sum.
+        CheckpointError: the ranks hold terms of a sum.
     """
     axes: list[ShardedAxis] = []
     if isinstance(tensor, DTensor):
@@ -208,7 +208,7 @@ class Read(NamedTuple):
 
 
 def reads_of(layout: Layout, box: Box) -> list[Read]:
-    """Return the parts of saved shards that make up a box of the whole tensor."""
+    """Return the parts of saved shards that make up a box of the full tensor."""
     reads: list[Read] = []
     for shard in layout.shards if box.num_elements else ():
         sources: list[slice] = []

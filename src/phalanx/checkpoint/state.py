@@ -145,18 +145,18 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and kept buffers by name, a tie once.
 
-    It asks for the state_dict, before which FSDP2 puts back the parts of what it has gathered;
+    It asks for the state_dict, before which FSDP2 puts back the shards of what it has gathered;
     `named_parameters` alone may give the gathered copies.
 
     Raises:
-        CheckpointError: a rank's part of a tensor is several parts of the whole.
+        CheckpointError: a rank's shard of a tensor is several pieces of the full one.
     """
     names: dict[torch.Tensor, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if is_fused(tensor):
             raise CheckpointError(
                 f"'{name}' holds several maps, each split over tp by itself, and a file has room "
-                "for one part of a tensor from a rank; save and load without tp, or hold the maps "
+                "for one piece of a tensor from a rank; save and load without tp, or hold the maps "
                 "as modules of their own"
             )
         names.setdefault(tensor, name)

@@ -65,7 +65,7 @@ def open_checkpoint(path: Path) -> Weights:
 
     def read(name: str) -> Tensor:
         try:
-            return index.load_whole(folder, tensors, f"model.{name}")
+            return index.load_full(folder, tensors, f"model.{name}")
         except CheckpointError as error:
             raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
 

@@ -5,7 +5,7 @@ Legend: B rows of the microbatch, T tokens of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ class Batch:
     Attributes:
         tokens_BT: int64 ids; 0 in empty rows and after the last token of the data.
         labels_BT: int64, the token after each, and IGNORE where none counts.
-        positions_BT: int64, the place of each token in its document (in its row, if documents are
-            not told apart), counted from the first token of it in the row.
+        positions_BT: int64, the position of each token in its document (in its row, if documents
+            are not told apart), counted from the first token of it in the row.
         documents_BT: int64, the number of each token's document in its row, from 0; None if each
             row holds one document, or documents are not told apart. It stays on the host.
         rows_B: int64, the global position of each row, and -1 for an empty row.
@@ -43,11 +43,6 @@ class Batch:
 
         `documents_BT` stays: the host works out where documents stand, see `documents_of`.
         """
+        names = ("tokens_BT", "labels_BT", "positions_BT", "rows_B")
         device = torch.device(device)
-        return Batch(
-            to_device(self.tokens_BT, device),
-            to_device(self.labels_BT, device),
-            to_device(self.positions_BT, device),
-            self.documents_BT,
-            to_device(self.rows_B, device),
-        )
+        return replace(self, **{name: to_device(getattr(self, name), device) for name in names})

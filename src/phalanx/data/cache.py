@@ -1,6 +1,6 @@
 """The cache: folders that are whole or absent.
 
-A folder is written beside its place, sealed with a manifest of sizes and hashes, and renamed
+A folder is written under another name, sealed with a manifest of sizes and hashes, and renamed
 (`phalanx.storage`). One whose files do not match its manifest is made anew; of several processes
 that make the same folder, the first wins.
 """

@@ -208,35 +208,35 @@ def _read_jsonl(file: Path, name: str) -> Iterator[Document]:
         raise _unreadable(file, error) from error
 
 
-def _json_text(line: str, place: str) -> str:
+def _json_text(line: str, where: str) -> str:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:  # also an endless number, or endless brackets
         what = f"{error}"
         if isinstance(error, json.JSONDecodeError):
             what = f"{error.msg} at column {error.colno}"
-        raise DataError(f"{place} is not JSON: {what}; expected one object a line") from error
+        raise DataError(f"{where} is not JSON: {what}; expected one object a line") from error
     if not isinstance(record, dict):
         raise DataError(
-            f"{place} is a {type(record).__name__}; expected an object with the field '{FIELD}'"
+            f"{where} is a {type(record).__name__}; expected an object with the field '{FIELD}'"
         )
     if FIELD not in record:
         raise DataError(
-            f"{place} has no field '{FIELD}'{nearest(FIELD, record)}; its fields are "
+            f"{where} has no field '{FIELD}'{nearest(FIELD, record)}; its fields are "
             f"{', '.join(map(repr, record)) or 'none'}"
         )
-    return _checked(record[FIELD], place)
+    return _checked(record[FIELD], where)
 
 
-def _checked(value: object, place: str) -> str:
+def _checked(value: object, where: str) -> str:
     """Return a value as text, or say why it is none."""
     if not isinstance(value, str):
-        raise DataError(f"{place}: '{FIELD}' is a {type(value).__name__}; expected a string")
+        raise DataError(f"{where}: '{FIELD}' is a {type(value).__name__}; expected a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: '{FIELD}' has half of a surrogate pair at character {error.start}, which "
+            f"{where}: '{FIELD}' has half of a surrogate pair at character {error.start}, which "
             f"UTF-8 cannot hold; expected whole characters"
         ) from error
     return value

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import numpy as np
@@ -46,6 +47,7 @@ def total_steps(
     return left // global_size if tail == "drop" else -(-left // global_size)
 
 
+@dataclass(eq=False)
 class Loader:
     """An iterator over steps: each item is the list of this rank's microbatches.
 
@@ -53,33 +55,26 @@ class Loader:
     the consumer. Close the loader, or use it as a context, to end the thread.
 
     Attributes:
-        consumed: positions of the stream that belong to the steps given out so far. This integer is
-            the whole state.
+        samples: the data set.
+        order: the stream of its samples.
+        plan: sizes of the batch, and the number of data ranks.
+        rank: this rank among the data ranks.
+        end: positions in the stream (`stream_length`); None never ends.
+        tail: what becomes of the last, partial batch.
+        consumed: positions of the stream that belong to the steps given out so far, and to those of
+            the loader that it goes on from. This integer is the whole state.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        order: Order,
-        plan: BatchPlan,
-        rank: int,
-        *,
-        end: int | None = None,
-        tail: Tail = "keep",
-        consumed: int = 0,
-    ) -> None:
-        """Set up; nothing is read yet.
+    samples: Samples
+    order: Order
+    plan: BatchPlan
+    rank: int
+    _: KW_ONLY
+    end: int | None = None
+    tail: Tail = "keep"
+    consumed: int = 0
 
-        The stream goes from `consumed`, where an earlier loader was, to `end` (`stream_length`), or
-        on without end for None. `rank` is that among the data ranks.
-        """
-        self.consumed = consumed
-        self._samples = samples
-        self._order = order
-        self._plan = plan
-        self._rank = rank
-        self._end = end
-        self._tail: Tail = tail
+    def __post_init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._next: Future[list[Batch]] | None = None
 
@@ -115,17 +110,17 @@ class Loader:
 
     def step_at(self, consumed: int) -> list[Batch]:
         """Make this rank's microbatches of the step that begins at position `consumed`."""
-        plan = self._plan
+        plan = self.plan
         rows = (
             consumed
-            + self._rank
+            + self.rank
             + plan.num_data_ranks * np.arange(plan.microbatch * plan.accumulation, dtype=np.int64)
         )
         samples = self._samples_at(rows)
-        if self._tail == "keep":
+        if self.tail == "keep":
             rows = np.where(samples >= 0, rows, -1)
         return [
-            self._samples.batch(
+            self.samples.batch(
                 samples[begin : begin + plan.microbatch], rows[begin : begin + plan.microbatch]
             )
             for begin in range(0, len(rows), plan.microbatch)
@@ -133,26 +128,26 @@ class Loader:
 
     def _samples_at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the samples at positions of the stream, -1 for what is past its end."""
-        if self._end is None:
-            return self._order.samples(rows)
-        if self._tail == "pad":
-            epoch_start = (self._end - 1) // self._order.num_samples * self._order.num_samples
-            past = (rows - self._end) % self._order.num_samples
-            return self._order.samples(np.where(rows < self._end, rows, epoch_start + past))
-        samples = self._order.samples(np.minimum(rows, self._end - 1))
-        return np.where(rows < self._end, samples, -1)
+        if self.end is None:
+            return self.order.samples(rows)
+        if self.tail == "pad":
+            epoch_start = (self.end - 1) // self.order.num_samples * self.order.num_samples
+            past = (rows - self.end) % self.order.num_samples
+            return self.order.samples(np.where(rows < self.end, rows, epoch_start + past))
+        samples = self.order.samples(np.minimum(rows, self.end - 1))
+        return np.where(rows < self.end, samples, -1)
 
     def _has_step(self, consumed: int) -> bool:
-        if self._end is None:
+        if self.end is None:
             return True
-        if self._tail == "drop":
-            return consumed + self._plan.global_size <= self._end
-        return consumed < self._end
+        if self.tail == "drop":
+            return consumed + self.plan.global_size <= self.end
+        return consumed < self.end
 
     def _after(self, consumed: int) -> int:
         """Return the position after the step that begins at `consumed`."""
-        after = consumed + self._plan.global_size
-        return after if self._end is None else min(after, self._end)
+        after = consumed + self.plan.global_size
+        return after if self.end is None else min(after, self.end)
 
 
 def evaluation_rows(num_samples: int, limit: int | None = None) -> npt.NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 A small Feistel network (Luby and Rackoff 1988) permutes the numbers below a power of four; a number
 that leaves [0, N) is sent through again until it is back (cycle walking: Black and Rogaway 2002,
-section 3). So any place in any epoch is found at once, with no list of N numbers in memory.
+section 3). So any position in any epoch is found at once, with no list of N numbers in memory.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Order:
 
     def samples(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the samples at `positions` of the stream, each in [0, num_samples)."""
-        epochs, places = np.divmod(positions, self.num_samples)
+        epochs, in_epoch = np.divmod(positions, self.num_samples)
         if not self.is_shuffled:
-            return places
-        result = np.empty_like(places)
+            return in_epoch
+        result = np.empty_like(in_epoch)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            result[here] = permute(places[here], self.num_samples, self.seed, int(epoch))
+            result[here] = permute(in_epoch[here], self.num_samples, self.seed, int(epoch))
         return result

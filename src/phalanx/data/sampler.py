@@ -52,10 +52,10 @@ class GlobalSampler(DistributedSampler[int]):
         for begin in range(0, count, _CHUNK):
             turns = np.arange(begin, min(begin + _CHUNK, count), dtype=np.int64)
             # What the modulus brings back to the start of the epoch is the padding.
-            places = (start + self.rank + self.num_replicas * turns) % num_samples
+            positions = (start + self.rank + self.num_replicas * turns) % num_samples
             if self.shuffle:
-                places = permute(places, num_samples, self.seed, self.epoch)
-            for sample in places.tolist():
+                positions = permute(positions, num_samples, self.seed, self.epoch)
+            for sample in positions.tolist():
                 self._drawn += 1
                 yield sample
         # The state still says that all is drawn; the next iterator begins at the start.
@@ -68,7 +68,7 @@ class GlobalSampler(DistributedSampler[int]):
             self._start = self._drawn = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the place in it up to which all ranks together have drawn."""
+        """Return the epoch and the position in it up to which all ranks together have drawn."""
         consumed = self._start + self._drawn * self.num_replicas
         return {"epoch": self.epoch, "consumed": min(consumed, self._size)}
 

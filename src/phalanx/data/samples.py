@@ -16,6 +16,7 @@ their bytes; E itself has none.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,17 +29,21 @@ from phalanx.data.token_file import TokenFile
 from phalanx.models.loss import IGNORE
 
 
+@dataclass(eq=False)
 class Samples:
     """The samples of a file of tokens; `len()` is their number.
 
     Each process maps the file on first use. Pickling sends only the file's name.
+
+    Attributes:
+        file: the tokens.
+        seq_len: T.
+        document_mask: whether positions and attention stay inside one document.
     """
 
-    def __init__(self, file: TokenFile, seq_len: int, *, document_mask: bool = True) -> None:
-        """Window a file; positions and attention stay inside a document if `document_mask`."""
-        self.file = file
-        self.seq_len = seq_len
-        self.document_mask = document_mask
+    file: TokenFile
+    seq_len: int
+    document_mask: bool = field(default=True, kw_only=True)
 
     @cached_property
     def _tokens(self) -> npt.NDArray[Any]:
@@ -56,19 +61,19 @@ class Samples:
         windows, is_label = self._windows(samples_B)
         tokens_BT = np.where(is_label, windows[:, :-1], 0)
         labels_BT = np.where(is_label, windows[:, 1:], IGNORE)
-        places_BT = np.broadcast_to(np.arange(self.seq_len), tokens_BT.shape)
+        positions_BT = np.broadcast_to(np.arange(self.seq_len), tokens_BT.shape)
         documents_BT = None
         if self.document_mask:
             opens_BT = (tokens_BT == self.file.end_id) & is_label
             opens_BT[:, 0] = False  # the first document is 0, whether it opens here or earlier
-            starts_BT = np.maximum.accumulate(np.where(opens_BT, places_BT, 0), axis=1)
-            places_BT = places_BT - starts_BT
+            starts_BT = np.maximum.accumulate(np.where(opens_BT, positions_BT, 0), axis=1)
+            positions_BT = positions_BT - starts_BT
             if opens_BT.any():
                 documents_BT = torch.from_numpy(np.cumsum(opens_BT, axis=1))
         return Batch(
             torch.from_numpy(tokens_BT),
             torch.from_numpy(labels_BT),
-            torch.from_numpy(np.ascontiguousarray(places_BT)),
+            torch.from_numpy(np.ascontiguousarray(positions_BT)),
             documents_BT,
             torch.from_numpy(np.asarray(rows_B, dtype=np.int64)),
         )
@@ -89,7 +94,7 @@ class Samples:
     def _windows(
         self, samples_B: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return T + 1 tokens a row, and at which of the T places there is one to predict."""
+        """Return T + 1 tokens a row, and at which of the T positions there is one to predict."""
         index = samples_B[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         is_token = (samples_B[:, None] >= 0) & (index < self.file.num_tokens)
         windows = np.zeros(index.shape, dtype=np.int64)

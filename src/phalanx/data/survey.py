@@ -46,6 +46,7 @@ class Text:
     num_documents: int
 
 
+@dataclass
 class Corpus:
     """A corpus whose text is read when it must be, and at most once for the same purpose.
 
@@ -55,12 +56,11 @@ class Corpus:
         report: told how far a reading is.
     """
 
-    def __init__(self, data: str | None, max_bytes: int | None, report: Progress) -> None:
-        self.data = data
-        self.max_bytes = max_bytes
-        self.report = report
-        self._sizes_by_name: tuple[list[str], list[int]] | None = None
-        self._text: Text | None = None
+    data: str | None
+    max_bytes: int | None
+    report: Progress
+    _names_and_sizes: tuple[list[str], list[int]] | None = None
+    _text: Text | None = None
 
     def text(self, cache: Path, *, is_follower: bool = False) -> Text:
         """Return what the text is: as the cache knows it, or by reading it.
@@ -73,8 +73,8 @@ class Corpus:
         """
         begun_s = time.time()
         stamp, changed_s = self._stamp()
-        place = os.path.abspath(os.path.expanduser(self.data)) if self.data is not None else ""
-        record = cache / "texts" / f"{fingerprint('text', place, self.max_bytes)}.json"
+        path = os.path.abspath(os.path.expanduser(self.data)) if self.data is not None else ""
+        record = cache / "texts" / f"{fingerprint('text', path, self.max_bytes)}.json"
         known = _read_record(record)
         if known.get("stamp") == stamp and (is_follower or known.get("is_settled")):
             self._text = Text(**known["text"])
@@ -91,15 +91,15 @@ class Corpus:
         Raises:
             DataError: it is no longer what `text` has said.
         """
-        if self._sizes_by_name is None:
+        if self._names_and_sizes is None:
             before = self._text
             if before is not None and self._read() != before:
                 raise DataError(
                     f"the corpus changed while it was prepared; it had {before.num_bytes} bytes; "
                     "start again when nothing writes to it"
                 )
-        assert self._sizes_by_name is not None, "names_and_sizes() before text()"
-        return self._sizes_by_name
+        assert self._names_and_sizes is not None, "names_and_sizes() before text()"
+        return self._names_and_sizes
 
     def _stamp(self) -> tuple[str, float]:
         """Return a hash of the files' names, sizes and times, and the time of the last change."""
@@ -131,7 +131,7 @@ class Corpus:
             sizes.append(len(raw))
             num_bytes += len(raw)
             self.report("read the text", num_bytes, 0)
-        self._sizes_by_name = names, sizes
+        self._names_and_sizes = names, sizes
         return Text(digest.hexdigest(), num_bytes, len(names))
 
 

@@ -106,20 +106,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         DataError: there is no such file, or it is no tokenizer.json.
     """
-    place = Path(os.path.expanduser(path))
-    if place.is_dir():
-        place = place / "tokenizer.json"
-    if not os.path.isfile(place):  # a named pipe would be waited for
-        problem = "is not a file" if os.path.exists(place) else "does not exist"
+    file = Path(os.path.expanduser(path))
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    if not os.path.isfile(file):  # a named pipe would be waited for
+        problem = "is not a file" if os.path.exists(file) else "does not exist"
         raise DataError(
-            f"tokenizer {place} {problem}; expected a tokenizer.json, or leave the setting out to "
+            f"tokenizer {file} {problem}; expected a tokenizer.json, or leave the setting out to "
             "train one on the data"
         )
     try:
-        tokenizer = Tokenizer.from_str(place.read_text("utf-8"))
+        tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
     except Exception as error:  # the library raises plain Exception for every fault of the file
         raise DataError(
-            f"cannot read {place}: {error}; expected a tokenizer.json of the `tokenizers` library"
+            f"cannot read {file}: {error}; expected a tokenizer.json of the `tokenizers` library"
         ) from error
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -253,7 +253,7 @@ def cut_pieces(text: str, num_characters: int = _PIECE_CHARACTERS) -> Iterator[s
 
     A cut falls after a single newline between two lines with text, where the words of byte-level
     tokenizers end anyway, so that the pieces have the tokens of the whole; only a text without
-    such a place is cut elsewhere.
+    such a newline is cut elsewhere.
     """
     start = 0
     while len(text) - start > num_characters:

@@ -117,14 +117,14 @@ def prepare(
     name = fingerprint("tokens", text.digest, given.to_str(), corpus.validation)
     folder = cache / "tokens" / name
 
-    def write(place: Path) -> dict[str, object]:
+    def write(partial: Path) -> dict[str, object]:
         split = split_documents(*source.names_and_sizes(), corpus.validation)
         # Through Python's own files: the libraries' writers hide that a disk is full.
-        (place / _TOKENIZER).write_text(given.to_str(), "utf-8")
+        (partial / _TOKENIZER).write_text(given.to_str(), "utf-8")
         buffer = io.BytesIO()
         np.save(buffer, count_token_bytes(given))
-        (place / _TOKEN_BYTES).write_bytes(buffer.getvalue())
-        _encode(place, source, text, given, split)
+        (partial / _TOKEN_BYTES).write_bytes(buffer.getvalue())
+        _encode(partial, source, text, given, split)
         return {
             "num_documents": text.num_documents,
             "num_bytes": text.num_bytes,
@@ -183,7 +183,7 @@ def _trained_tokenizer(cache: Path, source: Corpus, text: Text, vocab_size: int)
     """Return the tokenizer of a corpus, training it unless the cache has it."""
     folder = cache / "tokenizers" / fingerprint("tokenizer", text.digest, vocab_size)
 
-    def write(place: Path) -> dict[str, object]:
+    def write(partial: Path) -> dict[str, object]:
         pieces = (
             piece
             for document in documents(source.data, source.max_bytes)
@@ -195,7 +195,7 @@ def _trained_tokenizer(cache: Path, source: Corpus, text: Text, vocab_size: int)
         trained = train_tokenizer(
             chosen, vocab_size, lambda: source.report("merge the commonest pairs", 0, 0)
         )
-        (place / _TOKENIZER).write_text(trained.to_str(), "utf-8")
+        (partial / _TOKENIZER).write_text(trained.to_str(), "utf-8")
         return {}
 
     find_or_make(folder, write, needed_bytes=64 * vocab_size)
@@ -210,8 +210,8 @@ def _watch(texts: Iterator[str], stride: int, text: Text, report: Progress) -> I
         report("count the words for a tokenizer", min(done_bytes, text.num_bytes), text.num_bytes)
 
 
-def _encode(place: Path, source: Corpus, text: Text, tokenizer: Tokenizer, split: Split) -> None:
-    """Encode the corpus into the two files of `place`."""
+def _encode(folder: Path, source: Corpus, text: Text, tokenizer: Tokenizer, split: Split) -> None:
+    """Encode the corpus into the two files of `folder`."""
     num_ids, end_id = count_ids(tokenizer), end_of_text_id(tokenizer)
     spelling = Spelling(tokenizer)
     # What to do with each piece that is on its way through the encoder, in order.
@@ -225,8 +225,8 @@ def _encode(place: Path, source: Corpus, text: Text, tokenizer: Tokenizer, split
                     yield piece
 
     with (
-        TokenWriter(place / _TRAIN, num_ids=num_ids, end_id=end_id) as train,
-        TokenWriter(place / _VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
+        TokenWriter(folder / _TRAIN, num_ids=num_ids, end_id=end_id) as train,
+        TokenWriter(folder / _VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
         closing(encode_pieces(tokenizer, pieces())) as encoded,
     ):
         done_bytes = 0

@@ -28,9 +28,9 @@ COMPANIONS: Final = (
 def tokenizer_of(folder: Path) -> Path | None:
     """Return the tokenizer.json of a checkpoint: in its own folder, or in that of its run."""
     run = manifest.run_of(folder)
-    for place in (folder, *([] if run is None else [run])):
-        if (place / TOKENIZER).is_file():
-            return place / TOKENIZER
+    for each in (folder, *([] if run is None else [run])):
+        if (each / TOKENIZER).is_file():
+            return each / TOKENIZER
     return None
 
 

@@ -16,7 +16,7 @@ from phalanx.models.decoder import Decoder
 
 TOLERANCE: Final = 1e-4
 """Largest difference of two logits that passes, as a share of the largest logit: float32 leaves
-about 1e-6 a few layers deep; a weight in the wrong place, or a wrong constant, far more."""
+about 1e-6 a few layers deep; a weight under the wrong name, or a wrong constant, far more."""
 
 NUM_ROWS: Final = 2
 MAX_LENGTH: Final = 256

@@ -2,7 +2,7 @@
 
 Both sides are read and written one tensor at a time, in the order of the table in names.py, so
 that what is in memory is the tensor under way and those it is made of (GPT-2's c_attn holds three).
-The result is written beside its place and renamed when it is whole.
+The result is written under another name and renamed when it is whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.hugging_face.config import config_to_hf, family_of, shape_from_hf
 from phalanx.hugging_face.folder import TensorFiles
 from phalanx.hugging_face.names import locate, table, tied_copies
 from phalanx.models.shape import ModelShape
-from phalanx.storage import Checksum, check_free, checksum, hint_of_missing, published
+from phalanx.storage import check_free, checksum, hint_of_missing, published
 
 Kind = Literal["hugging face", "phalanx"]
 
@@ -79,8 +79,7 @@ def convert(
     check_free(source, destination)
     weights = open_hugging_face(source) if kind == "hugging face" else open_checkpoint(source)
     family = family_of(weights.shape)
-    sizes = sizes_of(weights.shape)
-    num_bytes = dtype.itemsize * sum(size.numel() for size in sizes.values())
+    num_bytes = dtype.itemsize * sum(size.numel() for size in sizes_of(weights.shape).values())
     report = progress or unheard
     done_bytes = 0
 
@@ -94,10 +93,7 @@ def convert(
     with published(destination, num_bytes) as partial:
         companions = copy_companions(weights.folder, partial)
         if kind == "hugging face":
-            checksums = _write_checkpoint(partial, sizes, dtype, read)
-            checksums |= {name: checksum(partial / name) for name in companions}
-            manifest.write(partial, _manifest(weights.shape, checksums))
-            num_tensors = len(sizes)
+            num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, companions)
         else:
             num_tensors = _write_hugging_face(partial, weights.shape, dtype, read, max_shard_bytes)
     report("convert", num_bytes, num_bytes)
@@ -167,16 +163,31 @@ def open_hugging_face(folder: Path) -> Weights:
 
 def _write_checkpoint(
     folder: Path,
-    sizes: dict[str, torch.Size],
+    shape: ModelShape,
     dtype: torch.dtype,
     read: Callable[[str], Tensor],
-) -> dict[str, Checksum]:
-    """Write weights alone as a checkpoint's tensors; return the checksums of its files."""
+    companions: list[str],
+) -> int:
+    """Write a checkpoint of weights alone, beside its companions; return its tensors."""
+    sizes = sizes_of(shape)
     plan = WritePlan({f"model.{name}": Sharding(tuple(s), dtype) for name, s in sizes.items()}, 1)
-    infos = plan.writes_of(0)
+    infos, file = plan.writes_of(0), file_of(0)
     pieces = (read(name.removeprefix("model.")) for name in infos)
-    written = tensor_file.write(folder / file_of(0), infos, pieces)
-    return {file_of(0): written, index.NAME: index.write(folder, plan)}
+    checksums = {file: tensor_file.write(folder / file, infos, pieces)}
+    checksums[index.NAME] = index.write(folder, plan)
+    about = Manifest(
+        steps_done=0,
+        num_steps=0,
+        consumed=0,
+        num_ranks=1,
+        strategy="dp1",
+        shape=dataclasses.asdict(shape),
+        stream={},
+        has_optimizer=False,
+        files=checksums | {name: checksum(folder / name) for name in companions},
+    )
+    manifest.write(folder, about)
+    return len(sizes)
 
 
 def _write_hugging_face(
@@ -198,20 +209,6 @@ def _write_hugging_face(
         max_shard_bytes,
     )
     return len(links)
-
-
-def _manifest(shape: ModelShape, checksums: dict[str, Checksum]) -> Manifest:
-    return Manifest(
-        steps_done=0,
-        num_steps=0,
-        consumed=0,
-        num_ranks=1,
-        strategy="dp1",
-        shape=dataclasses.asdict(shape),
-        stream={},
-        has_optimizer=False,
-        files=checksums,
-    )
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

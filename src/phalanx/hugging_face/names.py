@@ -118,7 +118,7 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> dict[str, s
     name out. Buffers that old files hold, and the second name of a tied weight, are passed over.
 
     Raises:
-        CheckpointError: a tensor is missing, of another size, or has no place.
+        CheckpointError: a tensor is missing, of another size, or is not of the model.
     """
     prefix = "transformer." if family_of(shape) == "gpt2" else "model."
     left = {name for name in sizes if not _is_known_extra(name, shape)}
@@ -134,8 +134,8 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> dict[str, s
     left -= set(found.values())
     if left:
         raise CheckpointError(
-            f"Hugging Face weights: no place for {len(left)} of them, '{min(left)}' first; is the "
-            "shape that of their config.json?"
+            f"Hugging Face weights: the model has none of {len(left)} of them, '{min(left)}' "
+            "first; is the shape that of their config.json?"
         )
     expected = sizes_of(shape)
     for link in links:

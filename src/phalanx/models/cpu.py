@@ -53,14 +53,14 @@ def turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
     num_rows, length, num_heads, width = x_BTHK.shape
     half = width // 2
     for row in range(num_rows):
-        for places in _blocks(length, num_heads * width):
-            cos_t, sin_t = (table[row % len(table), places] for table in (cos, sin))
-            x_tHK = x_BTHK[row, places].to(cos.dtype)
+        for positions in _blocks(length, num_heads * width):
+            cos_t, sin_t = (table[row % len(table), positions] for table in (cos, sin))
+            x_tHK = x_BTHK[row, positions].to(cos.dtype)
             left, right = x_tHK[..., :half], x_tHK[..., half:]
             y_tHK = torch.empty_like(x_tHK)
             torch.mul(left, cos_t, out=y_tHK[..., :half]).addcmul_(right, sin_t, value=-1)
             torch.mul(right, cos_t, out=y_tHK[..., half:]).addcmul_(left, sin_t)
-            out_BTHK[row, places] = y_tHK
+            out_BTHK[row, positions] = y_tHK
     return out_BTHK
 
 

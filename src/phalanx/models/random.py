@@ -63,17 +63,17 @@ def fill_normal(
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> Tensor:
-    """Fill `out` with its part of a normally distributed tensor.
+    """Fill `out` with its shard of a normally distributed tensor.
 
-    Element i of the whole tensor, flat and row-major, is `std * normal(bits(stream, i))`, so parts
+    Element i of the full tensor, flat and row-major, is `std * normal(bits(stream, i))`, so shards
     drawn apart fit together. Every dtype gets the numbers that float32 would, cast.
 
     Args:
-        out: the part to fill, in place; at least one dimension.
-        stream: key of the whole tensor.
+        out: the shard to fill, in place; at least one dimension.
+        stream: key of the full tensor.
         std: standard deviation; the mean is 0.
-        shape: shape of the whole tensor; that of `out` if None.
-        offset: where `out` begins in the whole tensor, one number a dimension; zeros if None.
+        shape: shape of the full tensor; that of `out` if None.
+        offset: where `out` begins in the full tensor, one number a dimension; zeros if None.
 
     Returns:
         `out`.
@@ -117,21 +117,21 @@ def dropout(
     p: float,
     keys_B: Tensor,
     salt: int,
-    places_T: Tensor | None = None,
+    positions_T: Tensor | None = None,
     first_feature: int = 0,
 ) -> Tensor:
     """Zero each element with probability `p` and scale the others so that the mean stays.
 
-    The mask is a function of (key, salt, place in the row, feature) alone, whatever the size of
+    The mask is a function of (key, salt, position in the row, feature) alone, whatever the size of
     the batch. One draw of 64 bits serves four features, so `p` is rounded to a multiple of 1/65536,
     and the scale is that of the rounded `p`.
 
     Args:
-        x_BTD: batch, place in the row, feature.
+        x_BTD: batch, position in the row, feature.
         p: probability of a zero, in [0, 1).
         keys_B: a key for each row, from `row_keys` or `layer_keys`.
         salt: number of this use of the keys, so that two uses draw apart.
-        places_T: where in their row the T tokens stand; 0..T-1 if None.
+        positions_T: of the T tokens in their row; 0..T-1 if None.
         first_feature: which feature of the whole row the first of `x_BTD` is.
 
     Returns:
@@ -142,10 +142,10 @@ def dropout(
     if dropped_levels == 0:
         return x_BTD
     _, length, width = x_BTD.shape
-    if places_T is None:
-        places_T = torch.arange(length, device=x_BTD.device)
+    if positions_T is None:
+        positions_T = torch.arange(length, device=x_BTD.device)
     salted_B1 = bits(keys_B, torch.full_like(keys_B, salt))[:, None]
-    keys_BT1 = bits(salted_B1, places_T)[:, :, None]
+    keys_BT1 = bits(salted_B1, positions_T)[:, :, None]
     first_quad, lane = divmod(first_feature, 4)
     quads = torch.arange(first_quad, (first_feature + width + 3) // 4, device=x_BTD.device)
     lanes_BTD = bits(keys_BT1, quads).view(torch.int16)[:, :, lane : lane + width]
@@ -172,7 +172,7 @@ def _unit(z: Tensor) -> Tensor:
 
 
 def _first_index_of_rows(out: Tensor, whole: tuple[int, ...], start: tuple[int, ...]) -> Tensor:
-    """Return the flat index in the whole tensor of the first element of each row of `out`."""
+    """Return the flat index in the full tensor of the first element of each row of `out`."""
     first = torch.full((1,), start[-1], dtype=torch.int64, device=out.device)
     stride = whole[-1]
     for dim in range(out.ndim - 2, -1, -1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from phalanx.errors import ConfigError
@@ -39,19 +39,9 @@ class ModelShape:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "num_layers",
-            "hidden",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "ffn",
-            "max_seq_len",
-        ):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"model shape: {name} is {value}; it must be at least 1")
+        for field in fields(self):
+            if field.type == "int" and (size := getattr(self, field.name)) < 1:
+                raise ConfigError(f"model shape: {field.name} is {size}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model shape: num_heads {self.num_heads} is not a multiple of num_kv_heads "
