@@ -19,6 +19,7 @@ from phalanx.launch.bulletin import Bulletin
 from phalanx.launch.hosts import PeerFailed, Watch
 from phalanx.launch.interface import address_towards, interface_of
 from phalanx.launch.pulse import Beat
+from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.roll import SILENT_S, Roll
 
 SCRIPT = """
@@ -127,8 +128,8 @@ def new_store() -> dist.TCPStore:
 def watch_of() -> Callable[[int], Watch]:
     """Return a function that watches as a rank of a job of three, of which 0 and 1 share a host."""
     store = new_store()
-    here = {0: range(2), 1: range(2), 2: range(2, 3)}
-    return lambda rank: Watch(store.clone(), rank, 3, here[rank], timeout_s=30)
+    envs = [RankEnv(0, 3, 0, 2), RankEnv(1, 3, 1, 2), RankEnv(2, 3, 0, 1)]
+    return lambda rank: Watch(store.clone(), envs[rank], timeout_s=30)
 
 
 def test_a_rank_that_is_not_heard_of_is_named_once_a_host(
@@ -210,7 +211,7 @@ def spied(
 
 
 def test_among_thousands_an_old_beat_is_no_silence() -> None:
-    few, many = (Watch(new_store(), 0, number, range(1), timeout_s=60) for number in (3, 4096))
+    few, many = (Watch(new_store(), RankEnv(0, number, 0, 1), 60) for number in (3, 4096))
     assert few._silent_s == SILENT_S
     # Beats come as seldom as they are read, so one may be twice as old.
     assert many._silent_s > 2 * many._interval_s > SILENT_S

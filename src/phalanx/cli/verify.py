@@ -63,11 +63,12 @@ def run(argv: list[str]) -> int:
 
 def _told(verdicts: Sequence[Verdict], as_json: bool) -> int:
     """Print the verdicts, in a job on rank 0; return the exit code."""
+    is_equal = all(verdict.is_equal for verdict in verdicts)
     if os.environ.get("RANK", "0") == "0":
         _show(verdicts, screen())
         if as_json:
-            print_json(_document(verdicts))
-    return 0 if all(verdict.is_equal for verdict in verdicts) else 1
+            print_json({"is_equal": is_equal, "verdicts": [_as_dict(each) for each in verdicts]})
+    return 0 if is_equal else 1
 
 
 def _checked(config: AnyConfig) -> Strategy:
@@ -205,13 +206,6 @@ def _bytes(verdict: Verdict) -> Table:
         numbers = [Text(f"{n:,}", style) for n in (row.counted, row.predicted)]
         table.add_row(row.phase, row.axis, row.op, *numbers)
     return table
-
-
-def _document(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    return {
-        "is_equal": all(verdict.is_equal for verdict in verdicts),
-        "verdicts": [_as_dict(verdict) for verdict in verdicts],
-    }
 
 
 def _as_dict(verdict: Verdict) -> dict[str, Any]:

@@ -18,6 +18,7 @@ A send and its receive are compared when the second of them is called, without a
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import time
@@ -55,9 +56,7 @@ class Meeting:
     """One call on one group, which each rank of the group comes to.
 
     Attributes:
-        group: name of the group in torch.distributed.
-        axis: name of its mesh axis, or "world".
-        ranks: global ranks of the group.
+        axis: name of the group's mesh axis, or "world".
         number: of the call on this group, from 1.
     """
 
@@ -128,7 +127,7 @@ class CollectiveCheck(Watch):
         """Compare the operator if it is a collective, and run it.
 
         Raises:
-            CollectiveMismatch: the ranks do not call alike.
+            CollectiveMismatch: the ranks do not call alike, or one does not come.
         """
         call = read_call(func, args, kwargs)
         if call is not None and len(call.ranks) > 1:
@@ -158,11 +157,7 @@ class CollectiveCheck(Watch):
     # Collectives: all ranks of the group meet.
 
     def _meet(self, call: Call, fingerprint: Fingerprint) -> None:
-        """Wait for the other ranks of the group and compare.
-
-        Raises:
-            CollectiveMismatch: a call does not match this one, or a rank does not come.
-        """
+        """Wait for the other ranks of the group, and compare."""
         group = call.group.group_name
         self._numbers[group] += 1
         axis = self._axis_of.get(call.ranks, "world")
@@ -173,7 +168,7 @@ class CollectiveCheck(Watch):
         is_unlike = self._come(meeting, text, is_even=fingerprint.is_even)
         if meeting.number > 1:
             # All have come to this call, so all have read what was said at the one before.
-            self._forget(Meeting(group, axis, call.ranks, meeting.number - 1))
+            self._forget(dataclasses.replace(meeting, number=meeting.number - 1))
         if not is_unlike:
             return
         texts = self._store.multi_get([meeting.key(rank) for rank in call.ranks])
@@ -289,11 +284,7 @@ class CollectiveCheck(Watch):
     # Sends and receives: the second of a pair compares.
 
     def _pair(self, call: Call, fingerprint: Fingerprint) -> None:
-        """Compare a send with its receive if the other rank has called before.
-
-        Raises:
-            CollectiveMismatch: they do not match.
-        """
+        """Compare a send with its receive if the other rank has called before."""
         is_send = call.op == "send"
         peer = call.ranks[call.arguments["dst" if is_send else "src"]]
         sender, receiver = (self._rank, peer) if is_send else (peer, self._rank)

@@ -62,12 +62,10 @@ class Fingerprint:
     """One rank's call of a collective.
 
     Attributes:
-        op: name of the collective.
         reduction: such as "sum"; empty if it reduces nothing.
-        dtype: data type of its tensors.
         shapes: of the tensors that go in, such as "[8x4]".
         root: global rank that it starts from or ends at.
-        gives: shape of what goes to each rank of the group; empty where all have the whole.
+        gives: shape of what goes to each rank of the group; empty where all have the full tensor.
         takes: shape of what comes from each rank of the group.
         tensor: name of the tensor, if known, see [Note: Names].
         places: file, line and function of the call, and of its caller.

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from phalanx.launch.pulse import Beat
+from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.roll import Roll
 
 if TYPE_CHECKING:
@@ -35,23 +36,21 @@ class Bulletin:
     """One rank's way to tell the others and to hear of them.
 
     Attributes:
-        names: host of each rank that was heard of.
+        names: host of each rank heard of.
         processes: process of each rank of this host; empty until all ranks of the job are there.
         reached_s: when the store last answered.
     """
 
-    def __init__(
-        self, store: Store, rank: int, num_ranks: int, here: range, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Store, env: RankEnv, timeout_s: float) -> None:
         """Say that this rank is there; see `Watch`."""
-        self._store, self._rank, self._here = store, rank, here
+        self._store, self._rank, self._here = store, env.rank, env.here
         self._number = 0
         self._heard: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self.processes: dict[int, int] = {}
         store.set_timeout(timedelta(seconds=timeout_s))
         self.send(Beat())
-        if store.add("ranks", 1) == num_ranks:
+        if store.add("ranks", 1) == env.num_ranks:
             store.set("all ranks", "")
 
     def send(self, beat: Beat) -> None:

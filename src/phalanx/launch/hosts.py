@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from phalanx.errors import PhalanxError, TrainingError, message_of, named
 from phalanx.launch.bulletin import Bulletin, Failed
 from phalanx.launch.pulse import PULSE, Beat
+from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.roll import SILENT_S, Roll
 from phalanx.launch.supervisor import SLEPT_S, tell
 
@@ -49,24 +50,20 @@ class PeerFailed(TrainingError):
 class Watch:
     """Watches the job on one rank, as a context."""
 
-    def __init__(
-        self, store: Store, rank: int, num_ranks: int, here: range, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Store, env: RankEnv, timeout_s: float) -> None:
         """Say that this rank is there.
 
         Args:
             store: of this call alone, over a connection of its own.
-            rank: global rank.
-            num_ranks: ranks in the job.
-            here: ranks of this host.
+            env: of this rank.
             timeout_s: how long a rank or the store may be silent, in seconds.
         """
-        self._rank, self._num_ranks, self._here = rank, num_ranks, here
+        self._rank, self._num_ranks, self._here = env.rank, env.num_ranks, env.here
         self._timeout_s = timeout_s
-        self._interval_s = max(min(BEAT_S, timeout_s / 5), num_ranks / RANKS_PER_BEAT_S)
+        self._interval_s = max(min(BEAT_S, timeout_s / 5), env.num_ranks / RANKS_PER_BEAT_S)
         # Among thousands of ranks a beat is old before it is read.
         self._silent_s = max(SILENT_S, 3 * self._interval_s)
-        self._bulletin = Bulletin(store, rank, num_ranks, here, timeout_s)
+        self._bulletin = Bulletin(store, env, timeout_s)
         self._roll = Roll()
         self._failed: Failed | None = None
         self._read_s = self._looked_s = time.monotonic()
@@ -112,11 +109,9 @@ class Watch:
 
     def _speaks(self) -> bool:
         """Return whether this rank speaks for its host: those before it there are not heard of."""
-        before = self._rank - self._here.start
-        if before == 0 or not self._is_listening:
-            return before == 0
-        silent = self._roll.silent(min(self._silent_s, self._timeout_s))
-        return len([rank for rank in silent if self._here.start <= rank < self._rank]) == before
+        limit_s = min(self._silent_s, self._timeout_s)
+        silent = self._roll.silent(limit_s) if self._is_listening else ()
+        return all(rank in silent for rank in range(self._here.start, self._rank))
 
     def _listened_to(self) -> range:
         return range(self._num_ranks) if self._speaks() else range(self._here.start, self._rank)

@@ -14,6 +14,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from phalanx.launch.rank_env import RankEnv
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -22,7 +24,7 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 
 
-def choose(store: Store, num_here: int, num_ranks: int) -> str:
+def choose(store: Store, env: RankEnv) -> str:
     """Set gloo's variable unless it is set; every rank of the job calls this together.
 
     Returns:
@@ -31,11 +33,11 @@ def choose(store: Store, num_here: int, num_ranks: int) -> str:
     if sys.platform != "linux":
         return ""
     own = address_towards(os.environ.get("MASTER_ADDR", ""))
-    if num_here == num_ranks:
+    if env.num_here == env.num_ranks:
         own = "127.0.0.1"
     elif not own.startswith("127."):
         store.set("address", own)
-    if store.add("addresses", 1) == num_ranks:
+    if store.add("addresses", 1) == env.num_ranks:
         store.set("addresses are known", "")
     store.wait(["addresses are known"])
     if own.startswith("127.") and store.check(["address"]):  # this is the host of the store

@@ -104,9 +104,7 @@ class Pulse:
 
     def beat(self) -> Beat:
         """Look at the main thread."""
-        from phalanx.debug.fingerprint import find_places  # it loads torch
-
-        still_s, where = self._look(find_places)
+        still_s, where = self._look()
         return Beat(
             steps_done=self.steps_done,
             doing=self._doing,
@@ -116,9 +114,7 @@ class Pulse:
             waits=self._waits,
         )
 
-    def _look(
-        self, find_places: Callable[[FrameType], tuple[tuple[str, ...], str]]
-    ) -> tuple[float, str]:
+    def _look(self) -> tuple[float, str]:
         """Return for how long the main thread has stood at one place, and where if that is long.
 
         Who holds a frame holds its variables and those of its callers, tensors among them, also
@@ -126,6 +122,8 @@ class Pulse:
         `_current_frames` returns not at all: this function's own frame is in it, and a variable of
         this function would make it a cycle, which holds them until Python collects garbage.
         """
+        from phalanx.debug.fingerprint import find_places  # it loads torch
+
         thread = threading.main_thread().ident or 0
         # Private by its name, public by its documentation.
         frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]

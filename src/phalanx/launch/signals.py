@@ -57,7 +57,8 @@ def answered(answer: Callable[[int], None]) -> Generator[None]:
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False) if is_main else -1
     thread.start()
     try:
-        with _handled(_do_nothing):  # Python writes to the descriptor only if there is a handler
+        # Python writes to the descriptor only if there is a handler.
+        with _handled(lambda _signum, _frame: None):
             yield
     finally:
         if is_main:
@@ -84,10 +85,6 @@ def ignored_by_children() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _do_nothing(signum: int, frame: FrameType | None) -> None:
-    del signum, frame
 
 
 @contextmanager

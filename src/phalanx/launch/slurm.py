@@ -26,15 +26,12 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     Raises:
         ConfigError: the tasks of a host are not numbered one after another.
     """
+    is_of_srun = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        if environment.get("RANK") == environment.get("SLURM_PROCID") is not None:
-            for name, value in _of_this_task(environment).items():
-                environment.setdefault(name, value)
-        return
-    if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-        return
-    for name, value in _of_this_task(environment).items():
-        environment.setdefault(name, value)
+        is_of_srun = environment.get("RANK") == environment.get("SLURM_PROCID")
+    if is_of_srun:
+        for name, value in _of_this_task(environment).items():
+            environment.setdefault(name, value)
 
 
 def _of_this_task(environment: Mapping[str, str]) -> dict[str, str]:

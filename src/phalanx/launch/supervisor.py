@@ -78,12 +78,7 @@ class Supervisor:
         self._say_starting = say_starting
 
     def watch(self) -> list[Any]:
-        """Return what each rank returned, or raise the first failure.
-
-        Raises:
-            PhalanxError: a rank failed, does not answer, or returned while others went on.
-            Interrupted: a signal came that the ranks do not heed, or a second one.
-        """
+        """Return what each rank returned, or raise what `run_ranks` does."""
         while self._going and not self._failures:
             self._receive(TICK_S)
             if self._say_starting is not None and time.monotonic() - self._begin_s > STARTING_S:
@@ -143,11 +138,7 @@ class Supervisor:
         )
 
     def _look(self) -> None:
-        """Tell who holds the others up.
-
-        Raises:
-            TrainingError: a rank has been silent for the whole timeout.
-        """
+        """Tell who holds the others up, and give up one that was silent for the timeout."""
         now_s = time.monotonic()
         slept_s, self._looked_s = now_s - self._looked_s, now_s
         if slept_s > SLEPT_S:
@@ -175,11 +166,7 @@ class Supervisor:
             )
 
     def _check_even(self) -> None:
-        """Blame the ranks that returned, for which the others wait.
-
-        Raises:
-            TrainingError: they have waited for too long.
-        """
+        """Blame the ranks that returned, if others have waited for them for too long."""
         if not self._going or self._returned_s is None:
             return
         if time.monotonic() - self._returned_s > UNEVEN_S:

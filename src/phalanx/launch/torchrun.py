@@ -90,7 +90,7 @@ def run_here(
         if device == "cuda":
             _take_gpu(env, store)
         own: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
-        with Watch(own.clone(), env.rank, env.num_ranks, env.here, timeout_s) as watch:
+        with Watch(own.clone(), env, timeout_s) as watch:
             stopping.watch = watch
             value = _prepare(env, store, prepare, facts)
             store.set_timeout(timedelta(seconds=timeout_s))
@@ -143,7 +143,7 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
 
     from phalanx.comm import join
 
-    own = interface.choose(dist.PrefixStore("interface", store), env.num_here, env.num_ranks)
+    own = interface.choose(dist.PrefixStore("interface", store), env)
     try:
         with PULSE.doing("joining the job"):
             own_store = dist.PrefixStore("join", store)

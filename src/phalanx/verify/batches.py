@@ -27,16 +27,7 @@ def decoder_batches(
     num_data_ranks: int,
     seed: int = 0,
 ) -> list[Batch]:
-    """Return the global batch of each step.
-
-    Args:
-        shape: of the decoder.
-        num_steps: how many.
-        num_rows: rows of each.
-        seq_len: tokens of a row.
-        num_data_ranks: ranks that the rows will be dealt to.
-        seed: fixes the tokens.
-    """
+    """Return the global batch of each step, whose rows will be dealt to the data ranks."""
     generator = torch.Generator().manual_seed(seed)
     positions_T = torch.arange(seq_len)
     batches: list[Batch] = []

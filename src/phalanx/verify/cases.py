@@ -94,15 +94,7 @@ def decoder_case(
     optimizer: OptimizerConfig,
     decoder: Callable[[ModelShape, int], Decoder] = initial_decoder,
 ) -> Case:
-    """Return a case of a decoder, whose reference is a plain one; see `Case` for the rest.
-
-    Args:
-        shape: of the decoder.
-        batches: the global batch of each step.
-        seed: of weights and masks.
-        optimizer: AdamW's settings.
-        decoder: makes the decoder of a shape and a seed.
-    """
+    """Return a case of `decoder(shape, seed)`, whose reference is a plain one."""
     return Case(
         functools.partial(decoder, shape, seed),
         NextToken(seed, shape.dropout),

@@ -28,7 +28,7 @@ from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
 from phalanx.verify.batches import split, tensors_of
 from phalanx.verify.causes import likely_causes
-from phalanx.verify.compare import Difference, compare_step, compare_values
+from phalanx.verify.compare import DTYPES, Difference, compare_step, compare_values
 from phalanx.verify.locate import locate
 from phalanx.verify.record import (
     Case,
@@ -39,7 +39,6 @@ from phalanx.verify.record import (
     unequal_ranks,
 )
 from phalanx.verify.reference import ReferenceRun
-from phalanx.verify.tolerance import DTYPES
 from phalanx.verify.verdict import Place, Sent, Verdict
 
 WAIT_S = 3600.0
@@ -196,7 +195,7 @@ def _compare_steps(
             differences += compare_step(step, record, next(expected), other, case.torch_dtype)
         if broadcast_object(bool(unequal) or not all(d.passes for d in differences)):
             break
-    return broadcast_object((differences, unequal, facts, run.sent()))
+    return broadcast_object((differences, unequal, facts, run.ledger.entries()))
 
 
 def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry]) -> list[Sent]:

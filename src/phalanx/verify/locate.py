@@ -24,10 +24,9 @@ from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
 from phalanx.verify.batches import count_rows
-from phalanx.verify.compare import Difference
+from phalanx.verify.compare import Difference, limit_of
 from phalanx.verify.record import Case, SplitRun, owner
 from phalanx.verify.reference import ReferenceRun
-from phalanx.verify.tolerance import limit_of
 from phalanx.verify.trace import (
     INPUT,
     INPUT_GRADIENT,
@@ -41,14 +40,8 @@ from phalanx.verify.trace import (
 )
 from phalanx.verify.verdict import Place
 
-
-@dataclass(frozen=True)
-class Expected:
-    """A tensor of the reference, and how far another may lie from it."""
-
-    event: Event
-    limit: float
-
+Expected = tuple[Event, float]
+"""A tensor of the reference, and how far another may lie from it."""
 
 Recorded = tuple[Recorder, Sequence[Tensor]]
 """A recorded step of a rank, and the rows of the global batch in each of its microbatches."""
@@ -86,7 +79,7 @@ def locate(
         case: what was run.
         strategy: how it was split.
         comm: of the strategy.
-        first: the first difference.
+        first: the difference.
         record: runs the step of a number again on this rank; given the name of a parameter, it
             records its gradient too. As `SplitRun` takes the steps if None.
     """
@@ -113,7 +106,7 @@ def _expected(
     """Record a step of the reference, and of the perturbed one for the limits.
 
     Returns:
-        What should be, and the gradient of the suspect.
+        What should be, and the suspect's gradient.
     """
     # One after the other: a model may draw from torch's own generator.
     (recorder, record), (moved, _) = (
@@ -121,7 +114,7 @@ def _expected(
     )
     others = {event.key: event.tensor for event in moved.events}
     expected = [
-        Expected(e, limit_of(e.tensor, others.get(e.key, e.tensor), case.torch_dtype))
+        (e, limit_of(e.tensor, others.get(e.key, e.tensor), case.torch_dtype))
         for e in recorder.events
     ]
     return expected, record["gradient"].get(suspect)
@@ -162,8 +155,8 @@ def _compare(
         ours[event.key].append(event)
     gaps: dict[Key, tuple[float, int]] = {}
     sums: dict[Key, float] = {}
-    for each in expected:
-        key, reference = each.event.key, each.event.tensor
+    for made, _ in expected:
+        key, reference = made.key, made.tensor
         for event in ours.get(key, []):
             if reference.ndim == 0 and key.kind in (INPUT, OUTPUT):
                 sums[key] = sums.get(key, 0.0) + float(event.tensor)
@@ -177,18 +170,18 @@ def _compare(
 def _first_that_differs(
     expected: Sequence[Expected], found: Sequence[Found], step: int, types: Mapping[str, str]
 ) -> Place | None:
-    for each in expected:
-        key, reference = each.event.key, each.event.tensor
+    for event, limit in expected:
+        key, reference = event.key, event.tensor
         if not any(key.module in rank.called for rank in found):
             return Place(key.module, f"{_named(key.module, types)}: it is never called", step)
         worst, rank, microbatch = _worst(key, reference, found)
-        if worst > each.limit:
+        if worst > limit:
             size = float(reference.double().abs().max())
             error = worst / size if size else worst
             how = "it is not finite" if math.isinf(error) else f"relative error {error:.1e}"
             if not reference.is_floating_point():
                 how = "its integers differ"
-            module, what = _blame(each.event, types)
+            module, what = _blame(event, types)
             return Place(module, f"{what}: {how}", step, rank, microbatch)
     return None
 

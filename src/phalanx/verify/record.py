@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Ranks, local_shard
-from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
+from phalanx.comm.ledger import Ledger, Phase, no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.parallel.accumulate import Accumulate
@@ -80,13 +80,14 @@ class SplitRun:
 
     Attributes:
         model: split.
+        ledger: of what this rank sends in the last step.
     """
 
     def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
         # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self._case = case
-        self._ledger = Ledger(comm.mesh)
+        self.ledger = Ledger(comm.mesh)
         self._shard = comm.coord("data"), comm.size("data"), case.accumulation
         self.model = case.build().to(comm.device, case.torch_dtype).train()
         # Before the optimizer takes the parameters.
@@ -106,10 +107,6 @@ class SplitRun:
         """Return the rows of the global batch that are in each microbatch of this rank."""
         return rows_of(self._case.batches[step], *self._shard)
 
-    def sent(self) -> list[Entry]:
-        """Return what this rank has sent in the last step."""
-        return self._ledger.entries()
-
     def steps(self, phase: Phase = no_phase) -> Iterator[tuple[StepRecord, RankFacts]]:
         """Take the steps one by one, each watched by `phase`; every rank does so together."""
         case, step, model = self._case, self._step, self.model
@@ -117,8 +114,8 @@ class SplitRun:
             moved = cast_batch(batch, case.torch_dtype, step.comm.device)
             with ExitStack() as watching:
                 if number == len(case.batches):
-                    watching.enter_context(self._ledger)
-                    watching.enter_context(step.watched(self._ledger.phase))
+                    watching.enter_context(self.ledger)
+                    watching.enter_context(step.watched(self.ledger.phase))
                 watching.enter_context(step.watched(phase))
                 loss, num_valid = step.compute_gradients(split(moved, *self._shard))
             norms = {f"{p:g}": float(gradient_norm(step.gradients(), step.comm, p)) for p in NORMS}

@@ -73,12 +73,9 @@ def _sizes(given: TrainConfig, strategy: Strategy) -> ShapeConfig:
 
 
 def second_run(config: TrainConfig, strategy: Strategy, checkpoint: Path) -> TrainConfig:
-    """Return the settings of the run that goes on: another strategy, another global batch.
+    """Return the settings of the run that goes on from the first run's checkpoint.
 
-    Args:
-        config: of the first run.
-        strategy: of the first run.
-        checkpoint: of its middle.
+    It has another strategy and another global batch.
     """
     other = Strategy(fsdp=Axis(strategy.num_ranks, "zero3"))
     if strategy.fsdp.degree > 1:

@@ -32,8 +32,7 @@ class Key(NamedTuple):
     """Which tensor of which call of which module.
 
     Attributes:
-        module: its name.
-        call: number of the call in one forward of the model.
+        call: number of the module's call in one forward of the model.
         kind: INPUT, OUTPUT, OUTPUT_GRADIENT or INPUT_GRADIENT.
         slot: where it stands among the arguments or results, as "[0][1]".
     """
@@ -46,13 +45,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """A tensor at the time it was made.
+    """A copy of a tensor at the time it was made.
 
     Attributes:
-        key: what it is.
         caller: module whose forward made the call; None if the model itself was called.
-        microbatch: number of the microbatch.
-        tensor: a copy.
     """
 
     key: Key

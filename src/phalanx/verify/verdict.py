@@ -41,10 +41,7 @@ class Sent:
     """Bytes of one kind of collective in the last step.
 
     Attributes:
-        phase: of the step.
-        axis: of the mesh.
-        op: of the collective.
-        counted: bytes of the whole tensors, by the ledger.
+        counted: bytes of the full tensors, by the ledger.
         predicted: the same, by the strategy's own account.
         is_exact: a difference is an error; for modules of the user's own it is a remark, as they
             may run a block twice, or not at all.
