@@ -185,7 +185,7 @@ class Strategy:
     def named(self) -> Iterator[tuple[str, Axis | Recompute]]:
         """Yield (name, part) of each part that its text names, outer to inner, recompute last."""
         for name in KINDS:
-            if (part := getattr(self, name)) != _unnamed(name):
+            if (part := getattr(self, name)) != getattr(Strategy, name):
                 yield name, part
 
     def grid(self) -> dict[str, int]:
@@ -364,14 +364,9 @@ def _check_arrangement(tp: Axis) -> None:
         )
 
 
-def _unnamed(name: str) -> Axis | Recompute:
-    """Return what a part is that the text does not name."""
-    return Recompute() if name == "recompute" else Axis(1, next(iter(KINDS[name])))
-
-
 def _text(name: str, part: Axis | Recompute) -> str:
     """Return NAME DEGREE[:KIND[/OPTION]], of which the end is left out where it is the default."""
     text = f"{name}{part.degree}" if isinstance(part, Axis) else name
     if part.option is not None:
         return f"{text}:{part.kind}/{part.option}"
-    return text if part.kind == _unnamed(name).kind else f"{text}:{part.kind}"
+    return text if part.kind == next(iter(KINDS[name])) else f"{text}:{part.kind}"

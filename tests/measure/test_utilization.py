@@ -1,10 +1,11 @@
 import json
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.measure.peaks import Peak, data_sheets, peak_of
+from phalanx.measure.peaks import DATA_SHEETS, Arithmetic, Peak, peak_of
 from phalanx.measure.utilization import Utilization, percent
 from phalanx.planner.model_shape import Flops
 
@@ -142,9 +143,9 @@ def test_unknown_device_or_arithmetic_is_no_guess(name: str, arithmetic: str) ->
 
 
 def test_every_row_names_its_source_and_falls_with_precision() -> None:
-    for sheet in data_sheets():
-        assert sheet.source
-        rates = [sheet.tera[name] for name in ("float16", "tf32", "float32") if name in sheet.tera]
+    for sheet in DATA_SHEETS:
+        assert sheet.source and sheet.tera.keys() <= set(get_args(Arithmetic))
+        rates = [sheet.tera[name] for name in ("bfloat16", "tf32", "float32") if name in sheet.tera]
         assert rates == sorted(rates, reverse=True)
 
 

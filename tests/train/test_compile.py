@@ -15,6 +15,7 @@ from torch._dynamo import lookup_backend
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig
 from phalanx.launch.local import run_ranks
+from phalanx.measure.logs import values_of
 from phalanx.train import loop
 from phalanx.train.evaluate import evaluate
 from phalanx.train.job.resolve import Job, resolve
@@ -74,7 +75,7 @@ def test_every_step_runs_compiled_and_a_resumed_run_goes_on_to_the_bit(
         assert len(set(rank["evaluations"])) == 1 and rank["evaluations"][0] > 0
         # The sample asks for another length of text with each token: it compiles nothing.
         assert rank["after"] == sum(rank["steps"]) + sum(rank["evaluations"])
-    summary = found[0]["summary"].as_dict()
+    summary = values_of(found[0]["summary"])
     assert summary["memory"] is None and "--compile" in summary["no_memory"]
     assert any(entry["phase"] == "backward" for entry in summary["sent"])
 

@@ -12,6 +12,7 @@ import pytest
 from phalanx.checkpoint import manifest
 from phalanx.config import OptimizerConfig, TrainConfig
 from phalanx.errors import CheckpointError
+from phalanx.measure.logs import values_of
 from phalanx.train.run import train
 from small_run import losses, records, small_run
 
@@ -33,7 +34,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 @pytest.fixture(scope="module")
 def whole(config: TrainConfig) -> dict[str, Any]:
     """The summary of an uninterrupted run over two ranks."""
-    return train(config).as_dict()
+    return values_of(train(config))
 
 
 def test_a_run_learns_and_writes_what_it_says(config: TrainConfig, whole: dict[str, Any]) -> None:
@@ -157,7 +158,7 @@ def test_a_run_whose_weights_blew_up_ends_with_its_report(
         config, steps=3, precision="float32", nonfinite="skip", out=str(tmp_path / "run"),
         optimizer=optimizer,
     )  # fmt: skip
-    summary = train(blown).as_dict()
+    summary = values_of(train(blown))
     assert [record["skipped"] for record in records(blown.out, "step")] == [False, True, True]
     assert summary["sample"] is not None
     # Of three steps the second and third are watched: only the first is timed as it was.

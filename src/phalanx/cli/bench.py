@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -62,8 +62,11 @@ def run(argv: list[str]) -> int:
 def _measure(verb: str, run: Callable[[Any, Say], Found], config: ResultConfig) -> None:
     """Measure, show what was found, and keep it."""
     from phalanx.measure.environment import environment
+    from phalanx.measure.logs import json_text
 
-    folder = None if config.out is None else _made(Path(config.out))
+    folder = None if config.out is None else Path(config.out)
+    if folder is not None:  # before anything is measured, so that a bad one costs no time
+        _write(folder, lambda path: path.mkdir(parents=True, exist_ok=True))
     console = screen()
 
     def show(what: str | Table) -> None:
@@ -80,41 +83,22 @@ def _measure(verb: str, run: Callable[[Any, Say], Found], config: ResultConfig) 
         "environment": environment(),
     }
     if folder is not None:
-        for path in _keep(folder, found, document):
-            console.print(Text(f"wrote {path}"), soft_wrap=True)
+        text = f"{json_text(document)}\n".encode()
+        files: dict[str, Callable[[Path], object]] = {"json": lambda path: path.write_bytes(text)}
+        if found.draw is not None and has_matplotlib():
+            files["svg"] = found.draw
+        for ending, write in files.items():
+            _write(folder / f"{found.name}.{ending}", write)
+            console.print(Text(f"wrote {folder / found.name}.{ending}"), soft_wrap=True)
         if found.draw is not None and not has_matplotlib():
             show("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
     if config.json:
         print_json(document)
 
 
-def _made(folder: Path) -> Path:
-    """Make the folder before anything is measured, so that a bad one costs no time."""
+def _write(path: Path, write: Callable[[Path], object]) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {folder}: {error.strerror}; give another with --out"
-        ) from None
-    return folder
-
-
-def _keep(folder: Path, found: Found, document: dict[str, Any]) -> Iterator[Path]:
-    """Write a result, and its picture if it can be drawn; yield what was written.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    from phalanx.measure.logs import json_text
-
-    path = folder / f"{found.name}.json"
-    try:
-        path.write_text(json_text(document) + "\n", encoding="utf-8")
-        yield path
-        if found.draw is not None and has_matplotlib():
-            path = folder / f"{found.name}.svg"
-            found.draw(path)
-            yield path
+        write(path)
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}; give another folder with --out"

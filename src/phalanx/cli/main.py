@@ -77,10 +77,15 @@ def _run(words: list[str]) -> int:
         exit_code = _dispatch(words)
         sys.stdout.flush()
         return exit_code
-    except PhalanxError as error:
+    except (PhalanxError, OSError) as error:
         if is_reader_gone(error) and reader_has_left():
             return READER_LEFT
-        return _fail(message_of(error), error.exit_code, words)
+        if isinstance(error, PhalanxError):
+            return _fail(message_of(error), error.exit_code, words)
+        if (advice := FILE_ERRORS.get(error.errno or 0)) is None:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{advice}", 2, words)
     except KeyboardInterrupt as error:
         how = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         return _fail(str(how), 128 + how.signum, words)
@@ -89,14 +94,6 @@ def _run(words: list[str]) -> int:
             raise
         said = f"the environment's TORCH_LOGS is '{os.environ['TORCH_LOGS']}', which torch cannot"
         return _fail(f"{said} read; unset it, or see TORCH_LOGS=help", 2, words)
-    except OSError as error:
-        if is_reader_gone(error) and reader_has_left():
-            return READER_LEFT
-        advice = FILE_ERRORS.get(error.errno or 0)
-        if advice is None:
-            raise
-        where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{advice}", 2, words)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -27,10 +27,9 @@ def screen() -> Console:
     Where that is no terminal, tables are printed without frames, and no row is padded.
     """
     console = Console(highlight=False)
-    if console.is_terminal:
-        return Console(width=min(console.width, WIDTH), highlight=False)
-    console = Console(width=WIDTH, highlight=False)
-    console.push_render_hook(_Plain(console))
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    if not console.is_terminal:
+        console.push_render_hook(_Plain(console))
     return console
 
 

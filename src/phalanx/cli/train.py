@@ -82,7 +82,7 @@ def _run(request: Request, *, has_bars: bool, as_json: bool) -> int:
     if os.environ.get("RANK", "0") == "0":
         console.print(summary.render(report=request.config.report), crop=False)
         if as_json:
-            print_json(summary.as_dict())
+            print_json(summary)
     return 0
 
 

@@ -22,6 +22,8 @@ _SHOWN_FLAGS = (
 
 def environment() -> dict[str, object]:
     """Describe versions, processor, memory, devices and backends of this process's machine."""
+    physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit_bytes = host.number_in(Path("/sys/fs/cgroup/memory.max"))  # of its control group
     return {
         "versions": {
             "python": platform.python_version(),
@@ -36,7 +38,7 @@ def environment() -> dict[str, object]:
             "flags": [flag for flag in _SHOWN_FLAGS if flag in cpu_flags()],
             "fast_bfloat16": has_fast_bfloat16("cpu"),
         },
-        "memory_bytes": total_memory_bytes(),
+        "memory_bytes": min(physical_bytes, limit_bytes or physical_bytes),
         "gpus": _gpus(),
         "backends": _backends(),
     }
@@ -77,13 +79,6 @@ def cpu_name() -> str:
             if line.lower().startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def total_memory_bytes() -> int:
-    """Return the memory of the machine, or the limit of the process's control group if lower."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = host.number_in(Path("/sys/fs/cgroup/memory.max"))
-    return physical if limit is None else min(physical, limit)
 
 
 def free_memory_bytes(device: torch.device | str) -> int:

@@ -93,16 +93,14 @@ class MemoryAccount:
         return sum(self.at_peak.values())
 
 
+@dataclass(slots=True, eq=False)
 class _Span:
     """A stretch of a storage's life in which its size and kind stay the same: [Note: Spans]."""
 
-    __slots__ = ("is_live", "kind", "num_bytes", "phase")
-
-    def __init__(self, num_bytes: int, kind: Kind | None, phase: str) -> None:
-        self.num_bytes = num_bytes
-        self.kind: Kind | None = kind
-        self.phase = phase
-        self.is_live = True
+    num_bytes: int
+    kind: Kind | None
+    phase: str
+    is_live: bool = True
 
     def final_kind(self) -> Kind:
         if self.kind is not None:

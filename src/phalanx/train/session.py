@@ -22,6 +22,7 @@ from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, stream_length
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
+from phalanx.data.token_file import TokenFile
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
@@ -129,7 +130,7 @@ def open_session(job: Job) -> Session:
         model=model,
         step=step,
         loader=_loader(job, comm, consumed),
-        validation=_validation(job),
+        validation=_samples(job, job.tokens.validation),
         saver=saver,
     )
 
@@ -166,8 +167,7 @@ def compile_blocks(model: Decoder) -> None:
 
 
 def _loader(job: Job, comm: Comm, consumed: int) -> Loader:
-    corpus = job.config.corpus
-    samples = Samples(job.tokens.train, corpus.seq_len, document_mask=corpus.document_mask)
+    corpus, samples = job.config.corpus, _samples(job, job.tokens.train)
     return Loader(
         samples,
         Order(len(samples), job.config.seed, corpus.shuffle),
@@ -179,6 +179,6 @@ def _loader(job: Job, comm: Comm, consumed: int) -> Loader:
     )
 
 
-def _validation(job: Job) -> Samples:
+def _samples(job: Job, file: TokenFile) -> Samples:
     corpus = job.config.corpus
-    return Samples(job.tokens.validation, corpus.seq_len, document_mask=corpus.document_mask)
+    return Samples(file, corpus.seq_len, document_mask=corpus.document_mask)

@@ -39,9 +39,10 @@ def shown(summary: Summary, **options: bool) -> str:
 
 def summary_of(**changes: object) -> Summary:
     summary = Summary(
-        text="demo", num_steps=5, seconds=3.0, steps=steps(), utilization=None,
-        tokens_per_s=1000.0, batches_per_s=2.5, loss=4.0, bits_per_byte=(4.0, 2.0), sent=[],
-        sent_text=None, memory=None, no_memory="no account", resident_bytes=2**30,
+        run="demo", num_steps=5, seconds=3.0, steps=steps(), utilization=None,
+        tokens_per_s=1000.0, batches_per_s=2.5, loss=4.0, bits_per_byte_first=4.0,
+        bits_per_byte_last=2.0, sent=[], sent_text=None, memory=None,
+        no_memory="no account", resident_bytes=2**30,
         sample="To be\x1b[31m or\nnot", paths={"metrics": "runs/a b/metrics.jsonl"},
         go_on="phalanx train --resume 'runs/a b' --steps 10",
     )  # fmt: skip

@@ -58,7 +58,7 @@ class Records:
         entries: what one counted step sent.
         memory: what one step held on this rank; None before that step.
         last: result of the last step.
-        evaluations: those made so far, with the step each was made after.
+        evaluations: those made so far.
         num_steps: steps taken so far.
         ceiling_flops_per_s: the rate one rank's matrix products reach while all ranks are busy.
         log: where records are kept; None but on rank 0.
@@ -70,7 +70,7 @@ class Records:
         self.entries: list[Entry] = []
         self.memory: MemoryAccount | None = None
         self.last: StepResult | None = None
-        self.evaluations: list[tuple[int, Evaluation]] = []
+        self.evaluations: list[Evaluation] = []
         self._begin_s = time.perf_counter()
         with said_if_long("measuring the rate of matrix products on all ranks"):
             self.ceiling_flops_per_s = self._measure_ceiling()
@@ -131,17 +131,34 @@ class Records:
         self.num_steps += 1
         consumed = self.session.loader.consumed
         num_rows, self._consumed = consumed - self._consumed, consumed
-        if self.log is not None:
-            self.log.step(self._record(result, times, num_rows))
+        if self.log is None:
+            return
+        use = self.utilization(times.wall_s, num_rows)
+        num_tokens = num_rows * self.session.job.config.corpus.seq_len
+        of = "ceiling" if use.peak is None else "data sheet"
+        self.log.step(
+            StepRecord(
+                step=self.session.step.steps_done,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.learning_rate,
+                tokens=num_tokens,
+                tokens_per_s=num_tokens / times.wall_s,
+                mfu=use.mfu(of),
+                mfu_of=of,
+                times=times,
+                skipped=result.is_skipped,
+            )
+        )
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
         """Record a measurement on the validation text, which has just been made."""
         self._begins_anew = True
         if evaluation is None:
             return
-        steps_done = self.session.step.steps_done
-        self.evaluations.append((steps_done, evaluation))
+        self.evaluations.append(evaluation)
         if self.log is not None:
+            steps_done = self.session.step.steps_done
             self.log.evaluation(steps_done, evaluation.loss, evaluation.bits_per_byte)
 
     def measured(self) -> list[StepTimes]:
@@ -156,14 +173,14 @@ class Records:
         sizes = (job.shape, job.config.corpus.seq_len, num_rows or job.batch.global_size)
         if time_s is None:
             time_s = statistics.median(times.wall_s for times in self.measured())
+        device = self.session.comm.device
+        is_listed = device.type == "cuda"  # no processor is
         return Utilization(
             causal=step_flops(*sizes, "causal", job.strategy.recompute),
             full=step_flops(*sizes, "full", job.strategy.recompute),
             time_s=time_s,
             num_devices=job.strategy.num_ranks,
-            peak=peak_of(device_name(self.session.comm.device), self._arithmetic)
-            if job.device == "cuda"
-            else None,
+            peak=peak_of(device_name(device), self._arithmetic) if is_listed else None,
             ceiling_flops_per_s=self.ceiling_flops_per_s,
         )
 
@@ -192,24 +209,7 @@ class Records:
 
     def _measure_ceiling(self) -> float:
         """Measure on all ranks at once, and return the mean over the ranks."""
-        mine = quick_ceiling(self.session.comm.device, self._arithmetic)
-        total = torch.tensor(mine, dtype=torch.float64, device=self.session.comm.device)
         comm = self.session.comm
+        mine = quick_ceiling(comm.device, self._arithmetic)
+        total = torch.tensor(mine, dtype=torch.float64, device=comm.device)
         return float(comm.all_reduce(total, "job")) / comm.size("job")
-
-    def _record(self, result: StepResult, times: StepTimes, num_rows: int) -> StepRecord:
-        use = self.utilization(times.wall_s, num_rows)
-        num_tokens = num_rows * self.session.job.config.corpus.seq_len
-        of = "ceiling" if use.peak is None else "data sheet"
-        return StepRecord(
-            step=self.session.step.steps_done,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.learning_rate,
-            tokens=num_tokens,
-            tokens_per_s=num_tokens / times.wall_s,
-            mfu=use.mfu(of),
-            mfu_of=of,
-            times=times,
-            skipped=result.is_skipped,
-        )

@@ -82,14 +82,14 @@ def _results(summary: Summary) -> list[tuple[str, str | None]]:
         ("MFU", None if summary.utilization is None else summary.utilization.brief()),
         ("memory", _memory(summary)),
         ("time", f"{_duration(summary.seconds)} for {summary.num_steps:,} steps and the rest"),
-        ("run", summary.text),
+        ("run", summary.run),
     ]
 
 
 def _validation(summary: Summary) -> str | None:
-    if summary.bits_per_byte is None:
+    first, last = summary.bits_per_byte_first, summary.bits_per_byte_last
+    if first is None or last is None:
         return None
-    first, last = summary.bits_per_byte
     words = f"{first:.3f} -> {last:.3f} bits per byte"
     if math.isfinite(last) and first > 0:
         words += f", {last / first:.2f} of where this run began"
@@ -132,7 +132,7 @@ def _memory(summary: Summary) -> str | None:
 def _tables(summary: Summary) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if summary.steps is not None:
-        parts += [summary_table(summary.steps), Text(summary.advice() or ""), Text()]
+        parts += [summary_table(summary.steps), Text(summary.advice or ""), Text()]
     if summary.sent:
         parts += [_sent_table(summary.sent)]
         parts += [Text(summary.sent_text)] if summary.sent_text else []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from rich.console import RenderableType
@@ -31,7 +30,7 @@ class Summary:
     """What a run measured.
 
     Attributes:
-        text: what was run, in a line or two.
+        run: what was run, in a line or two.
         num_steps: steps that this process took.
         seconds: that it took for them, with evaluations and checkpoints.
         steps: where the steps' time went; None if no step was taken.
@@ -39,7 +38,8 @@ class Summary:
         tokens_per_s: of the median step, over all ranks.
         batches_per_s: global batches, of the median step.
         loss: training loss of the last step, in nats a token.
-        bits_per_byte: validation, first and last measurement; None without validation text.
+        bits_per_byte_first: of the first measurement; None without validation text.
+        bits_per_byte_last: of the last.
         sent: what one rank sends in one step, as the ledger counted it.
         sent_text: what HSDP sends within its groups and across them; None for other strategies.
         memory: what one rank holds in one step.
@@ -50,7 +50,7 @@ class Summary:
         go_on: the command that trains as long again.
     """
 
-    text: str
+    run: str
     num_steps: int
     seconds: float
     steps: StepSummary | None
@@ -58,7 +58,8 @@ class Summary:
     tokens_per_s: float | None
     batches_per_s: float | None
     loss: float | None
-    bits_per_byte: tuple[float, float] | None
+    bits_per_byte_first: float | None
+    bits_per_byte_last: float | None
     sent: list[Entry]
     sent_text: str | None
     memory: MemoryReport | None
@@ -68,20 +69,9 @@ class Summary:
     paths: dict[str, str]
     go_on: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        values = {field.name: values_of(getattr(self, field.name)) for field in fields(self)}
-        first, last = values.pop("bits_per_byte") or (None, None)
-        return {
-            "run": values.pop("text"),
-            "advice": self.advice(),
-            "bits_per_byte_first": first,
-            "bits_per_byte_last": last,
-            **values,
-        }
-
+    @property
     def advice(self) -> str | None:
-        """Return what would make a step shorter."""
+        """What would make a step shorter."""
         return None if self.steps is None else advice(self.steps, self.sent)
 
     def render(self, *, report: bool = False) -> RenderableType:
@@ -93,7 +83,7 @@ def summarize_run(records: Records) -> Summary:
     """Put together what the run measured; every rank calls this together."""
     session, job = records.session, records.session.job
     times = records.measured()
-    scores = [evaluation.bits_per_byte for _, evaluation in records.evaluations]
+    scores = [evaluation.bits_per_byte for evaluation in records.evaluations]
     steps = summarize(times) if times else None
     is_timed = steps is not None and steps.doubt is None
     wall_s = steps.wall_s if steps is not None and is_timed else None
@@ -102,7 +92,7 @@ def summarize_run(records: Records) -> Summary:
     sample = _sample(records)
     master_bytes = num_parameters(job.shape).total * session.precision.master.itemsize
     summary = Summary(
-        text=(
+        run=(
             f"{job.name} ({num_parameters(job.shape).total:,} parameters), {job.strategy} on "
             f"{job.device}, {session.precision.name}, {job.batch}, "
             f"{session.step.steps_done} steps"
@@ -114,7 +104,8 @@ def summarize_run(records: Records) -> Summary:
         tokens_per_s=None if wall_s is None else step_tokens / wall_s,
         batches_per_s=None if wall_s is None else 1 / wall_s,
         loss=records.last.loss if records.last is not None else None,
-        bits_per_byte=(scores[0], scores[-1]) if scores else None,
+        bits_per_byte_first=next(iter(scores), None),
+        bits_per_byte_last=next(reversed(scores), None),
         sent=records.entries,
         sent_text=result.hsdp_text(records.entries, job.strategy, master_bytes),
         memory=memory,
@@ -128,7 +119,7 @@ def summarize_run(records: Records) -> Summary:
         ),
     )
     if records.log is not None:
-        records.log.note("summary", summary.as_dict())
+        records.log.note("summary", values_of(summary))
     return summary
 
 
