@@ -5,6 +5,8 @@ That each computes what one process computes, and sends what traffic() says, is 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from phalanx.parallel import sharded
 from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.groups import Group, Parameter, Place
 from phalanx.parallel.plan import Plan, shard_of
+from phalanx.parallel.split import StateBytes, Target
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -60,6 +63,17 @@ GROUPS = [
 P, ONCE = 4 * 3600, 4 * (800 + 400)
 
 
+def over_groups(text: str, groups: Sequence[Group] = GROUPS) -> sharded.ShardedSplit:
+    """Return the axis over groups that no model has."""
+    with patch.object(sharded, "groups_of", lambda *_: groups):
+        return sharded.ShardedSplit(Target(Strategy.parse(text), nn.Module()))
+
+
+def held(text: str, accumulation: int = 1) -> StateBytes:
+    """Return what a rank holds of the groups."""
+    return over_groups(text).holds(StateBytes(0, 0, 0, 0, 0), accumulation)
+
+
 @pytest.mark.parametrize(
     "kind, accumulation, sent",
     [
@@ -72,19 +86,19 @@ P, ONCE = 4 * 3600, 4 * (800 + 400)
     ],
 )
 def test_traffic_in_closed_form(kind: sharded.Kind, accumulation: int, sent: int) -> None:
-    entries = sharded.traffic(GROUPS, 4, kind, num_copies=2, accumulation=accumulation)
+    batches = [(1, 8)] * accumulation
+    entries = over_groups(f"dp2,fsdp4:{kind}").traffic(batches)
     of_fsdp = [e for e in entries if e.axis == "fsdp" and e.phase != "agree"]
     assert sum(e.sent_bytes for e in of_fsdp) == 3 / 4 * sent
     (across,) = [e for e in entries if e.axis == "dp" and e.phase != "agree"]
     assert across.op == "all_reduce"
     assert across.sent_bytes == 2 * 1 / 2 * P / 4
-    assert {e.axis for e in sharded.traffic(GROUPS, 4, kind)} == {"fsdp"}
-    assert sharded.traffic(GROUPS, 1, kind) == []
+    assert {e.axis for e in over_groups(f"fsdp4:{kind}").traffic(batches)} == {"fsdp"}
 
 
 def test_layout_in_closed_form() -> None:
     one, two, three = (
-        sharded.layout(GROUPS, 4, kind, accumulation=2) for kind in ("zero1", "zero2", "zero3")
+        held(f"fsdp4:{kind}", accumulation=2) for kind in ("zero1", "zero2", "zero3")
     )
     for holding in (one, two, three):
         assert holding.parameter_bytes == P // 4
@@ -95,15 +109,15 @@ def test_layout_in_closed_form() -> None:
     # Whole gradients of a block and of the rest, beside the shares of all.
     assert [h.unreduced_bytes for h in (one, two, three)] == [0, 4 * 1200, 4 * 1200]
     # The first microbatch has no shares yet: a block and the rest, and the shares behind it.
-    first = sharded.layout(GROUPS, 4, "zero2")
+    first = held("fsdp4:zero2")
     assert first.gradient_bytes + first.unreduced_bytes == 4 * (400 + 800 + 3 * 200)
     assert [h.gradient_bytes for h in (one, two, three)] == [P, P // 4, P // 4]
-    assert sharded.layout(GROUPS, 4, "zero1").gradient_bytes == P // 4
-    assert sharded.layout(GROUPS, 4, "zero3", segment_size=3).gathered_bytes == P
+    assert held("fsdp4:zero1").gradient_bytes == P // 4
+    assert held("fsdp4,recompute:every/3").gathered_bytes == P
 
 
 def test_rows_are_padded_on_their_way() -> None:
-    (gather, *_) = sharded.traffic([group("rest", (5, 3))], 4, "zero3")
+    (gather, *_) = over_groups("fsdp4", [group("rest", (5, 3))]).traffic([(1, 8)])
     assert gather.payload_bytes == 8 * 3 * 4
 
 

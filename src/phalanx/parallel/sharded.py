@@ -41,87 +41,11 @@ from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import StrategyError
-from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.groups import Group, Sums, groups_of, most_gathered, most_gradients
 from phalanx.parallel.reduce import GradientReducer, add_up_in_parts
 from phalanx.parallel.split import Split, StateBytes, Target
 
 Kind = Literal["zero1", "zero2", "zero3"]
-
-
-def layout(
-    groups: Sequence[Group],
-    num_ranks: int,
-    kind: Kind,
-    *,
-    accumulation: int = 1,
-    segment_size: int = 1,
-) -> StateBytes:
-    """Return what each rank holds.
-
-    Args:
-        groups: see `groups_of`.
-        num_ranks: N, the degree of fsdp.
-        kind: the stage.
-        accumulation: microbatches a step; with one, zero1 reduces each group's gradients as soon as
-            they are made, and holds no more than zero2.
-        segment_size: blocks that recomputation runs again together.
-    """
-    gathered_bytes = sum(g.gathered_bytes(num_ranks) for g in groups)
-    if kind == "zero3":
-        gathered_bytes = most_gathered(groups, num_ranks, segment_size)
-    share_bytes = sum(g.share_bytes(num_ranks) for g in groups)
-    sums: Sums = "none" if accumulation == 1 else "full" if kind == "zero1" else "shares"
-    gradient_bytes = share_bytes
-    if sums == "full":
-        gradient_bytes = sum(sum(g.full_bytes(g.master)) for g in groups)
-    return StateBytes(
-        parameter_bytes=sum(g.parameter_bytes(num_ranks) for g in groups) // num_ranks,
-        gathered_bytes=gathered_bytes,
-        gradient_bytes=gradient_bytes,
-        unreduced_bytes=most_gradients(groups, num_ranks, sums) - gradient_bytes,
-        optimizer_bytes=2 * share_bytes,
-    )
-
-
-def traffic(
-    groups: Sequence[Group],
-    num_ranks: int,
-    kind: Kind,
-    *,
-    num_copies: int = 1,
-    accumulation: int = 1,
-) -> list[Entry]:
-    """Return what one rank sends in one step.
-
-    Args:
-        groups: see `groups_of`.
-        num_ranks: N, the degree of fsdp.
-        kind: the stage.
-        num_copies: M, the degree of dp; above 1 it is HSDP.
-        accumulation: microbatches a step.
-    """
-    gathered = [g.gathered_bytes(num_ranks) for g in groups]
-    again = [g.gathered_bytes(num_ranks) for g in groups if g.is_gathered_again]
-    shares = [size for g in groups if (size := g.share_bytes(num_ranks))]
-    reduced = [size * num_ranks for size in shares]
-    flags = sum(p.is_trained for g in groups for p in g.parameters)
-    times_gathered = accumulation if kind == "zero3" else 1
-    times_reduced = 1 if kind == "zero1" else accumulation
-    rows = [
-        ("forward", "fsdp", "all_gather", gathered * times_gathered),
-        ("backward", "fsdp", "all_gather", again * accumulation if kind == "zero3" else []),
-        ("backward", "fsdp", "reduce_scatter", reduced * times_reduced),
-        ("backward", "dp", "all_reduce", shares),
-        ("agree", "dp", "all_reduce", [flags]),
-        ("agree", "fsdp", "all_reduce", [flags]),
-    ]
-    degree = {"fsdp": num_ranks, "dp": num_copies}
-    return [
-        Entry(phase, axis, op, len(sizes), sum(sizes), sent_bytes(op, sum(sizes), degree[axis]))
-        for phase, axis, op, sizes in rows
-        if sizes and degree[axis] > 1
-    ]
 
 
 class ShardedSplit(Split):
@@ -131,78 +55,87 @@ class ShardedSplit(Split):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
+        strategy = target.strategy
         self._groups = groups_of(target.model, target.compute, target.shapes)
-        self._kind: Kind = cast(Kind, target.strategy.fsdp.kind)
-        if target.strategy.tp.degree > 1:
+        self._kind: Kind = cast(Kind, strategy.fsdp.kind)
+        self._degree = {"fsdp": strategy.fsdp.degree, "dp": strategy.dp.degree}
+        if strategy.tp.degree > 1:
             mesh_dims()
 
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
-        """Return the shares, and what is gathered and not yet reduced."""
-        strategy, num_blocks = self.target.strategy, len(blocks_of(self.target.model))
-        return layout(
-            self._groups,
-            strategy.fsdp.degree,
-            self._kind,
-            accumulation=accumulation,
-            segment_size=strategy.recompute.segment_size(max(1, num_blocks)) or 1,
+        """Return the shares, and what is gathered and not yet reduced.
+
+        With one microbatch zero1 reduces each group's gradients as soon as they are made, and holds
+        no more than zero2.
+        """
+        groups, num_ranks = self._groups, self._degree["fsdp"]
+        gathered_bytes = sum(g.gathered_bytes(num_ranks) for g in groups)
+        if self._kind == "zero3":
+            num_blocks = max(1, sum(g.place == "block" for g in groups))
+            segment_size = self.target.strategy.recompute.segment_size(num_blocks) or 1
+            gathered_bytes = most_gathered(groups, num_ranks, segment_size)
+        share_bytes = sum(g.share_bytes(num_ranks) for g in groups)
+        sums: Sums = "full" if self._kind == "zero1" else "shares"
+        sums = "none" if accumulation == 1 else sums
+        gradient_bytes = share_bytes
+        if sums == "full":
+            gradient_bytes = sum(sum(g.full_bytes(g.master)) for g in groups)
+        return StateBytes(
+            parameter_bytes=sum(g.parameter_bytes(num_ranks) for g in groups) // num_ranks,
+            gathered_bytes=gathered_bytes,
+            gradient_bytes=gradient_bytes,
+            unreduced_bytes=most_gradients(groups, num_ranks, sums) - gradient_bytes,
+            optimizer_bytes=2 * share_bytes,
         )
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return what is gathered and reduced."""
-        return traffic(
-            self._groups,
-            self.target.strategy.fsdp.degree,
-            self._kind,
-            num_copies=self.target.strategy.dp.degree,
-            accumulation=len(microbatches),
-        )
+        groups, degree = self._groups, self._degree
+        num_ranks, times = degree["fsdp"], len(microbatches)
+        gathered = [g.gathered_bytes(num_ranks) for g in groups]
+        again = [g.gathered_bytes(num_ranks) for g in groups if g.is_gathered_again]
+        shares = [size for g in groups if (size := g.share_bytes(num_ranks))]
+        reduced = [size * num_ranks for size in shares]
+        flags = sum(p.is_trained for g in groups for p in g.parameters)
+        times_gathered, times_again = (times, times) if self._kind == "zero3" else (1, 0)
+        times_reduced = 1 if self._kind == "zero1" else times
+        rows = [
+            ("forward", "fsdp", "all_gather", gathered * times_gathered),
+            ("backward", "fsdp", "all_gather", again * times_again),
+            ("backward", "fsdp", "reduce_scatter", reduced * times_reduced),
+            ("backward", "dp", "all_reduce", shares),
+            ("agree", "dp", "all_reduce", [flags]),
+            ("agree", "fsdp", "all_reduce", [flags]),
+        ]
+        return [
+            Entry(phase, axis, op, len(sizes), sum(sizes), sent_bytes(op, sum(sizes), degree[axis]))
+            for phase, axis, op, sizes in rows
+            if sizes and degree[axis] > 1
+        ]
 
     def apply(self, comm: Ranks) -> None:
-        """Hand the model to FSDP2."""
-        apply(self.target.model, comm, self._kind, compute=self.target.compute)
+        """Split every parameter, in place: DTensors of fsdp, and of dp if the job has it."""
+        model = self.target.model
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if not tensor.is_meta:
+                    comm.broadcast(local_shard(tensor), "data")
+        where = _where(model, comm)
+        for group in self._groups:
+            sharded = fully_shard(
+                [model.get_submodule(name) for name in group.names],
+                reshard_after_forward=self._kind == "zero3" and not group.is_kept,
+                mp_policy=_precision(group),
+                **where,
+            )
+            for module in sharded:
+                module.set_unshard_in_backward(group.place != "embedding")
+        if not isinstance(model, FSDPModule):  # no parameter is of the rest
+            fully_shard(model, **where)
 
     def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
         """Return what steers gathers and reductions."""
         return ShardedReducer(self.target.model, comm, self._kind)
-
-
-def apply(
-    model: nn.Module,
-    comm: Ranks,
-    kind: Kind = "zero3",
-    *,
-    compute: torch.dtype | None = None,
-) -> None:
-    """Split every parameter over fsdp, in place.
-
-    Parameters become DTensors of the axis fsdp (and dp, if the job has it) and keep their names.
-
-    Args:
-        model: a module with its first weights, or on the meta device.
-        comm: has the axis fsdp.
-        kind: the stage.
-        compute: data type of the blocks' arithmetic; see `groups_of`.
-
-    Raises:
-        StrategyError: see `groups_of`.
-    """
-    groups = groups_of(model, compute)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:
-                comm.broadcast(local_shard(tensor), "data")
-    where = _where(model, comm)
-    for group in groups:
-        sharded = fully_shard(
-            [model.get_submodule(name) for name in group.names],
-            reshard_after_forward=kind == "zero3" and not group.is_kept,
-            mp_policy=_precision(group),
-            **where,
-        )
-        for module in sharded:
-            module.set_unshard_in_backward(group.place != "embedding")
-    if not isinstance(model, FSDPModule):  # no parameter is of the rest
-        fully_shard(model, **where)
 
 
 def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What tensor parallelism sends, said before any process starts: by its layers and replicas.
 
-Nothing is written down twice: the layout's own methods run on meta tensors, over a communicator
-that counts. What one kind of layer sends is counted once, for a model has many and a plan is asked
-for thousands of strategies.
+Nothing is written down twice: the operators of the layers run on meta tensors, forward and
+backward, over a communicator that counts. What one kind of layer sends is counted once, for a model
+has many and a plan is asked for thousands of strategies.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ from phalanx.parallel.tensor.layers import is_transposed, subtracts_mean
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import token_loss_sum
 from phalanx.parallel.tensor.norm import split_norm
+from phalanx.parallel.tensor.operators import (
+    column_parallel_linear,
+    gather_features,
+    reduce_embedding,
+    row_parallel_linear,
+    shard,
+    unshard,
+)
 from phalanx.parallel.tensor.placed import Placed
 from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
 from phalanx.parallel.tensor.spec import BatchShape, Spec
@@ -38,7 +46,7 @@ class _Work:
     """What a layer does with one microbatch, and what decides how much that sends.
 
     Attributes:
-        kind: what it does, a case of `_run`.
+        kind: what it does, a case of `_forward`.
         sizes: numbers of features: what it reads first, then what it makes.
         compute: data type of the arithmetic.
         master: data type of the weights.
@@ -139,67 +147,51 @@ def _entries(
 ) -> list[Entry]:
     """Return what a layer sends of one microbatch."""
     comm = Counting(dict(grid))
-    _run(kind(comm), comm, work, batch)
+    with comm.phase("forward"):
+        results = _forward(kind(comm), comm, work, batch)
+    with comm.phase("backward"):
+        torch.autograd.backward(results, results)
     return comm.entries()
 
 
-def _run(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> None:
-    """Do what the layer does, forward and backward, on nothing."""
+def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> Sequence[Tensor]:
+    """Do what the layer does, on nothing."""
     residual, inner, (width, *others) = layout.residual, layout.inner, work.sizes
 
-    def activation(spec: Spec, num_features: int) -> Tensor:
-        held = layout.held(spec, batch, num_features)
-        return torch.empty([len(one) for one in held], dtype=work.compute, device="meta")
+    def empty(shape: Sequence[int], dtype: torch.dtype = work.compute) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    def activation(spec: Spec) -> Tensor:
+        return empty([len(held) for held in layout.held(spec, batch, width)])
 
     def weight(spec: Spec, *shape: int) -> Tensor:
-        return torch.empty(spec.shard_shape(shape, comm), dtype=work.master, device="meta")
+        return empty(spec.shard_shape(shape, comm), work.master)
 
-    forward, backward = comm.phase("forward"), comm.phase("backward")
     if work.kind == "columns":
-        x = activation(residual, width)
         weights = [weight(layout.column, num_out, width) for num_out in others]
-        with forward:
-            ys = layout.column_parallel_linear(x, weights, batch.length)
-        with backward:
-            layout.column_parallel_linear_backward(x, weights, ys)
-    elif work.kind == "row":
-        x, w = activation(inner, width), weight(layout.row, others[0], width)
-        with forward:
-            y = layout.row_parallel_linear(x, w)
-        with backward:
-            layout.row_parallel_linear_backward(x, w, y)
-    elif work.kind == "embedding":
-        share = layout.column.shard(1, width, comm)
+        return column_parallel_linear(layout, activation(residual), weights, batch.length)
+    if work.kind == "row":
+        return [row_parallel_linear(layout, activation(inner), weight(layout.row, *others, width))]
+    if work.kind == "embedding":
         num_rows = len(layout.rows(layout.entry, batch))
-        partial = torch.empty(num_rows, batch.length, len(share), dtype=work.master, device="meta")
-        with forward:
-            x = layout.reduce_embedding(partial)
-        with backward:
-            layout.reduce_embedding_backward(x, batch.length)
-    elif work.kind in ("gather", "scatter"):
-        with forward if work.kind == "gather" else backward:
-            layout.unshard(activation(residual, width), residual, batch, width)
-    elif work.kind == "token":
-        if residual.features is not None:
-            with forward:
-                full = comm.all_gather(activation(residual, width), residual.features, 2)
-            with backward:
-                comm.reduce_scatter(full, residual.features, 2)
-    elif work.kind == "logits":
-        with forward:
-            layout.unshard(activation(inner, width), inner, batch, width)
-    elif work.kind == "norm":
-        x = activation(residual, width).requires_grad_()
+        share = layout.column.shard(1, width, comm)
+        looked_up = empty((num_rows, batch.length, len(share)), work.master)
+        return [reduce_embedding(layout, looked_up)]
+    if work.kind == "gather":
+        return [unshard(layout, activation(residual), residual, batch, width)]
+    if work.kind == "scatter":
+        return [shard(layout, empty((batch.num_rows, batch.length, width)), residual)]
+    if work.kind == "token":
+        x = activation(residual)
+        return [x if residual.features is None else gather_features(layout, x, residual.features)]
+    if work.kind == "logits":
+        return [unshard(layout, activation(inner), inner, batch, width)]
+    if work.kind == "norm":
         w = weight(Spec.of(residual.axes[2]), width)
-        with forward:
-            y = split_norm(x, w, None, 0.0, width, bool(others[0]), layout)
-        with backward:
-            y.backward(y)
-    else:
-        logits = activation(inner, width).flatten(0, 1)
-        labels = torch.empty(len(logits), dtype=torch.int64, device="meta")
-        with forward:
-            token_loss_sum(logits, labels, width, layout)
+        return [split_norm(activation(residual), w, None, 0.0, width, bool(others[0]), layout)]
+    logits = activation(inner).flatten(0, 1)
+    labels = torch.empty(len(logits), dtype=torch.int64, device="meta")
+    return [token_loss_sum(logits, labels, width, layout)]
 
 
 def _replicas(parameters: Sequence[Placed], num_shares: int) -> dict[tuple[str, ...], list[int]]:

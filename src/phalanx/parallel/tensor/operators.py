@@ -59,11 +59,19 @@ def row_parallel_linear(layout: Layout, x: Tensor, weight: Tensor) -> Tensor:
 
 def reduce_embedding(layout: Layout, partial: Tensor) -> Tensor:
     """Sum what each rank looked up in its shard of a table; see `Layout.reduce_embedding`."""
-    return cast(Tensor, _ReduceEmbedding.apply(layout, partial))
+    length = partial.shape[1]
+    return _map(
+        partial,
+        layout.reduce_embedding,
+        lambda d_x: layout.reduce_embedding_backward(d_x, length),
+    )
 
 
 def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_features: int) -> Tensor:
-    """Gather x[B, T, D], full on every rank; its gradient must be the same on all of them.
+    """Gather x[B, T, D], full on every rank.
+
+    Every rank computes the same with it, so its gradient is the same on all, and each takes its
+    shard of that.
 
     Args:
         layout: how everything lies.
@@ -72,17 +80,29 @@ def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_featur
         shape: of the full batch.
         num_features: D.
     """
-    return cast(Tensor, _Unshard.apply(layout, x, spec, shape, num_features))
+    return _map(
+        x,
+        lambda x: layout.unshard(x, spec, shape, num_features),
+        lambda d_x: layout.shard(d_x, spec),
+    )
 
 
 def shard(layout: Layout, x: Tensor, spec: Spec) -> Tensor:
     """Return this rank's shard of x[B, T, D], the same on every rank; so is its gradient."""
-    return cast(Tensor, _Shard.apply(layout, x, spec))
+    shape, num_features = BatchShape(*x.shape[:2]), x.shape[2]
+    return _map(
+        x,
+        lambda x: layout.shard(x, spec),
+        lambda d_x: layout.unshard(d_x, spec, shape, num_features),
+    )
 
 
 def gather_features(layout: Layout, x: Tensor, axis: str) -> Tensor:
     """Gather features over `axis`; backward sums what the ranks have, each of its own use."""
-    return cast(Tensor, _GatherFeatures.apply(layout, x, axis))
+    comm = layout.comm
+    return _map(
+        x, lambda x: comm.all_gather(x, axis, 2), lambda d_x: comm.reduce_scatter(d_x, axis, 2)
+    )
 
 
 def look_up(ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
@@ -98,7 +118,7 @@ def look_up(ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
 
 def without_gradient(tensor: Tensor) -> Tensor:
     """Return the same tensor, whose gradient is zeros: another rank gives it."""
-    return cast(Tensor, _WithoutGradient.apply(tensor))
+    return _map(tensor, lambda x: x.view_as(x), torch.zeros_like)
 
 
 _AT_WORK: ContextVar[Layout] = ContextVar("layout")
@@ -190,60 +210,25 @@ class _RowParallelLinear(Function):
         return None, *ctx.layout.row_parallel_linear_backward(x, weight, grad_outputs[0])
 
 
-class _ReduceEmbedding(Function):
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, partial: Tensor) -> Tensor:
-        ctx.layout, ctx.length = layout, partial.shape[1]
-        return layout.reduce_embedding(partial)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.layout.reduce_embedding_backward(grad_outputs[0], ctx.length)
+def _map(
+    x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return forward(x), a map whose gradient `back` makes of the result's alone."""
+    return cast(Tensor, _Map.apply(x, forward, back))
 
 
-class _Unshard(Function):
-    """Gather; backward takes this rank's shard, for every rank computes the same with the whole."""
-
+class _Map(Function):
     @staticmethod
     def forward(
-        ctx: Any, layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_features: int
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.layout, ctx.spec = layout, spec
-        return layout.unshard(x, spec, shape, num_features)
+        ctx.back = back
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.layout.shard(grad_outputs[0], ctx.spec), None, None, None
-
-
-class _Shard(Function):
-    """Take this rank's shard; backward gathers, so that every rank has the full gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, x: Tensor, spec: Spec) -> Tensor:
-        ctx.layout, ctx.spec = layout, spec
-        ctx.shape, ctx.num_features = BatchShape(*x.shape[:2]), x.shape[2]
-        return layout.shard(x, spec)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad = ctx.layout.unshard(grad_outputs[0], ctx.spec, ctx.shape, ctx.num_features)
-        return None, grad, None
-
-
-class _GatherFeatures(Function):
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, x: Tensor, axis: str) -> Tensor:
-        ctx.layout, ctx.axis = layout, axis
-        return layout.comm.all_gather(x, axis, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.layout.comm.reduce_scatter(grad_outputs[0], ctx.axis, 2), None
+        return ctx.back(grad_outputs[0]), None, None
 
 
 class _LookUp(Function):
@@ -267,14 +252,3 @@ class _LookUp(Function):
         if len(d_weight_VD):
             d_weight_VD.index_add_(0, rows_BT.flatten(), grad_BTD.flatten(0, 1))
         return None, d_weight_VD, None
-
-
-class _WithoutGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        return torch.zeros_like(grad_outputs[0])
