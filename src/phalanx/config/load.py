@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from phalanx.config.command_line import read_words
-from phalanx.config.fields import Schema, Use, keys_for, settings, value_at, with_value
+from phalanx.config.fields import Schema, Use, keys_for, settings, with_value
 from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.schema import TrainConfig
 
@@ -56,57 +55,43 @@ def load_config(
         ConfigError: an unknown key, a value of the wrong type, a file that cannot be read.
         SystemExit: with code 0, after --help.
     """
-    said = read_words(argv, _Options, schema, prog=prog)
-    options = _Options(**{key: said.pop(key) for key in vars(_Options()) if key in said})
+    words = read_words(argv, _Options, schema, prog=prog)
+    options = _Options(**{key: words.pop(key) for key in vars(_Options()) if key in words})
     keys = {setting.key: setting.hint for setting in settings(schema)}
     layers = [(path, read_values(path, keys)) for path in options.config]
-    layers.append(("command line", said))
-    run_file = None
-    if schema is TrainConfig and (run_file := _run_file(layers)) is not None:
-        layers.insert(0, (str(run_file), _to_go_on(run_file, keys)))
+    layers.append(("command line", words))
+    said = {key: value for _, values in layers for key, value in values.items()}
+    if schema is TrainConfig and (run_file := _run_file(said.get("resume"))) is not None:
+        layers.insert(0, (str(run_file), _to_go_on(run_file, keys, said)))
     config, sources = schema(), dict.fromkeys(keys, "default")
     for source, values in layers:
         for key, value in values.items():
             config = with_value(config, key, value)
             sources[key] = source
-    loaded = Loaded(config, sources, options.show_config, options.json)
-    return loaded if run_file is None else _give_way(loaded, str(run_file))
+    return Loaded(config, sources, options.show_config, options.json)
 
 
-def _run_file(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Path | None:
+def _run_file(resume: str | None) -> Path | None:
     """Return the file of settings of the run that is to go on, if there is one."""
-    named = [values["resume"] for _, values in layers if "resume" in values]
-    if not named or named[-1] is None:
+    if resume is None:
         return None
-    folder = Path(named[-1])
-    if (folder / RUN_FILE).is_file():
-        return folder / RUN_FILE
-    folder = Path(os.path.abspath(folder))  # "." has no parents
+    if (Path(resume) / RUN_FILE).is_file():
+        return Path(resume) / RUN_FILE
+    folder = Path(os.path.abspath(resume))  # "." has no parents
     run_file = folder.parent.parent / RUN_FILE
     return run_file if folder.parent.name == "checkpoints" and run_file.is_file() else None
 
 
-def _to_go_on(run_file: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run that are taken where it goes on."""
+def _to_go_on(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that are taken where it goes on, and `said` anew otherwise."""
     has_tokenizer = (run_file.parent / "tokenizer.json").is_file()
-    left = Use.FRESH | Use.OF_TOKENIZER if has_tokenizer else Use.FRESH
-    dropped = keys_for(TrainConfig, left)
-    values = read_values(str(run_file), keys)
-    return {key: value for key, value in values.items() if key not in dropped}
-
-
-def _give_way(loaded: Loaded[Schema], run_file: str) -> Loaded[Schema]:
-    """Unset what a run was told where another setting, given now, says the same in another way."""
-    config, sources = loaded.config, dict(loaded.sources)
-
-    def is_given(*keys: str) -> bool:
-        return all(sources[k] != run_file and value_at(config, k) is not None for k in keys)
-
-    for key, others in (
+    dropped = keys_for(TrainConfig, Use.FRESH | Use.OF_TOKENIZER if has_tokenizer else Use.FRESH)
+    for key, others in (  # another setting may say the same in another way
         ("steps", ("epochs",)),
         ("epochs", ("steps",)),
         ("batch.global_size", ("batch.microbatch", "batch.accumulation")),
     ):
-        if sources[key] == run_file and is_given(*others):
-            config, sources[key] = with_value(config, key, None), "default"
-    return dataclasses.replace(loaded, config=config, sources=sources)
+        if all(said.get(other) is not None for other in others):
+            dropped.append(key)
+    values = read_values(str(run_file), keys)
+    return {key: value for key, value in values.items() if key not in dropped}

@@ -72,8 +72,8 @@ class Session:
         """
         step = self.step
         scaler = step.scaler.state_dict() or None  # empty where it is not enabled
-        about = manifest_of(self.job, step.steps_done, self.loader.consumed, scaler=scaler)
-        about = dataclasses.replace(about, is_passing=is_passing)
+        done = (step.steps_done, self.loader.consumed)
+        about = manifest_of(self.job, *done, scaler=scaler, is_passing=is_passing)
         self.saver.begin(self.model, step.optimizer, about)
 
 

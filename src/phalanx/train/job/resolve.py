@@ -169,9 +169,7 @@ def _precision_of(config: TrainConfig, device: str) -> Precision:
     return resolve_precision("float32" if is_open else config.precision, device)
 
 
-def manifest_of(
-    job: Job, steps_done: int, consumed: int, *, scaler: dict[str, Any] | None = None
-) -> Manifest:
+def manifest_of(job: Job, steps_done: int, consumed: int, **more: Any) -> Manifest:
     """Return what a checkpoint of this job says of itself."""
     settings = {
         key: value
@@ -187,7 +185,7 @@ def manifest_of(
         shape=dataclasses.asdict(job.shape),
         stream=stream_of(job.config, job.tokens),
         settings={"model": job.name, **settings, "shape.dropout": job.shape.dropout},
-        scaler=scaler,
+        **more,
     )
 
 
