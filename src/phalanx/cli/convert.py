@@ -75,28 +75,22 @@ def run(argv: list[str]) -> int:
 def _convert(
     config: ConvertConfig, source: Path, destination: Path, preparation: Preparation
 ) -> Converted:
-    """Convert, with a bar on a terminal.
-
-    Raises:
-        ConfigError: the size of a shard is given for a checkpoint, which has none.
-    """
+    """Convert, with a bar on a terminal."""
     import torch
 
     from phalanx.hugging_face.convert import MAX_SHARD_BYTES, convert, kind_of
 
-    max_shard_bytes = MAX_SHARD_BYTES
-    if config.max_shard_gb is not None:
-        if kind_of(source) == "hugging face":
-            raise ConfigError(
-                f"max_shard_gb is {config.max_shard_gb:g}, but {source} becomes a checkpoint, "
-                "which has no shards; leave it out"
-            )
-        max_shard_bytes = round(config.max_shard_gb * 1e9)
+    size_gb = config.max_shard_gb
+    if size_gb is not None and kind_of(source) == "hugging face":
+        raise ConfigError(
+            f"max_shard_gb is {size_gb:g}, but {source} becomes a checkpoint, which has "
+            "no shards; leave it out"
+        )
     return convert(
         source,
         destination,
         dtype=getattr(torch, config.dtype),
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=MAX_SHARD_BYTES if size_gb is None else round(size_gb * 1e9),
         progress=preparation.report,
     )
 

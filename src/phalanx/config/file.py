@@ -73,11 +73,7 @@ def _toml(key: str, value: Any) -> str:
 
 
 def _read_toml(path: str) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: it is missing, not text, or not TOML; with the line.
-    """
+    """Read a TOML file; say why it cannot be read, with the line."""
     file = Path(path)
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))

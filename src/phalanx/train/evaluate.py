@@ -19,12 +19,10 @@ class Evaluation:
     Attributes:
         loss: nats a token.
         bits_per_byte: loss in bits / bytes of the predicted text; it compares across tokenizers.
-        num_tokens: how many were predicted.
     """
 
     loss: float
     bits_per_byte: float
-    num_tokens: int
 
 
 @torch.no_grad()
@@ -55,5 +53,4 @@ def evaluate(session: Session) -> Evaluation | None:
     return Evaluation(
         loss=loss_sum / num_valid,
         bits_per_byte=loss_sum / math.log(2) / num_bytes,
-        num_tokens=int(num_valid),
     )

@@ -141,11 +141,7 @@ def _check_split(request: Request) -> None:
 
 
 def _count_steps(request: Request, num_samples: int) -> int:
-    """Return the optimizer steps of the run, those that are done included.
-
-    Raises:
-        DataError: the data does not fill one batch, and what does not is dropped.
-    """
+    """Return the optimizer steps of the run, those that are done included; 0 is refused."""
     config, size, (done, consumed) = request.config, request.batch.global_size, request.done
     if config.epochs is None:
         return config.steps if config.steps is not None else DEFAULT_STEPS
