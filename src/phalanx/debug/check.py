@@ -6,7 +6,7 @@
 
 The first to come leaves its fingerprint for the others to compare with, and the last, who is known
 by a count, lets all go on: a rank makes as many calls to the store in a group of any size. Only
-where one differs, or ranks give and take unlike parts, each reads what all others said.
+where one differs, or ranks give and take unlike shapes, each reads what all others said.
 
 A `CollectiveCheck` is a dispatch mode, so it belongs to the thread that entered it, and to the
 threads of autograd that work for it: the collectives of any other thread pass unseen. The ranks

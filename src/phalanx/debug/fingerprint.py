@@ -3,10 +3,10 @@
 What is compared, in this order, the first difference being the one that is told:
 
     op, reduction, data type, root    the same on all ranks
-    shapes                            the same on all ranks, where each has the whole tensor
+    shapes                            the same on all ranks, where each has the full tensor
     what rank i gives rank j          what rank j takes from rank i: a gather, a scatter, a
                                       reduce-scatter or an all-to-all may be uneven, but both ends
-                                      of each part must have one shape
+                                      of each piece must have one shape
     the tensor's name                 where it has one on both ranks, see [Note: Names]
 
 [Note: Names] Two calls in swapped order that are alike in all else are told apart by the names of
@@ -94,7 +94,7 @@ class Fingerprint:
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank gives and takes parts of one shape, if all do as this one does."""
+        """Whether every rank gives and takes pieces of one shape, if all do as this one does."""
         return len({*self.gives, *self.takes}) <= 1
 
     def __str__(self) -> str:
@@ -180,9 +180,6 @@ def pair_difference(one: Fingerprint, other: Fingerprint) -> str:
 
 def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
     """Return where a call stands, outside torch, comm and this room, and its FSDP2 module.
-
-    Args:
-        frame: the innermost frame.
 
     Returns:
         The innermost places, as "file:line in function", and "FSDP module NAME" or nothing.

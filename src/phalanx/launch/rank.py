@@ -51,7 +51,6 @@ class Failure:
     """How one rank failed.
 
     Attributes:
-        rank: global rank.
         time_s: when, by the host's clock.
         text: the message of a PhalanxError, else the traceback.
         kind: class of a PhalanxError; None for any other exception.
@@ -73,27 +72,23 @@ class Failure:
 
 
 class Line:
-    """This rank's end of the pipe to the parent, for its main thread and the one that beats."""
+    """This rank's end of the pipe to the parent, for its main thread and the one that beats.
+
+    Attributes:
+        may_leave: set when the parent lets this rank end.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self._may_leave = threading.Event()
+        self.may_leave = threading.Event()
         PULSE.on_change = self._beat
         threading.Thread(target=self._serve, name="pulse", daemon=True).start()
 
     def send(self, kind: str, value: Any) -> None:
-        """Send to the parent.
-
-        Raises:
-            OSError: the parent listens no more.
-        """
+        """Send to the parent; an OSError says that it listens no more."""
         with self._lock:
             self._connection.send((kind, value))
-
-    def wait_for_leave(self) -> None:
-        """Wait until the parent lets this rank end."""
-        self._may_leave.wait()
 
     def _beat(self) -> None:
         self.send("beat", PULSE.beat())
@@ -106,7 +101,7 @@ class Line:
                 if self._connection.poll(BEAT_S):
                     word = self._connection.recv()
                     if word == LEAVE:
-                        self._may_leave.set()
+                        self.may_leave.set()
                         return
                     PULSE.stop_signal = word
                 self._beat()
@@ -140,7 +135,7 @@ def run_rank(
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    line.wait_for_leave()
+    line.may_leave.wait()
     # gloo's threads sometimes abort a process that succeeded while they are torn down.
     os._exit(exit_code)
 

@@ -56,14 +56,7 @@ class Supervisor:
         timeout_s: float,
         say_starting: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to watch.
-
-        Args:
-            ranks: the processes, in the order of the ranks.
-            signals: those that have come, and that come.
-            timeout_s: longest silence of a rank, in seconds.
-            say_starting: called if the ranks have not begun after `STARTING_S`.
-        """
+        """Begin to watch; `signals` is the list to which those that come are added."""
         self._ranks = ranks
         self._signals = signals
         self._timeout_s = timeout_s

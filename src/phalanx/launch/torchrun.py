@@ -269,11 +269,7 @@ def _read(store: Store, key: int | str) -> str:
 
 
 def check_same(facts: list[dict[str, Any]]) -> None:
-    """Check that all ranks have prepared the same.
-
-    Raises:
-        ConfigError: they have not; names the ranks and what differs.
-    """
+    """Refuse a job of which not all ranks have prepared the same; name them and what differs."""
     ours = facts[0]
     others = [rank for rank, theirs in enumerate(facts) if theirs != ours]
     if not others:
@@ -303,11 +299,8 @@ def leave(exit_code: int) -> NoReturn:
 def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoReturn:
     """Print this rank's own error, the last thing it prints, and leave.
 
-    An error of the user's is one message; any other comes with its traceback.
-
-    Args:
-        error: what went wrong.
-        is_everyones: every rank meets it by itself, so that one of each host says it.
+    An error of the user's is one message; any other comes with its traceback. One of each host says
+    what `is_everyones`, since every rank meets it by itself.
     """
     if isinstance(error, KeyboardInterrupt):
         if os.environ["RANK"] == "0":

@@ -1,4 +1,4 @@
-"""The decoders that `phalanx verify` runs: awkward shapes and weights, beside a plain twin."""
+"""The decoders that `phalanx verify` runs: awkward shapes and weights, each beside a plain one."""
 
 from __future__ import annotations
 
@@ -69,9 +69,15 @@ def shapes_to_verify(config: VerifyConfig, strategy: Strategy) -> dict[str, Mode
 
 
 def initial_decoder(shape: ModelShape, seed: int) -> Decoder:
-    """Return a float64 decoder with its first weights; norms and biases are no ones and zeros."""
+    """Return a float64 decoder with its first weights."""
     model = Decoder(shape).to(torch.float64)
     model.initialize(seed)
+    return model
+
+
+def awkward_decoder(shape: ModelShape, seed: int) -> Decoder:
+    """Return one whose norms and biases are no ones and zeros."""
+    model = initial_decoder(shape, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,7 +98,7 @@ def decoder_case(
     batches: Sequence[Batch],
     seed: int,
     optimizer: OptimizerConfig,
-    decoder: Callable[[ModelShape, int], Decoder] = initial_decoder,
+    decoder: Callable[[ModelShape, int], Decoder] = awkward_decoder,
 ) -> Case:
     """Return a case of `decoder(shape, seed)`, whose reference is a plain one."""
     return Case(

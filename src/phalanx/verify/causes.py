@@ -20,13 +20,13 @@ def likely_causes(
     differences: Sequence[Difference],
     facts: Sequence[RankFacts],
 ) -> list[str]:
-    """Return the likely causes of the differences in a step, the surest first.
+    """Return the likely causes of the differences, the surest first.
 
     Args:
         model: as it is built.
         strategy: how it is split.
         accumulation: microbatches a step.
-        differences: up to and of the step that differs.
+        differences: up to the step that differs.
         facts: of each rank after that step.
     """
     wrong = [d for d in differences if not d.passes]

@@ -84,14 +84,9 @@ def compare_step(
     moved: StepRecord | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> list[Difference]:
-    """Compare all quantities of one step with those of the reference.
+    """Compare all quantities of one step with the reference; `moved` is the perturbed one.
 
-    Args:
-        step: its number.
-        ours: of the strategy.
-        reference: what should be.
-        moved: of the perturbed reference; None in float64.
-        dtype: of the arithmetic.
+    In float64 there is none.
     """
     rows: list[Difference] = []
     for quantity, expected in reference.items():

@@ -67,8 +67,7 @@ def verify(
             tensors, whose first dimension is the samples.
         strategy: such as "dp2".
         objective: how a microbatch becomes a sum of losses and a number of valid tokens.
-        accumulation: microbatches each rank cuts its share into; one process always takes the
-            whole.
+        accumulation: microbatches each rank cuts its share into; one process never cuts.
         dtype: "float64", "float32" or "bfloat16", of weights and arithmetic; floating-point tensors
             of the batches are cast to it.
         optimizer: AdamW's settings; its defaults if None.
@@ -101,16 +100,8 @@ def compare_cases(
 ) -> list[Verdict]:
     """Run cases on one start of the ranks, and where one differs, on one rank too.
 
-    In a job that others have started, its ranks run them, and all call this together.
-
-    Args:
-        cases: by what they are called; all on one device.
-        strategy: how to split.
-        debug_comm: compare each collective of all ranks before it runs.
-
-    Raises:
-        ConfigError: a batch has too few rows.
-        StrategyError: a model cannot be split so.
+    In a job that others have started, its ranks run them, and all call this together. The cases, by
+    what they are called, are on one device; see `verify` for the rest.
     """
     for case in cases.values():
         check_rows(case, strategy.data_ranks)

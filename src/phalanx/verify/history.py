@@ -13,10 +13,8 @@ from phalanx.data.batch import Batch
 from phalanx.data.loader import evaluation_rows
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
-from phalanx.models.decoder import Decoder
-from phalanx.models.shape import ModelShape
 from phalanx.train.job.resolve import Job
-from phalanx.verify.cases import decoder_case
+from phalanx.verify.cases import decoder_case, initial_decoder
 from phalanx.verify.plain import PlainNextToken
 from phalanx.verify.record import Case
 from phalanx.verify.reference import MOMENTS, ReferenceRun, StepRecord
@@ -50,9 +48,9 @@ class History:
 
 def reference_case(jobs: Sequence[Job]) -> Case:
     """Return the steps of the last job, and before them those of the job that it goes on from."""
-    first = jobs[0]
-    config = first.config
-    return decoder_case(first.shape, list(_batches(jobs)), config.seed, config.optimizer, _decoder)
+    shape, config = jobs[0].shape, jobs[0].config
+    batches = list(_batches(jobs))
+    return decoder_case(shape, batches, config.seed, config.optimizer, initial_decoder)
 
 
 def reference_history(jobs: Sequence[Job]) -> History:
@@ -77,12 +75,6 @@ def reference_history(jobs: Sequence[Job]) -> History:
             history.rows[done] = [rows]
             position += len(rows)
     return history
-
-
-def _decoder(shape: ModelShape, seed: int) -> Decoder:
-    decoder = Decoder(shape).double()
-    decoder.initialize(seed)
-    return decoder
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:

@@ -27,17 +27,7 @@ from phalanx.verify.batches import count_rows
 from phalanx.verify.compare import Difference, limit_of
 from phalanx.verify.record import Case, SplitRun, owner
 from phalanx.verify.reference import ReferenceRun
-from phalanx.verify.trace import (
-    INPUT,
-    INPUT_GRADIENT,
-    OUTPUT,
-    OUTPUT_GRADIENT,
-    Aligner,
-    Event,
-    Key,
-    Recorder,
-    gap,
-)
+from phalanx.verify.trace import Aligner, Event, Key, Kind, Recorder, gap
 from phalanx.verify.verdict import Place
 
 Expected = tuple[Event, float]
@@ -103,11 +93,7 @@ def locate(
 def _expected(
     case: Case, step: int, device: torch.device, suspect: str | None
 ) -> tuple[list[Expected], Tensor | None]:
-    """Record a step of the reference, and of the perturbed one for the limits.
-
-    Returns:
-        What should be, and the suspect's gradient.
-    """
+    """Record a step of the reference; return what should be, and the gradient of the suspect."""
     # One after the other: a model may draw from torch's own generator.
     (recorder, record), (moved, _) = (
         _recorded(ReferenceRun(case, device, perturbation=seed), step) for seed in (0, 1)
@@ -158,7 +144,7 @@ def _compare(
     for made, _ in expected:
         key, reference = made.key, made.tensor
         for event in ours.get(key, []):
-            if reference.ndim == 0 and key.kind in (INPUT, OUTPUT):
+            if reference.ndim == 0 and key.kind in (Kind.INPUT, Kind.OUTPUT):
                 sums[key] = sums.get(key, 0.0) + float(event.tensor)
             elif pair := aligner.pair(event, reference, rows[event.microbatch]):
                 found = gap(*pair), event.microbatch
@@ -204,12 +190,12 @@ def _blame(event: Event, types: Mapping[str, str]) -> tuple[str | None, str]:
     own = _named(module, types)
     outer = "what calls the model" if caller is None else _named(caller, types)
     return {
-        INPUT: (caller, f"{outer}: what it gives to {own} differs though all before agrees"),
-        OUTPUT: (module, f"{own}: its output differs though its inputs agree"),
-        OUTPUT_GRADIENT: (
+        Kind.INPUT: (caller, f"{outer}: what it gives to {own} differs though all before agrees"),
+        Kind.OUTPUT: (module, f"{own}: its output differs though its inputs agree"),
+        Kind.OUTPUT_GRADIENT: (
             caller, f"{outer}: backward gives another gradient to the output of {own}",
         ),
-        INPUT_GRADIENT: (
+        Kind.INPUT_GRADIENT: (
             module, f"{own}: the gradient of its input differs though that of its output agrees",
         ),
     }[event.key.kind]  # fmt: skip

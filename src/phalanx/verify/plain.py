@@ -1,7 +1,7 @@
 """A decoder written anew, in plain PyTorch: what `models.decoder` must compute.
 
 Names of modules and parameters, and the arguments of each forward, are those of `Decoder`, so that
-its weights can be loaded and each module compared with its twin. All arithmetic is written here.
+its weights can be loaded and each module compared with its own. All arithmetic is written here.
 """
 
 from __future__ import annotations
@@ -220,12 +220,7 @@ def _layer_keys(keys: Tensor | None, layer: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class PlainNextToken:
-    """The objective of a `PlainDecoder`.
-
-    Attributes:
-        seed: of the dropout masks.
-        dropout: above 0, the rows have keys.
-    """
+    """The objective of a `PlainDecoder`; `seed` fixes the dropout masks."""
 
     seed: int
     dropout: float

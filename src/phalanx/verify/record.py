@@ -76,12 +76,7 @@ class RankFacts:
 
 
 class SplitRun:
-    """The steps of a case under a strategy, on this rank.
-
-    Attributes:
-        model: split.
-        ledger: of what this rank sends in the last step.
-    """
+    """The steps of a case on this rank, split; its `ledger` has what the last of them sends."""
 
     def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
         # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.
@@ -133,11 +128,7 @@ class SplitRun:
 
 
 def check_rows(case: Case, num_data_ranks: int) -> None:
-    """Refuse batches with fewer rows than microbatches.
-
-    Raises:
-        ConfigError: names the batch.
-    """
+    """Refuse a batch with fewer rows than microbatches."""
     for step, batch in enumerate(case.batches):
         num_rows, least = count_rows(batch), num_data_ranks * case.accumulation
         if num_rows < least:

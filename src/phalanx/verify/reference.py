@@ -1,6 +1,6 @@
 """The reference: a training step in plain PyTorch, which shares no code with `train.step`.
 
-One process takes each global batch whole. The loss law, the norm, clipping and the schedule are
+One process takes each global batch at once. The loss law, the norm, clipping and the schedule are
 written anew, AdamW is torch's own, and a decoder is `PlainDecoder`. So a fault that a strategy and
 one process of our trainer have in common is found too.
 """
@@ -39,11 +39,7 @@ Tensors are full and on the CPU; quantities stand in the order in which a step m
 
 
 class ReferenceRun:
-    """The reference, step by step.
-
-    Attributes:
-        model: in the case's data type.
-    """
+    """The reference, step by step."""
 
     def __init__(self, case: Case, device: torch.device, *, perturbation: int = 0) -> None:
         """Build the model.

@@ -1,6 +1,6 @@
 """Record what every module takes and gives, forward and backward, and align it with the reference.
 
-The reference takes the whole batch at once; a rank has other rows of it, and under tp other
+The reference takes the global batch at once; a rank has other rows of it, and under tp other
 positions or features too. So each rank cuts out of the reference's tensor the shard that it
 should have, by the layout, and compares that. Nothing has to be gathered, and the rank is known.
 """
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -24,8 +25,14 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import BatchShape, Spec
 
-INPUT, OUTPUT = "input", "output"
-OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of the output", "gradient of the input"
+
+class Kind(Enum):
+    """What a recorded tensor is to its module."""
+
+    INPUT = auto()
+    OUTPUT = auto()
+    OUTPUT_GRADIENT = auto()
+    INPUT_GRADIENT = auto()
 
 
 class Key(NamedTuple):
@@ -33,13 +40,12 @@ class Key(NamedTuple):
 
     Attributes:
         call: number of the module's call in one forward of the model.
-        kind: INPUT, OUTPUT, OUTPUT_GRADIENT or INPUT_GRADIENT.
         slot: where it stands among the arguments or results, as "[0][1]".
     """
 
     module: str
     call: int
-    kind: str
+    kind: Kind
     slot: str
 
 
@@ -108,24 +114,21 @@ class Recorder:
         self.is_on, self._microbatch = True, -1
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        caller, call = self._caller(), self._calls[name]
+        self._stack.append((name, self._calls[name]))
         self._calls[name] += 1
-        self._stack.append((name, call))
         self._watch_suspect(name, module)
-        return self._pass((args, kwargs), name, call, caller, (INPUT, INPUT_GRADIENT))
+        return self._pass((args, kwargs), Kind.INPUT, Kind.INPUT_GRADIENT)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        del module, args
-        _, call = self._stack.pop()
-        return self._pass(output, name, call, self._caller(), (OUTPUT, OUTPUT_GRADIENT))
+        del name, module, args
+        output = self._pass(output, Kind.OUTPUT, Kind.OUTPUT_GRADIENT)
+        self._stack.pop()
+        return output
 
-    def _caller(self) -> str | None:
-        return self._stack[-1][0] if self._stack else None
-
-    def _pass(
-        self, values: Any, name: str, call: int, caller: str | None, kinds: tuple[str, str]
-    ) -> Any:
-        """Record the tensors of `values`, and have their gradients recorded."""
+    def _pass(self, values: Any, *kinds: Kind) -> Any:
+        """Record what the module on the stack takes or gives, and have its gradients recorded."""
+        name, call = self._stack[-1]
+        caller = self._stack[-2][0] if len(self._stack) > 1 else None
         named, form = tree_flatten_with_path(values)
         leaves: list[Any] = [leaf for _, leaf in named]
         for index, (path, leaf) in enumerate(named):
@@ -200,7 +203,7 @@ class Aligner:
             None where no layout makes the one out of the other.
         """
         key, local = event.key, event.tensor
-        is_input = key.kind in (INPUT, INPUT_GRADIENT)
+        is_input = key.kind in (Kind.INPUT, Kind.INPUT_GRADIENT)
         # A mask may be of booleans on one side, and of what is added to the scores on the other.
         is_other_kind = local.is_floating_point() != reference.is_floating_point()
         # Under tp a column map is given a placeholder: its product was made before.

@@ -92,11 +92,9 @@ def _judged(jobs: Sequence[Job]) -> Verdict:
 
 
 def compare(jobs: Sequence[Job], ranks: Sequence[History]) -> Verdict:
-    """Compare the last run with plain PyTorch.
+    """Compare what the last of the jobs has done on each rank with plain PyTorch.
 
-    Args:
-        jobs: of the run, and before it of the one that it goes on from.
-        ranks: what has happened on each rank.
+    The job before it, if there is one, is what it goes on from.
     """
     ours, expected = ranks[0], reference_history(jobs)
     start = min(expected.records)
@@ -116,18 +114,11 @@ def _problems(job: Job, ranks: Sequence[History], expected: History) -> Iterator
     """Yield what is wrong and needs no arithmetic to be judged."""
     for rank, history in enumerate(ranks):
         where = f"{job.strategy}, rank {rank}"
-        both = history, expected
-        if list(history.records) != list(expected.records):
-            found, due = ([step + 1 for step in each.records] for each in both)
-            yield Place(None, f"{where}: it takes the steps {found}, where {due} are due")
-        elif history.consumed != expected.consumed:
-            found, due = (list(each.consumed.values()) for each in both)
-            yield Place(
-                None, f"{where}: its positions in the data are {found}, where {due} are due"
-            )
-        if history.evaluations.keys() != expected.evaluations.keys():
-            found, due = (list(each.evaluations) for each in both)
-            yield Place(None, f"{where}: it evaluates after the steps {found}, where {due} are due")
+        ours, due = (_course(each) for each in (history, expected))
+        for what in due:
+            if ours[what] != due[what]:
+                text = f"{where}: {what} {ours[what]}, where {due[what]} are due"
+                yield Place(None, text)
         if not history.is_training:
             yield Place("", f"{where}: evaluation leaves the model in eval mode, without dropout")
         if not history.is_kept:
@@ -144,6 +135,14 @@ def _problems(job: Job, ranks: Sequence[History], expected: History) -> Iterator
             what = f"its {len(taken)} rows are {min(taken)} to {max(taken)}"
             where = f"{job.strategy}, step {step}"
             yield Place(None, f"{where}: {what}, where {due[0]} to {due[-1]} are due")
+
+
+def _course(history: History) -> dict[str, list[int]]:
+    return {
+        "it takes the steps": [step + 1 for step in history.records],
+        "its positions in the data are": list(history.consumed.values()),
+        "it evaluates after the steps": list(history.evaluations),
+    }
 
 
 def compare_narrow(job: Job, ranks: Sequence[History]) -> Verdict:

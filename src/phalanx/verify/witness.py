@@ -38,11 +38,7 @@ def train_rank(job: Job) -> History:
 
 
 class Witness(Watcher):
-    """Takes down what the loop does, in place of a run's records.
-
-    Attributes:
-        history: what has happened.
-    """
+    """Takes down what the loop does as a `history`, in place of a run's records."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
