@@ -63,13 +63,11 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
             continue
         if left is not None:
             raw = document.text.encode()
-            if len(raw) > left:
-                document = Document(document.name, raw[:left].decode(errors="ignore"))
-                if not document.text.strip():
-                    break
+            document = Document(document.name, raw[:left].decode(errors="ignore"))
             left -= len(raw)
-        is_empty = False
-        yield document
+        if document.text.strip():
+            is_empty = False
+            yield document
         if left is not None and left <= 0:
             break
     if is_empty:

@@ -93,6 +93,11 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 )
 """The model types that a decoder computes."""
 
+_LLAMA3_SCALING: Final = (
+    *("factor", "low_freq_factor", "high_freq_factor"),
+    "original_max_position_embeddings",
+)
+
 _OPTIONAL: Final = ("num_key_value_heads", "head_dim", "n_inner")
 """Sizes that follow from others where they are null or not there."""
 
@@ -160,11 +165,8 @@ def config_to_hf(shape: ModelShape, dtype: str) -> dict[str, Any]:
         }
     scaling = None
     if shape.rope_scaling is not None:
-        names = (
-            *("factor", "low_freq_factor", "high_freq_factor"),
-            "original_max_position_embeddings",
-        )
-        scaling = {"rope_type": "llama3", **dict(zip(names, shape.rope_scaling, strict=True))}
+        numbers = zip(_LLAMA3_SCALING, shape.rope_scaling, strict=True)
+        scaling = {"rope_type": "llama3", **dict(numbers)}
     return {**config, "rope_theta": shape.rope_theta, "rope_scaling": scaling}
 
 
@@ -223,14 +225,14 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, 
         raise ConfigError(
             f"Hugging Face config: rope_type is '{kind}'; legal are 'default' and 'llama3'"
         )
-    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+    *numbers, original = _LLAMA3_SCALING
+    factor, low, high = (_number(rope, option) for option in numbers)
     if low >= high:
         raise ConfigError(
             f"Hugging Face config: low_freq_factor is {low:g} and high_freq_factor is {high:g}; "
             "expected a low one below the high one"
         )
-    original_length = _whole(rope, "original_max_position_embeddings")
-    return theta, (_number(rope, "factor"), low, high, original_length)
+    return theta, (factor, low, high, _whole(rope, original))
 
 
 def _whole(config: Mapping[str, Any], option: str) -> int:

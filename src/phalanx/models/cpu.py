@@ -44,11 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
     """Turn the pair (x_i, x_{i + K/2}) of each head by its angle into `out_BTHK`.
 
-    Args:
-        x_BTHK: what to turn, of any strides.
-        cos: cosines [B or 1, T, 1, K/2] in fp32 (fp64 for fp64).
-        sin: sines, likewise.
-        out_BTHK: like x_BTHK, of any strides; filled and returned.
+    Cosines and sines are [B or 1, T, 1, K/2] in fp32 (fp64 for fp64); x and out of any strides.
     """
     num_rows, length, num_heads, width = x_BTHK.shape
     half = width // 2

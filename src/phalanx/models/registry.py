@@ -2,75 +2,60 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import asdict, replace
 
 from phalanx.config import ShapeConfig
 from phalanx.errors import ConfigError, NotDivisible, nearest
 from phalanx.models.shape import ModelShape
 
+# Radford et al. 2019, table 2; config.json of openai-community/gpt2. Its dropout is left to
+# `shape.dropout`.
+_GPT2 = ModelShape(
+    vocab_size=50257,
+    num_layers=12,
+    hidden=768,
+    num_heads=12,
+    num_kv_heads=12,
+    head_dim=64,
+    ffn=3072,
+    max_seq_len=1024,
+    norm="layer",
+    position="learned",
+    mlp="gelu",
+    bias=True,
+    tied=True,
+)
 
-def _gpt2(num_layers: int, hidden: int, num_heads: int) -> ModelShape:
-    """Make a GPT-2 (Radford et al. 2019, table 2); dropout is left to `shape.dropout`."""
-    return ModelShape(
-        vocab_size=50257,
-        num_layers=num_layers,
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=64,
-        ffn=4 * hidden,
-        max_seq_len=1024,
-        norm="layer",
-        position="learned",
-        mlp="gelu",
-        bias=True,
-        tied=True,
-    )
+# Dubey et al. 2024, table 3; config.json of meta-llama/Llama-3.1-8B.
+_LLAMA3 = ModelShape(
+    vocab_size=128256,
+    num_layers=32,
+    hidden=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn=14336,
+    max_seq_len=131072,
+    rope_theta=500_000.0,
+    rope_scaling=(8.0, 1.0, 4.0, 8192),
+)
+_LLAMA3_SMALL = replace(_LLAMA3, rope_scaling=(32.0, 1.0, 4.0, 8192), tied=True)
 
-
-def _llama3(
-    num_layers: int,
-    hidden: int,
-    num_heads: int,
-    ffn: int,
-    *,
-    head_dim: int = 128,
-    rope_factor: float = 8.0,
-    tied: bool = False,
-) -> ModelShape:
-    """Make a Llama 3.1 or 3.2 (Dubey et al. 2024, table 3; config.json of meta-llama/Llama-3.x)."""
-    return ModelShape(
-        vocab_size=128256,
-        num_layers=num_layers,
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=head_dim,
-        ffn=ffn,
-        max_seq_len=131072,
-        rope_theta=500_000.0,
-        rope_scaling=(rope_factor, 1.0, 4.0, 8192),
-        tied=tied,
-    )
-
-
-def _qwen3(num_layers: int, hidden: int, num_heads: int, ffn: int, *, tied: bool) -> ModelShape:
-    """Make a Qwen3 (Yang et al. 2025, table 1; config.json of Qwen/Qwen3-*)."""
-    return ModelShape(
-        vocab_size=151936,
-        num_layers=num_layers,
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=128,
-        ffn=ffn,
-        max_seq_len=40960,
-        norm_eps=1e-6,
-        rope_theta=1_000_000.0,
-        qk_norm=True,
-        tied=tied,
-    )
-
+# Yang et al. 2025, table 1; config.json of Qwen/Qwen3-8B.
+_QWEN3 = ModelShape(
+    vocab_size=151936,
+    num_layers=36,
+    hidden=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn=12288,
+    max_seq_len=40960,
+    norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    qk_norm=True,
+)
+_QWEN3_SMALL = replace(_QWEN3, tied=True)
 
 PRESETS: dict[str, ModelShape] = {
     # Ours: learns from text on two CPU cores within minutes. Over the first million tokens few wide
@@ -86,11 +71,17 @@ PRESETS: dict[str, ModelShape] = {
         max_seq_len=1024,
         tied=True,
     ),
-    # config.json of openai-community/gpt2, -medium, -large, -xl
-    "gpt2-124m": _gpt2(12, 768, 12),
-    "gpt2-355m": _gpt2(24, 1024, 16),
-    "gpt2-774m": _gpt2(36, 1280, 20),
-    "gpt2-1.5b": _gpt2(48, 1600, 25),
+    # openai-community/gpt2, -medium, -large, -xl
+    "gpt2-124m": _GPT2,
+    "gpt2-355m": replace(
+        _GPT2, num_layers=24, hidden=1024, num_heads=16, num_kv_heads=16, ffn=4096
+    ),
+    "gpt2-774m": replace(
+        _GPT2, num_layers=36, hidden=1280, num_heads=20, num_kv_heads=20, ffn=5120
+    ),
+    "gpt2-1.5b": replace(
+        _GPT2, num_layers=48, hidden=1600, num_heads=25, num_kv_heads=25, ffn=6400
+    ),
     # Touvron et al. 2023b; config.json of meta-llama/Llama-2-7b-hf
     "llama2-7b": ModelShape(
         vocab_size=32000,
@@ -103,19 +94,21 @@ PRESETS: dict[str, ModelShape] = {
         max_seq_len=4096,
     ),
     # meta-llama/Llama-3.2-1B, Llama-3.2-3B
-    "llama3-1b": _llama3(16, 2048, 32, 8192, head_dim=64, rope_factor=32.0, tied=True),
-    "llama3-3b": _llama3(28, 3072, 24, 8192, rope_factor=32.0, tied=True),
+    "llama3-1b": replace(
+        _LLAMA3_SMALL, num_layers=16, hidden=2048, num_heads=32, head_dim=64, ffn=8192
+    ),
+    "llama3-3b": replace(_LLAMA3_SMALL, num_layers=28, hidden=3072, num_heads=24, ffn=8192),
     # meta-llama/Llama-3.1-8B, Llama-3.1-70B, Llama-3.1-405B
-    "llama3-8b": _llama3(32, 4096, 32, 14336),
-    "llama3-70b": _llama3(80, 8192, 64, 28672),
-    "llama3-405b": _llama3(126, 16384, 128, 53248),
+    "llama3-8b": _LLAMA3,
+    "llama3-70b": replace(_LLAMA3, num_layers=80, hidden=8192, num_heads=64, ffn=28672),
+    "llama3-405b": replace(_LLAMA3, num_layers=126, hidden=16384, num_heads=128, ffn=53248),
     # Qwen/Qwen3-0.6B ... Qwen3-32B
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
-    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
-    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288, tied=False),
-    "qwen3-14b": _qwen3(40, 5120, 40, 17408, tied=False),
-    "qwen3-32b": _qwen3(64, 5120, 64, 25600, tied=False),
+    "qwen3-0.6b": replace(_QWEN3_SMALL, num_layers=28, hidden=1024, num_heads=16, ffn=3072),
+    "qwen3-1.7b": replace(_QWEN3_SMALL, num_layers=28, hidden=2048, num_heads=16, ffn=6144),
+    "qwen3-4b": replace(_QWEN3_SMALL, num_layers=36, hidden=2560, num_heads=32, ffn=9728),
+    "qwen3-8b": _QWEN3,
+    "qwen3-14b": replace(_QWEN3, num_layers=40, hidden=5120, num_heads=40, ffn=17408),
+    "qwen3-32b": replace(_QWEN3, num_layers=64, hidden=5120, num_heads=64, ffn=25600),
 }
 
 
@@ -146,7 +139,7 @@ def with_sizes(shape: ModelShape, sizes: ShapeConfig) -> ModelShape:
         ConfigError: the sizes do not make a model.
     """
     given: dict[str, int | float | bool] = {
-        name: value for name, value in dataclasses.asdict(sizes).items() if value is not None
+        name: value for name, value in asdict(sizes).items() if value is not None
     }
     hidden = given.get("hidden", shape.hidden)
     num_heads = given.get("num_heads", shape.num_heads)
@@ -154,7 +147,7 @@ def with_sizes(shape: ModelShape, sizes: ShapeConfig) -> ModelShape:
         given["head_dim"] = _head_dim(int(hidden), int(num_heads))
     if "num_heads" in given and "num_kv_heads" not in given:
         given["num_kv_heads"] = _num_kv_heads(shape, int(num_heads))
-    return dataclasses.replace(shape, **given)
+    return replace(shape, **given)
 
 
 def _head_dim(hidden: int, num_heads: int) -> int:
