@@ -16,12 +16,7 @@ def has_matplotlib() -> bool:
 
 
 def draw_ceiling(ceiling: Ceiling, path: Path) -> None:
-    """Draw rate against size, median and best, with the ceiling and any data sheet as lines.
-
-    Args:
-        ceiling: the measurement.
-        path: file to write; its ending picks the format (.svg, .png, .pdf).
-    """
+    """Draw rate against size, median and best, with the ceiling and any data sheet as lines."""
     # Not pyplot: it keeps every figure in a global register.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -44,7 +44,6 @@ from phalanx.models.initial import fill_initial
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import ReplicaReducer
 from phalanx.parallel.split import Target
-from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.scope import batch_scope
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.planner.fit import check_memory_for
@@ -209,8 +208,9 @@ class SplitBlock:
         shape = size.shape
         self.model = OneBlock(shape, precision)
         dtype = self.model.compute
-        self.layout = layout_of(strategy, comm)
-        TensorSplit(Target(strategy, self.model, roles=PATTERNS)).bind(self.layout)
+        split = TensorSplit(Target(strategy, self.model, roles=PATTERNS))
+        split.apply(comm)
+        self.layout = split.layout
         self.model.to_empty(device="cpu")
         for name, parameter in self.model.named_parameters():
             shard, offset = shard_of(parameter)

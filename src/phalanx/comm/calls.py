@@ -21,45 +21,28 @@ from phalanx.comm.axes import axes_of
 
 _NAMESPACES = ("c10d", "_c10d_functional", "phalanx_comm")
 
-_KIND = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "barrier": "barrier",
-    "monitored_barrier_": "barrier",
-    "send": "send",
-    "isend": "send",
-    "irecv": "recv",
-    "recv_": "recv",
-    "recv_any_source_": "recv_any_source",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
+_OPS = {
+    "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced "
+    "all_reduce_coalesced_",
+    "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ "
+    "allgather_into_tensor_coalesced_ all_gather_into_tensor all_gather_into_tensor_out "
+    "all_gather_into_tensor_coalesced all_gather",
+    "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ "
+    "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced "
+    "reduce_scatter",
+    "all_to_all": "alltoall_ alltoall_base_ all_to_all_single",
+    "broadcast": "broadcast_ broadcast",
+    "reduce": "reduce_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "barrier": "barrier monitored_barrier_",
+    "send": "send isend",
+    "recv": "irecv recv_",
+    "recv_any_source": "recv_any_source_",
 }
-"""Op of the dispatcher -> its name here."""
+"""Name of a collective -> its ops of the dispatcher."""
+
+_KIND = {op: name for name, ops in _OPS.items() for op in ops.split()}
 
 _NO_COLLECTIVE = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 """Ops of the namespaces above that do not speak to other ranks."""

@@ -96,11 +96,6 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
 
     It holds the store, to which each rank connects three times: in `join`, and by `job_store` for
     the thread that writes checkpoints and for the check of calls.
-
-    Args:
-        axes: sizes of the axes of the mesh.
-        num_ranks: processes in the job.
-        device: "cpu" or "cuda".
     """
     peers: list[int] = []
     if device == "cpu":
@@ -179,10 +174,6 @@ def job_store() -> dist.Store:
 
 def open_mesh(axes: Mapping[str, int], device: str = "cpu") -> DeviceMesh:
     """Lay the ranks of the job out on `axes`, and connect those of each; every rank calls this.
-
-    Args:
-        axes: their sizes, outer to inner.
-        device: "cpu" or "cuda".
 
     Raises:
         ConfigError: a rank may not open as many files as the mesh needs.

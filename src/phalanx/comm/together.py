@@ -41,9 +41,6 @@ def first_object(value: Any) -> Any:
     """Return the `value` of the first rank that has one, on every rank; else None.
 
     Where no rank has one, only a number is reduced, so that asking costs little on many ranks.
-
-    Args:
-        value: this rank's: None, or anything that can be pickled.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     (first,) = _reduce([num_ranks if value is None else rank], dist.ReduceOp.MIN)

@@ -33,12 +33,7 @@ COMPOSITES: dict[OpOverload, Callable[..., Any]] = {}
 
 
 def register_composite(operator: OpOverload, implementation: Callable[..., Any]) -> None:
-    """Have every watch run `implementation`, and see what it does, where `operator` is called.
-
-    Args:
-        operator: such as `torch.ops.phalanx_tensor.NAME.default`.
-        implementation: takes what the operator takes and returns what it returns.
-    """
+    """Have every watch run `implementation`, and see what it does, where `operator` is called."""
     assert operator.namespace == COMPOSITE_NAMESPACE, f"{operator} is of another namespace"
     COMPOSITES[operator] = implementation
 

@@ -29,9 +29,6 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A list inside a block (the experts of a layer, say) is part of that block. A list whose elements
     are lists themselves holds no blocks of its own: containers have no forward to cut along.
 
-    Args:
-        model: any module.
-
     Returns:
         Names as in `model.named_modules()`, each module once; empty without any ModuleList.
     """

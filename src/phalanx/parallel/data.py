@@ -39,12 +39,7 @@ Kind = Literal["naive", "bucketed"]
 
 
 def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> StateBytes:
-    """Return what each rank holds: the whole of everything, whatever N is.
-
-    Args:
-        parameter_sizes: bytes of each trained parameter.
-        frozen_bytes: of all parameters that are not trained.
-    """
+    """Return what each rank holds: the whole of everything, whatever N is."""
     trained = sum(parameter_sizes)
     return StateBytes(
         parameter_bytes=trained + frozen_bytes,
@@ -53,32 +48,6 @@ def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> StateBytes:
         unreduced_bytes=0,
         optimizer_bytes=2 * trained,
     )
-
-
-def traffic(
-    parameter_sizes: Sequence[int], num_ranks: int, kind: Kind, axis: str = "dp"
-) -> list[Entry]:
-    """Return what one rank sends in one step, accumulated or not.
-
-    Args:
-        parameter_sizes: bytes of each trained parameter, in the order of `model.parameters()`; all
-            of one data type (a bucket of several makes a call for each).
-        num_ranks: N, the degree of the axis.
-        kind: "naive" makes one call a parameter, "bucketed" one a bucket; the bytes are the same.
-        axis: that the gradients are summed over.
-    """
-    if num_ranks == 1:
-        return []
-    total, flags = sum(parameter_sizes), len(parameter_sizes)
-    gradients = (
-        ("reduce", len(parameter_sizes), total)
-        if kind == "naive"
-        else ("backward", len(buckets(parameter_sizes)), total)
-    )
-    return [
-        Entry(phase, axis, "all_reduce", calls, size, sent_bytes("all_reduce", size, num_ranks))
-        for phase, calls, size in (gradients, ("agree", 1, flags))
-    ]
 
 
 class DataSplit(Split):
@@ -97,9 +66,17 @@ class DataSplit(Split):
         return bool(_degrees(strategy)) and strategy.fsdp.degree == 1
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return the gradients' sums."""
-        sizes, kind = self.target.sizes(), self._kind
-        return [e for axis, n in self._degrees.items() for e in traffic(sizes, n, kind, axis)]
+        """Return the sums of gradients, and the agreement on which there are."""
+        sizes = self.target.sizes()
+        gradients = ("backward", len(buckets(sizes)), sum(sizes))
+        if self._kind == "naive":
+            gradients = ("reduce", len(sizes), sum(sizes))
+        rows = (gradients, ("agree", 1, len(sizes)))
+        return [
+            Entry(phase, axis, "all_reduce", calls, size, sent_bytes("all_reduce", size, num_ranks))
+            for axis, num_ranks in self._degrees.items()
+            for phase, calls, size in rows
+        ]
 
     def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
         """Return what sums gradients over these axes."""

@@ -181,11 +181,6 @@ def most_gathered(groups: Sequence[Group], num_ranks: int, segment_size: int) ->
         the embedding                                     until its forward ends
         the last block, which is kept, and the head       until the head's backward ends
         the blocks at work in backward, and the next one  gathered before they end
-
-    Args:
-        groups: see `groups_of`.
-        num_ranks: N, the degree of fsdp.
-        segment_size: blocks that recomputation runs again together.
     """
     sizes = [(g.place, g.gathered_bytes(num_ranks)) for g in groups]
     embedding, head, rest = (
@@ -202,13 +197,9 @@ def most_gradients(groups: Sequence[Group], num_ranks: int, sums: Sums) -> int:
     """Return the bytes of gradients, full ones and shares, when they are the most.
 
     Backward goes from the head over the blocks to the embedding. The gradients of a group are full
-    until it is left, those of the rest until the end. FSDP2 frees the last one of a group when the
-    share of the group is there, the others before.
-
-    Args:
-        groups: see `groups_of`.
-        num_ranks: N, the degree of fsdp.
-        sums: what earlier microbatches have left of each group.
+    until it is left, those of the rest until the end; `sums` is what earlier microbatches have
+    left. FSDP2 frees the last gradient of a group when the share of the group is there, the others
+    before.
     """
     order = [g for g in reversed(groups) if g.place != "rest"]
     order += [g for g in groups if g.place == "rest"]

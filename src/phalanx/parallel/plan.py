@@ -90,11 +90,7 @@ class Plan(Generic[Model]):
         return ", ".join(split.axis for split in self._splits if not split.compiles)
 
     def holds(self, accumulation: int = 1) -> StateBytes:
-        """Return what the first rank holds of the trained state.
-
-        Args:
-            accumulation: microbatches a step.
-        """
+        """Return what the first rank holds of the trained state."""
         held = self._unsharded
         for split in self._splits:
             held = split.holds(held, accumulation)

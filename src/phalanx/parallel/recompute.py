@@ -98,10 +98,6 @@ def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | No
 def check(model: nn.Module, recompute: Recompute) -> int:
     """Return how many consecutive blocks `recompute` runs again as one; at least 1.
 
-    Args:
-        model: on any device, meta too.
-        recompute: the policy.
-
     Raises:
         StrategyError: the model has no blocks, fewer than a segment, or cannot run segments.
     """

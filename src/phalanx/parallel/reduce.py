@@ -129,8 +129,7 @@ class ReplicaReducer(GradientReducer):
 def add_up_in_parts(parameters: Iterable[nn.Parameter]) -> list[Node]:
     """Have gradients of DTensors added part by part, see [Note: Adding up in parts].
 
-    Args:
-        parameters: as autograd sees them.
+    The parameters are those that autograd sees.
 
     Returns:
         The nodes of autograd that do it, as long as somebody holds them.

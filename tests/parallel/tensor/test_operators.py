@@ -17,7 +17,6 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.reduce import partial_axes
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import operators
-from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy
 
@@ -148,8 +147,7 @@ def norms(cut: Cut) -> Iterator[tuple[str, float]]:
         expected = x.clone().requires_grad_()
         y = alone(expected)
         y.backward(d_y)
-        layout = layout_of(tensor, cut.comm)
-        TensorSplit(Target(tensor, split, roles={"norm": "norm"})).bind(layout)
+        TensorSplit(Target(tensor, split, roles={"norm": "norm"})).apply(cut.comm)
         part = cut.activation(x, cut.residual).requires_grad_()
         y_part = split.norm(part)
         y_part.backward(cut.activation(d_y, cut.residual))

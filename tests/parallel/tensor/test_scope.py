@@ -14,7 +14,7 @@ from phalanx.models.attention import documents_of, rotation
 from phalanx.models.decoder import Block
 from phalanx.models.random import layer_keys, row_keys
 from phalanx.models.shape import ModelShape
-from phalanx.parallel import recompute
+from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import partial_axes
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.roles import DECODER
@@ -75,8 +75,8 @@ def errors_of_stage(text: str, policies: list[str]) -> dict[str, float]:
         split = copy.deepcopy(whole)
         again = Strategy.parse(f"{strategy},recompute:{policy}")
         target = Target(again, split, roles=ROLES)
-        TensorSplit(target).bind(cut.layout)
-        recompute.apply(split, again.recompute, carried)
+        for axis in (TensorSplit(target), RecomputeSplit(target)):
+            axis.apply(cut.comm)
         whole.zero_grad()
         pending = []
         for number, (num_rows, length) in enumerate(SIZES):

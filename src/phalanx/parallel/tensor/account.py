@@ -74,15 +74,7 @@ def traffic(
     parameters: Sequence[Placed],
     batches: Sequence[BatchShape],
 ) -> list[Entry]:
-    """Return what the first rank of tp sends over tp in one step.
-
-    Args:
-        target: the model, and how it is to be split.
-        layout: that of the strategy.
-        bindings: the modules with a role.
-        parameters: where theirs lie.
-        batches: of each microbatch of the step.
-    """
+    """Return what the first rank of tp sends over tp in one step."""
     grid = tuple((axis, layout.comm.size(axis)) for axis in layout.axes)
     works = Counter(_works(target, bindings))
     sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
@@ -197,9 +189,7 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
 def _replicas(parameters: Sequence[Placed], num_shares: int) -> dict[tuple[str, ...], list[int]]:
     """Return the bytes of each gradient that owes a sum, by the axes over which it does.
 
-    Args:
-        parameters: where they lie.
-        num_shares: degree of fsdp, which splits the rows of this rank's shard again.
+    That is a share: fsdp splits the rows of this rank's shard again, in `num_shares`.
     """
     sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row in parameters:

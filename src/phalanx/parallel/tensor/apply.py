@@ -39,14 +39,7 @@ LAYOUTS: dict[str, type[Layout]] = {
 def apply(
     model: nn.Module, layout: Layout, bindings: Sequence[RoleBinding], parameters: Sequence[Placed]
 ) -> None:
-    """Split a model over tp, in place.
-
-    Args:
-        model: a module with its first weights, or on the meta device.
-        layout: on the ranks of the job.
-        bindings: the modules of the model that have a role.
-        parameters: where their parameters lie.
-    """
+    """Split a model over tp, in place, by a layout on the ranks of the job."""
     shards = {row.parameter: _shard(row, layout) for row in parameters}
     for buffer in model.buffers():
         if not buffer.is_meta:

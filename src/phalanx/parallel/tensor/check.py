@@ -26,12 +26,6 @@ def check(
 ) -> None:
     """Refuse sizes that the layout of tp does not divide.
 
-    Args:
-        bindings: the modules with a role.
-        parameters: where theirs lie.
-        layout: that of the strategy.
-        strategy: how all is to be split.
-
     Raises:
         StrategyError: names the first that does not fit and the nearest degree with which all do.
     """
@@ -85,11 +79,6 @@ def dtensor_shards_agree(num_rows: int, tp_sizes: Sequence[int], fsdp: int) -> b
     FSDP2 shards the local shard of tp; DTensor's `_StridedShard` reads the placement as if fsdp had
     sharded first. With uneven shards the two disagree about which global rows a rank holds (torch
     2.13).
-
-    Args:
-        num_rows: of the whole.
-        tp_sizes: sizes of the sub-axes of tp over which the rows are split.
-        fsdp: ranks of fsdp.
     """
     parts = _parts(num_rows, tp_sizes)
     held = zip(*(_cut(size, fsdp) for size in parts), strict=True)

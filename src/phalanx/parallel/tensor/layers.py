@@ -111,14 +111,9 @@ def bind_branch(
     The placeholder is one NaN without storage, expanded to the shape of the products. A column
     layer knows it by its address, and refuses anything else; any other read of it yields NaN.
 
+    A column map holds as many maps, one after another, as `parts` says.
     Head counts stored on the module are divided by the shards. Of its other arguments, tensors of
     three dimensions and more whose first is as long as the batch are cut to this rank's rows.
-
-    Args:
-        module: takes the residual first.
-        layout: how to split.
-        columns: its column maps.
-        parts: the maps that each of them holds, one after another.
     """
     for name in HEAD_COUNTS:
         if isinstance(count := getattr(module, name, None), int):

@@ -72,13 +72,6 @@ def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_featur
 
     Every rank computes the same with it, so its gradient is the same on all, and each takes its
     shard of that.
-
-    Args:
-        layout: how everything lies.
-        x: this rank's shard.
-        spec: how it lies.
-        shape: of the full batch.
-        num_features: D.
     """
     return _map(
         x,

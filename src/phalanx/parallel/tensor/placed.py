@@ -67,11 +67,6 @@ class Placed:
 def placed(model: nn.Module, bindings: Iterable[RoleBinding], layout: Layout) -> list[Placed]:
     """Return the parameters of a model, each once.
 
-    Args:
-        model: not split yet.
-        bindings: its modules with a role.
-        layout: how tp splits.
-
     Raises:
         StrategyError: a parameter is in no module with a role, or in several whose roles split it
             differently.

@@ -10,7 +10,6 @@ from phalanx.parallel.reduce import GradientReducer, ReplicaReducer
 from phalanx.parallel.split import Shapes, Split, Target
 from phalanx.parallel.tensor import account, apply
 from phalanx.parallel.tensor.check import check
-from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.placed import placed
 from phalanx.parallel.tensor.report import Row, report
 from phalanx.parallel.tensor.roles import bind_roles
@@ -21,7 +20,7 @@ class TensorSplit(Split):
     """Tensor parallelism in the layout that the strategy names.
 
     Attributes:
-        layout: without ranks; it only says what would be.
+        layout: over ranks once it is applied; until then it only says what would be.
         bindings: the modules with a role.
         placed: their parameters.
     """
@@ -52,11 +51,8 @@ class TensorSplit(Split):
 
     def apply(self, comm: Ranks) -> None:
         """Replace parameters by shards, and forwards by those of the layout."""
-        self.bind(apply.layout_of(self.target.strategy, comm))
-
-    def bind(self, layout: Layout) -> None:
-        """Do as `apply` does, with a layout of ranks that the caller has made."""
-        apply.apply(self.target.model, layout, self.bindings, self.placed)
+        self.layout = apply.layout_of(self.target.strategy, comm)
+        apply.apply(self.target.model, self.layout, self.bindings, self.placed)
 
     def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
         """Return what adds up, after `inner`, the gradients of what several ranks hold."""

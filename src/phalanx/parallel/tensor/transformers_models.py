@@ -131,12 +131,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 def gathered_bases(
     model: nn.Module, reads_residual: Callable[[str], bool]
 ) -> list[tuple[str, nn.Module]]:
-    """Return the known models in `model` whose last hidden state leaves them in full.
-
-    Args:
-        model: any module.
-        reads_residual: tells whether a module outside of the one of this name takes the residual.
-    """
+    """Return the known models in `model` whose last hidden state leaves them in full."""
     return [(name, base) for name, base in _bases(model) if not reads_residual(name)]
 
 
