@@ -8,14 +8,12 @@ from phalanx.launch.roll import PATIENCE, STILL_S, Roll, named
 
 def test_ranks_that_stand_still_are_told_once() -> None:
     roll = Roll()
-    waits = Beat(
-        steps_done=4, doing="backward of step 5", place="data.py:3 in wait", heeds_stop=True
-    )
+    waits = Beat(doing="backward of step 5", place="data.py:3 in wait", heeds_stop=True)
 
     def stall(still_s: float, heeds_stop: bool = True) -> str | None:
         for rank in (0, 2, 3):
             roll.hear(rank, Beat(**{**vars(waits), "still_s": still_s, "heeds_stop": heeds_stop}))
-        roll.hear(1, Beat(steps_done=4, doing="data of step 5", heeds_stop=heeds_stop))
+        roll.hear(1, Beat(doing="data of step 5", heeds_stop=heeds_stop))
         return roll.stall()
 
     assert stall(STILL_S - 1) is None

@@ -249,9 +249,7 @@ class Watch:
         if not self._speaks():
             return PeerFailed(message)
         if not message:
-            message = "\n".join(
-                [f"rank {self._rank} has waited in vain; all stood", *self._roll.lines()]
-            )
+            message = self._roll.told(f"rank {self._rank} has waited in vain; all stood")
         self._give_up_silent(limit_s)
         judged = TrainingError(_advised(message))
         judged.__cause__ = error if isinstance(error, PhalanxError) else None

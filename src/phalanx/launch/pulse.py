@@ -28,7 +28,6 @@ class Beat:
     """Where one rank stands.
 
     Attributes:
-        steps_done: optimizer steps that it has done.
         doing: what it does, such as "backward of step 12".
         still_s: how long its main thread has stood at one place of the code, in seconds.
         place: that place, and from where it was called; empty as long as it moves.
@@ -36,7 +35,6 @@ class Beat:
         waits: whether it waits for other ranks, however long they need.
     """
 
-    steps_done: int = 0
     doing: str = "starting"
     still_s: float = 0.0
     place: str = ""
@@ -106,7 +104,6 @@ class Pulse:
         """Look at the main thread."""
         still_s, where = self._look()
         return Beat(
-            steps_done=self.steps_done,
             doing=self._doing,
             still_s=still_s,
             place=where,

@@ -72,11 +72,7 @@ class Failure:
 
 
 class Line:
-    """This rank's end of the pipe to the parent, for its main thread and the one that beats.
-
-    Attributes:
-        may_leave: set when the parent lets this rank end.
-    """
+    """This rank's end of the pipe to the parent, which sets `may_leave` when the rank may end."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -88,14 +88,14 @@ class Roll:
         still = [rank for rank in still_s if still_s[rank] >= limit_s]
         # A job that stood so long and went on is a slow one: it is told later the next time.
         self._is_told, self._limit_s = True, 2 * longest_s
-        return "\n".join([f"{named(still)} at one place for {longest_s:.0f} s:", *self.lines()])
+        return self.told(f"{named(still)} at one place for {longest_s:.0f} s:")
 
-    def lines(self) -> list[str]:
-        """Return where the ranks stand, in a line or two for each group that stands alike."""
+    def told(self, heading: str) -> str:
+        """Return where the ranks stand, below a heading, in a line or two for each group alike."""
         groups: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, (beat, _) in sorted(self._beats.items()):
             groups[beat.doing, beat.place].append(rank)
-        lines: list[str] = []
+        lines = [heading]
         for (doing, place), ranks in list(groups.items())[:NUM_TOLD]:
             still_s = min(self._beats[rank][0].still_s for rank in ranks)
             lines.append(f"  {named(ranks)}: {doing}")
@@ -103,4 +103,4 @@ class Roll:
                 lines.append(f"    for {still_s:.0f} s at {place}")
         if len(groups) > NUM_TOLD:
             lines.append(f"  and {len(groups) - NUM_TOLD} more groups of ranks, each elsewhere")
-        return lines
+        return "\n".join(lines)

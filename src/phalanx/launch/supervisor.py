@@ -178,7 +178,7 @@ class Supervisor:
         waited = f"{named([first.rank])} has waited in vain for another rank"
         if silent := [r for r in self._roll.silent(MISSED_S) if r in self._going.values()]:
             return TrainingError(f"{self._why_silent(silent[0])}; {waited}")
-        return TrainingError("\n".join([f"{waited}; all stood", *self._roll.lines()]))
+        return TrainingError(self._roll.told(f"{waited}; all stood"))
 
     def _why_silent(self, rank: int) -> str:
         """Say what is known of a rank that does not answer."""
