@@ -133,26 +133,22 @@ class SaveProgress:
         lines = self._store.multi_get([str(rank) for rank in range(self._num_ranks)])
         states = [json.loads(line) for line in lines]
         self.conclude("open")
+        late: list[int] = []
         for rank, state in enumerate(states):
             self._note(str(rank), state)
             if state[0] == self._number and state[1] == "failed":
                 raise CheckpointError(state[2])
-        late = [rank for rank in range(self._num_ranks) if self._is_late(rank, states[rank])]
+            still_s = time.monotonic() - self._seen[str(rank)][1]
+            if state[:2] != [self._number, "written"] and still_s > self.timeout_s:
+                late.append(rank)
         if late:
-            raise CheckpointError(self._words_of_late(late, states))
+            num_bytes = [states[r][2] if states[r][0] == self._number else 0 for r in late[:8]]
+            raise CheckpointError(
+                f"{named(late)} had not written {'their' if len(late) > 1 else 'its'} shards "
+                f"({', '.join(map(str, num_bytes))} bytes so far) and did not go on for "
+                f"{self.timeout_s:g} s"
+            )
         return states
-
-    def _is_late(self, rank: int, state: Any) -> bool:
-        is_written = state[:2] == [self._number, "written"]
-        return not is_written and time.monotonic() - self._seen[str(rank)][1] > self.timeout_s
-
-    def _words_of_late(self, late: list[int], states: list[Any]) -> str:
-        num_bytes = [s[2] if s[0] == self._number else 0 for s in (states[rank] for rank in late)]
-        return (
-            f"{named(late)} had not written {'their' if len(late) > 1 else 'its'} shards "
-            f"({', '.join(map(str, num_bytes[:8]))} bytes so far) and did not go on for "
-            f"{self.timeout_s:g} s"
-        )
 
     def _look_at_first(self) -> list[Any]:
         state = json.loads(self._store.get("first"))
