@@ -9,7 +9,7 @@ is counted from the beginning, and so are the parameters and the state of the op
 
 What a storage is, is decided by what it is found to be, at any time of its life:
 
-    parameters     this rank's parts of the model's parameters
+    parameters     this rank's shards of the model's parameters
     gathered       parameters gathered from other ranks, each once: a second copy, on its way, is a
                    communication buffer
     cast           parameters cast to the data type of the arithmetic where they are used

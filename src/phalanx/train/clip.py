@@ -1,4 +1,4 @@
-"""The one true norm of the whole gradient, and clipping by it.
+"""The one true norm of the full gradient, and clipping by it.
 
 ||g||_p = (sum over all elements of the model |g_i|^p)^(1/p), or max |g_i| for p = inf. Each element
 of the model counts once, however many ranks hold it: a sharded gradient (DTensor) is summed over

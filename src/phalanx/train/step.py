@@ -51,7 +51,7 @@ class StepResult:
 
     Attributes:
         loss: sum over valid tokens / valid tokens of the global batch, in nats.
-        grad_norm: norm of the whole gradient before clipping.
+        grad_norm: norm of the full gradient before clipping.
         learning_rate: of this step.
         num_valid_tokens: in the global batch.
         is_skipped: the weights were left alone, since the loss or the gradient was not finite.
@@ -121,9 +121,9 @@ class Step:
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
         def loss_of(microbatch: Any) -> torch.Tensor:
-            part = self.objective.loss_sum(self.model, microbatch, self.steps_done)
-            loss_sum.add_(part.detach())
-            return self.scaler.scale(part / divisor)
+            summed = self.objective.loss_sum(self.model, microbatch, self.steps_done)
+            loss_sum.add_(summed.detach())
+            return self.scaler.scale(summed / divisor)
 
         self.optimizer.zero_grad(set_to_none=True)
         self.run(microbatches, loss_of, self.phase)

@@ -152,7 +152,7 @@ def _batch_of(settings: dict[str, Any], size: int | None, num_data_ranks: int) -
 
 
 def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
-    """Return what fixes the order of the samples, so that a place in it means the same."""
+    """Return what fixes the order of the samples, so that a position in it means the same."""
     return {
         "text": tokens.text_digest,
         "text bytes": tokens.num_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -13,7 +13,6 @@ from rich.text import Text
 
 from phalanx.comm.ledger import Entry
 from phalanx.measure.summary import summary_table
-from phalanx.measure.timer import TERMS
 from phalanx.measure.utilization import percent
 from phalanx.strategy import Strategy
 
@@ -29,7 +28,7 @@ def render(summary: Summary, *, report: bool) -> RenderableType:
     parts: list[RenderableType] = [Text()]
     if report:
         parts += [*_tables(summary), Text()]
-    parts += [_line(name, text) for name, text in _results(summary) if text]
+    parts += [_line(name, text) for name, text in _results(summary)]
     lines = "".join(map(_shown, summary.sample)).splitlines()
     more = ["..."] if len(lines) > SAMPLE_LINES else []
     parts += [Text(), Text("The model writes:")]
@@ -70,63 +69,35 @@ def hsdp_text(sent: Sequence[Entry], strategy: Strategy, parameter_bytes: int) -
     )
 
 
-def _results(summary: Summary) -> list[tuple[str, str | None]]:
-    return [
-        ("validation", _validation(summary)),
-        (
-            "loss",
-            None if summary.loss is None else f"{summary.loss:.4f} nats a token in the last step",
-        ),
-        ("speed", _speed(summary)),
-        ("step", _terms(summary)),
-        ("MFU", None if summary.utilization is None else summary.utilization.brief()),
-        ("memory", _memory(summary)),
-        ("time", f"{_duration(summary.seconds)} for {summary.num_steps:,} steps and the rest"),
-        ("run", summary.run),
-    ]
-
-
-def _validation(summary: Summary) -> str | None:
+def _results(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the result, but for what is not known."""
     first, last = summary.bits_per_byte_first, summary.bits_per_byte_last
-    if first is None or last is None:
-        return None
-    words = f"{first:.3f} -> {last:.3f} bits per byte"
-    if math.isfinite(last) and first > 0:
-        words += f", {last / first:.2f} of where this run began"
-    return words
-
-
-def _speed(summary: Summary) -> str | None:
+    if first is not None and last is not None:
+        is_share = math.isfinite(last) and first > 0
+        share = f", {last / first:.2f} of where this run began" if is_share else ""
+        yield "validation", f"{first:.3f} -> {last:.3f} bits per byte{share}"
+    if summary.loss is not None:
+        yield "loss", f"{summary.loss:.4f} nats a token in the last step"
     steps = summary.steps
-    if steps is None:
-        return None
-    if summary.tokens_per_s is None or summary.batches_per_s is None:
-        return steps.doubt
-    return (
-        f"{summary.tokens_per_s:,.0f} tokens/s, {summary.batches_per_s:.3g} global batches/s, "
-        f"{1e3 * steps.wall_s:,.1f} ms a step (median of {steps.num_steps:,})"
-    )
-
-
-def _terms(summary: Summary) -> str | None:
-    steps = summary.steps
-    if steps is None or steps.doubt is not None:
-        return None
-    terms = sorted(TERMS, key=lambda term: -steps.shares[term])
-    return ", ".join(
-        f"{term} {percent(steps.shares[term])}" for term in terms if steps.shares[term] >= 0.0005
-    )
-
-
-def _memory(summary: Summary) -> str | None:
-    resident = f"rank 0's process had up to {_mib(summary.resident_bytes)} in RAM"
-    report = summary.memory
-    if report is None or report.doubt is not None:
-        return resident
-    return (
-        f"{_mib(report.largest_bytes)} of tensors at the peak of any rank, in "
-        f"{report.peak_phase}; {resident}"
-    )
+    if steps is not None and steps.doubt is not None:
+        yield "speed", steps.doubt
+    elif steps is not None:
+        rates = (
+            f"{summary.tokens_per_s:,.0f} tokens/s, {summary.batches_per_s:.3g} global batches/s"
+        )
+        step = f"{1e3 * steps.wall_s:,.1f} ms a step (median of {steps.num_steps:,})"
+        yield "speed", f"{rates}, {step}"
+        terms = sorted(steps.shares.items(), key=lambda item: -item[1])
+        yield "step", ", ".join(f"{term} {percent(s)}" for term, s in terms if s >= 0.0005)
+    if summary.utilization is not None and (brief := summary.utilization.brief()) is not None:
+        yield "MFU", brief
+    held, memory = "", summary.memory
+    if memory is not None and memory.doubt is None:
+        held = f"{_mib(memory.largest_bytes)} of tensors at the peak of any rank, in "
+        held += f"{memory.peak_phase}; "
+    yield "memory", f"{held}rank 0's process had up to {_mib(summary.resident_bytes)} in RAM"
+    yield "time", f"{_duration(summary.seconds)} for {summary.num_steps:,} steps and the rest"
+    yield "run", summary.run
 
 
 def _tables(summary: Summary) -> list[RenderableType]:
