@@ -1,7 +1,7 @@
 """All-gather and reduce-scatter for gloo by direct exchange: each rank sends to each other at once.
 
-    all_gather       rank r sends its part to all others                  (N-1)/N of the whole
-    reduce_scatter   rank r sends part s to rank s, which adds up what it receives, rank by rank
+    all_gather       rank r sends its shard to all others                 (N-1)/N of the full tensor
+    reduce_scatter   rank r sends shard s to rank s, which adds up what it receives, rank by rank
 
 Both send as few bytes as a ring (Patarasuk and Yuan, 2009) in one round instead of N - 1, and no
 rank waits for a neighbour that waits for its own. gloo's own two take two to three times as
@@ -25,47 +25,41 @@ _LIBRARY.define("all_gather(Tensor(a!) output, Tensor input, str group_name) -> 
 _LIBRARY.define("reduce_scatter(Tensor(a!) output, Tensor input, str group_name) -> ()")
 
 
-def all_gather(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `output`, N parts long, with the `part` of every rank of `group`, in their order.
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `output`, N shards long, with the `shard` of every rank of a gloo group, in their order.
 
-    Args:
-        output: one-dimensional and contiguous; `part` may be this rank's own slice of it.
-        part: one-dimensional and contiguous, as long on every rank.
-        group: a gloo group.
+    Both are one-dimensional and contiguous; `shard` may be this rank's own slice of `output`.
     """
-    torch.ops.phalanx_comm.all_gather(output, part, group.group_name)
+    torch.ops.phalanx_comm.all_gather(output, shard, group.group_name)
 
 
-def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Set `output` to the sum over the ranks of `group` of this rank's part of `whole`.
+def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Set `output` to the sum over the ranks of a gloo group of this rank's N-th of `full`.
 
-    Args:
-        output: one-dimensional and contiguous, a N-th of `whole`.
-        whole: one-dimensional and contiguous, as long on every rank.
-        group: a gloo group.
+    Both are one-dimensional and contiguous.
     """
-    torch.ops.phalanx_comm.reduce_scatter(output, whole, group.group_name)
+    torch.ops.phalanx_comm.reduce_scatter(output, full, group.group_name)
 
 
-def _all_gather(output: torch.Tensor, part: torch.Tensor, group_name: str) -> None:
+def _all_gather(output: torch.Tensor, shard: torch.Tensor, group_name: str) -> None:
     group = group_named(group_name)
     num_ranks, coord = group.size(), group.rank()
-    parts = output.view(num_ranks, -1)
-    if parts[coord].data_ptr() != part.data_ptr():
-        parts[coord].copy_(part)
-    _exchange([part] * num_ranks, list(parts), group)
+    shards = output.view(num_ranks, -1)
+    if shards[coord].data_ptr() != shard.data_ptr():
+        shards[coord].copy_(shard)
+    _exchange([shard] * num_ranks, list(shards), group)
 
 
-def _reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group_name: str) -> None:
+def _reduce_scatter(output: torch.Tensor, full: torch.Tensor, group_name: str) -> None:
     group = group_named(group_name)
     num_ranks, coord = group.size(), group.rank()
-    mine = list(whole.view(num_ranks, -1))
+    mine = list(full.view(num_ranks, -1))
     received = [mine[coord] if s == coord else torch.empty_like(output) for s in range(num_ranks)]
     _exchange(mine, received, group)
     # In the order of the ranks, so that the sum does not depend on who makes it.
     torch.add(received[0], received[1], out=output) if num_ranks > 1 else output.copy_(received[0])
-    for part in received[2:]:
-        output.add_(part)
+    for term in received[2:]:
+        output.add_(term)
 
 
 for _name, _function in (("all_gather", _all_gather), ("reduce_scatter", _reduce_scatter)):

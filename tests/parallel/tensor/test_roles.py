@@ -105,7 +105,7 @@ ROLES = {
     "layers.*.mlp.2": "row",
     "mix": "token",
     "pool": "gather",
-    "classes": "whole",
+    "classes": "full",
 }
 
 
@@ -181,11 +181,11 @@ def test_a_part_of_fused_maps_is_a_part_of_each() -> None:
         ({"layers.*.mlp.0": "column/1"}, "only a column map holds several"),
         ({**ROLES, "layers.*.mlp.0": "row"}, "the branch 'layers.0.mlp' has no column map"),
         ({"layers.*.mlp.0": "column"}, "'layers.0.mlp.0' is in no module with the role branch"),
-        ({"classes": "whole"}, "'patches.weight' is in no module that has a role; give a pattern"),
+        ({"classes": "full"}, "'patches.weight' is in no module that has a role; give a pattern"),
         ({"mix": "token", "mix.0": "column"}, "'mix.0' is in no module"),
         (
-            {"mix": "token", "mix.0": "whole"},
-            r"'mix.0' \(whole\) is inside 'mix', whose role token",
+            {"mix": "token", "mix.0": "full"},
+            r"'mix.0' \(full\) is inside 'mix', whose role token",
         ),
         ({}, "the roles of the modules of Vision are not known; give patterns"),
     ],

@@ -165,7 +165,7 @@ def make_cases() -> dict[str, Case]:
     }
     cases = {name: Case(*model, batches(), 2) for name, model in models.items()}
     cases["a module around bert"] = dataclasses.replace(
-        cases["a module around bert"], roles={"tags": "whole"}
+        cases["a module around bert"], roles={"tags": "full"}
     )
     own_norms = functools.partial(llama, has_own_norms=True)
     cases["llama, its own norms"] = Case(own_norms, Objective(), batches(), 2, "float32")

@@ -13,10 +13,10 @@ Modules stay, and so do the names of their parameters, which become DTensors. Th
     head       the output projection               residual -> logits, or their loss
     token      acts on each token by itself        residual -> residual
     gather     acts on all of it, as a pooler      residual -> full
-    whole      acts on what is full already        full -> full
+    full       acts on what is full already        full -> full
     scatter    makes the residual of what is no id full[B, T, ...] -> residual
 
-token, gather, whole and scatter replicate their parameters. Under the last three every rank
+token, gather, full and scatter replicate their parameters. Under the last three every rank
 computes the same value, so only the first rank contributes a gradient and the others contribute
 zeros; the usual sum over ranks stays right. The same holds of norm, token, table and the bias of
 row in a layout whose residual is full on every rank.
@@ -204,7 +204,7 @@ def bind_local(module: nn.Module, layout: Layout) -> None:
 
 def _bind_to_residual(module: nn.Module, layout: Layout) -> None:
     """Run the module's own forward on the residual, of which a rank has all features."""
-    bind = bind_whole if layout.residual.is_full else bind_local
+    bind = bind_full if layout.residual.is_full else bind_local
     bind(module, layout)
 
 
@@ -285,7 +285,7 @@ def bind_gather(module: nn.Module, layout: Layout) -> None:
     _replace(module, forward)
 
 
-def bind_whole(module: nn.Module, layout: Layout) -> None:
+def bind_full(module: nn.Module, layout: Layout) -> None:
     """Run the module on what is full already, the same on every rank."""
     own = module.forward
 

@@ -32,14 +32,14 @@ Role = Literal[
     "head",
     "token",
     "gather",
-    "whole",
+    "full",
     "scatter",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 Patterns = Mapping[str, str]
 
-OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "whole", "scatter"})
+OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
 """Roles that hold for all modules inside, too."""
 
 DECODER: Patterns = {

@@ -82,8 +82,8 @@ HEADS: Final[Mapping[str, Mapping[str, str]]] = {
     "LlamaForCausalLM": {"lm_head": "head"},
     "GPT2LMHeadModel": {"lm_head": "head"},
     "BertForMaskedLM": _BERT_PREDICTIONS,
-    "BertForPreTraining": {**_BERT_PREDICTIONS, "cls.seq_relationship": "whole"},
-    "BertForSequenceClassification": {"classifier": "whole"},
+    "BertForPreTraining": {**_BERT_PREDICTIONS, "cls.seq_relationship": "full"},
+    "BertForSequenceClassification": {"classifier": "full"},
     "BertForTokenClassification": {"classifier": "gather"},
 }
 """Class of a model with a head -> patterns of the names that it has beside those of its base."""
@@ -122,7 +122,7 @@ def refuse_unsupported(model: nn.Module) -> None:
         if getattr(config, "chunk_size_feed_forward", 0):
             raise StrategyError(
                 f"{where}: chunk_size_feed_forward is {config.chunk_size_feed_forward}, which cuts "
-                "places that tp has split already; expected 0"
+                "positions that tp has split already; expected 0"
             )
         if getattr(config, "add_cross_attention", False):
             raise StrategyError(f"{where}: add_cross_attention has no layout under tp; expected no")
@@ -220,13 +220,13 @@ def _allowed(
 ) -> Tensor | None:
     """Return which query (third dimension) sees which key (fourth), as transformers has it.
 
-    None stands for all keys, or all up to the query's own place in a causal model.
+    None stands for all keys, or all up to the query's own position in a causal model.
 
     Args:
         mask: of padding [B, T]; or of four dimensions, which holds as it is.
         own_positions: given by the caller, where each step that is not one begins a sequence.
         positions: 0..T-1.
-        is_causal: a query sees no later place.
+        is_causal: a query sees no later position.
     """
     if mask is not None and mask.ndim == 4:
         return mask
