@@ -201,9 +201,10 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
         (e.phase, e.axis, e.op): e.payload_bytes
         for e in Plan(strategy, model, roles=case.roles).traffic(sizes)
     }
-    for axis in comm.axes_of("loss"):  # the number of valid tokens, and the loss
-        if comm.size(axis) > 1:
-            predicted |= {(phase, axis, "all_reduce"): 8 for phase in ("count", "metrics")}
+    for phase, name in (("count", "data"), ("metrics", "loss")):  # valid tokens, and the loss
+        for axis in comm.axes_of(name):
+            if comm.size(axis) > 1:
+                predicted[phase, axis, "all_reduce"] = 8
     counted = {(e.phase, e.axis, e.op): e.payload_bytes for e in entries}
     return [
         Sent(*key, counted.get(key, 0), predicted.get(key, 0), isinstance(model, Decoder))
