@@ -121,9 +121,7 @@ def start(text: str, other: str, rank: int, model_name: str) -> dict[str, Any]:
         "calls_before_the_first_step": sum(entry.calls for entry in ledger.entries()),
         "sent_bytes_a_step": sum(entry.sent_bytes for entry in entries),
         "parameter_and_optimizer_bytes": holding.parameter_bytes + holding.optimizer_bytes,
-        "written_bytes": sum(
-            box.num_elements * shardings[n].dtype.itemsize for n, box in writes.items()
-        ),
+        "written_bytes": sum(info.num_bytes for info in writes.values()),
         "files_read": len(reads),
         "open_files_of_rank_0": num_files(comm.axes, num_ranks, "cpu"),
     }
