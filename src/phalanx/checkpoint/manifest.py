@@ -67,7 +67,7 @@ class Manifest:
         scaler: state of the scaler of the loss, or None if the precision needs none.
         has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one
             with weights alone can only begin a run.
-        is_passing: whether it was made for the time that had passed alone, and is to be removed
+        is_passing: whether it was made by the clock or at a signal, and is to be removed
             once a later one is whole.
         files: checksum of each file but the manifest, by name.
         format: of the checkpoint.

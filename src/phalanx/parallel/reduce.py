@@ -1,9 +1,9 @@
 """What reduces gradients once a step, whatever splits the work: the base, and the law of replicas.
 
-Every rank of tp computes other rows, places or features than the others. So the gradient of what is
-not split over a sub-axis (norms and biases; in 2.5 dimensions every weight, over depth) is on each
-rank a part of a sum over that axis. It is added up once a step, in flat buckets, after the sums
-over data.
+Every rank of tp computes other rows, positions or features than the others. So the gradient of what
+is not split over a sub-axis (norms and biases; in 2.5 dimensions every weight, over depth) is on
+each rank one term of a sum over that axis. The terms are added up once a step, in flat buckets,
+after the sums over data.
 
 [Note: Adding up in parts] Autograd adds the gradient of a second microbatch to that of the first.
 DTensor plans each new addition over all axes of the mesh together, which takes 0.1 s a shape on

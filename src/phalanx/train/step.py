@@ -126,6 +126,7 @@ class Step:
             return self.scaler.scale(summed / divisor)
 
         self.optimizer.zero_grad(set_to_none=True)
+        # Forward, backward and the sum over ranks: parallel/accumulate.py.
         self.run(microbatches, loss_of, self.phase)
         with self.phase("metrics"):
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor

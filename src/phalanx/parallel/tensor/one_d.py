@@ -16,6 +16,7 @@ Backward  column  all_gather x again, for only its shard was kept;  dW[F_tp] = d
 Cost      A rank sends (N-1)/N of B T D elements five times for a column and a row product: twice
           forward, three times backward, whatever F is. The embedding: once each way. T is padded to
           a multiple of N. The loss gathers no logits.
+          Gradients of norms are summed over tp once a step: `parallel/reduce.py`.
 Limits    N divides heads, key-value heads and F. D, T and V may be any.
 """
 
