@@ -20,7 +20,7 @@ from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.placed import placed
-from phalanx.parallel.tensor.roles import Patterns, bind_roles
+from phalanx.parallel.tensor.roles import DECODER, Patterns, bind_roles
 from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.planner.activations import activations
 from phalanx.strategy import Axis, Strategy
@@ -28,18 +28,11 @@ from phalanx.strategy import Axis, Strategy
 Precision = Literal["bfloat16", "float32", "float64"]
 
 PATTERNS: Patterns = {
-    "block.attention_norm": "norm",
-    "block.attention": "branch",
-    "block.attention.q": "column",
-    "block.attention.k": "column",
-    "block.attention.v": "column",
-    "block.attention.output": "row",
-    "block.mlp_norm": "norm",
-    "block.mlp": "branch",
-    "block.mlp.gate": "column",
-    "block.mlp.up": "column",
-    "block.mlp.down": "row",
+    name.replace("blocks.*", "block"): role
+    for name, role in DECODER.items()
+    if name.startswith("blocks.") and role not in ("dropout", "local")
 }
+"""Roles of a block of the Llama family, which has no norms of queries and keys."""
 
 
 class OneBlock(nn.Module):
@@ -84,12 +77,14 @@ def theory(
 ) -> Amounts:
     """Return what one rank should move and hold; sizes are such that nothing is padded."""
     entries = collectives(strategy, shape, batch, precision)
-    weight_bytes, kept_bytes = held_bytes(strategy, shape, batch, precision)
+    model = OneBlock(shape, precision)
+    rows = placed(model, bind_roles(model, PATTERNS), layout_of(strategy))
+    kept = activations(shape, strategy, batch.length, batch.num_rows, precision)
     return Amounts(
         sent_bytes=sum(entry.sent_bytes for entry in entries),
         num_calls=sum(entry.calls for entry in entries),
-        weight_bytes=weight_bytes,
-        kept_bytes=kept_bytes,
+        weight_bytes=sum(math.prod(row.shard_shape) * row.parameter.itemsize for row in rows),
+        kept_bytes=kept.blocks,
     )
 
 
@@ -101,16 +96,6 @@ def collectives(
     layout, bindings = layout_of(strategy), bind_roles(model, PATTERNS)
     target = Target(strategy, model, model.compute, PATTERNS)
     return account.traffic(target, layout, bindings, placed(model, bindings, layout), [batch])
-
-
-def held_bytes(
-    strategy: Strategy, shape: ModelShape, batch: BatchShape, precision: Precision
-) -> tuple[int, int]:
-    """Return the bytes of weights, and of activations kept for backward."""
-    model = OneBlock(shape, precision)
-    rows = placed(model, bind_roles(model, PATTERNS), layout_of(strategy))
-    kept = activations(shape, strategy, batch.length, batch.num_rows, precision)
-    return sum(math.prod(row.shard_shape) * row.parameter.itemsize for row in rows), kept.blocks
 
 
 def sent_line(strategy: Strategy, shape: ModelShape, precision: Precision) -> tuple[float, float]:

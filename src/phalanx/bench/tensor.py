@@ -24,7 +24,6 @@ from phalanx.bench.account import (
     OneBlock,
     Precision,
     crossing_tokens,
-    held_bytes,
     product_flops,
     theory,
 )
@@ -186,9 +185,9 @@ def check_size(strategy: Strategy, size: BlockSize, precision: Precision) -> Non
                 f"size {size}: {strategy} splits {what} in {parts}, and {number} is not a multiple "
                 f"of that; the nearest is {max(1, round(number / parts)) * parts}"
             )
-    weight_bytes, kept_bytes = held_bytes(strategy, size.shape, size.batch, precision)
+    held = theory(strategy, size.shape, size.batch, precision)
     full = size.num_tokens * size.hidden * model.compute.itemsize
-    rank_bytes = 2 * weight_bytes + 2 * kept_bytes + 3 * full
+    rank_bytes = 2 * held.weight_bytes + 2 * held.kept_bytes + 3 * full
     need_bytes, free_bytes = strategy.num_ranks * rank_bytes, free_memory_bytes("cpu")
     if need_bytes > _MEMORY_SHARE * free_bytes:
         raise ConfigError(

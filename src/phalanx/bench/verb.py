@@ -16,7 +16,7 @@ from rich.table import Table
 from phalanx.config.fields import Range
 from phalanx.measure.environment import device_name, has_fast_bfloat16
 from phalanx.measure.peaks import Arithmetic, Peak, peak_of
-from phalanx.measure.products import checked_device, machine_text
+from phalanx.measure.products import checked_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,10 @@ class OnDevice:
     @property
     def machine(self) -> str:
         """The device's name, with its threads if it is a CPU."""
-        return machine_text(self.device_name, self.num_threads)
+        if self.num_threads is None:
+            return self.device_name
+        threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
+        return f"{self.device_name}, {threads}"
 
     @property
     def peak(self) -> Peak | None:

@@ -144,13 +144,6 @@ def checked_device(device: torch.device | str, arithmetic: Arithmetic) -> torch.
     return found
 
 
-def machine_text(name: str, num_threads: int | None) -> str:
-    """Return a device's name, followed by the CPU threads if there are any to tell."""
-    if num_threads is None:
-        return name
-    return f"{name}, {num_threads} {'thread' if num_threads == 1 else 'threads'}"
-
-
 @contextmanager
 def arithmetic_of(arithmetic: Arithmetic) -> Generator[torch.dtype]:
     """Yield the data type, with float32 products on a GPU set to TF32 or true float32 meanwhile."""

@@ -169,7 +169,7 @@ def bind_row(module: nn.Module, layout: Layout) -> None:
 def bind_norm(module: nn.Module, layout: Layout) -> None:
     """Normalise over features of all ranks that share them; the module's own where none does."""
     if layout.residual.features is None:
-        _bind_to_residual(module, layout)
+        _run_on_shards(module, _gives_gradient(layout))
         return
     if type(module).__name__ not in NORMS:
         raise StrategyError(
@@ -193,19 +193,7 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
 def bind_local(module: nn.Module, layout: Layout) -> None:
     """Run the module's own forward with this rank's shards of its parameters."""
     del layout
-    own = module.forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _shards_in_place(self):
-            return own(*args, **kwargs)
-
-    _replace(module, forward)
-
-
-def _bind_to_residual(module: nn.Module, layout: Layout) -> None:
-    """Run the module's own forward on the residual, of which a rank has all features."""
-    bind = bind_full if layout.residual.is_full else bind_local
-    bind(module, layout)
+    _run_on_shards(module)
 
 
 def bind_dropout(module: nn.Module, layout: Layout) -> None:
@@ -258,7 +246,7 @@ def bind_token(module: nn.Module, layout: Layout) -> None:
     """Run the module on all features of this rank's tokens, and keep this rank's features."""
     axis = layout.residual.features
     if axis is None:
-        _bind_to_residual(module, layout)
+        _run_on_shards(module, _gives_gradient(layout))
         return
     own = module.forward
 
@@ -287,13 +275,7 @@ def bind_gather(module: nn.Module, layout: Layout) -> None:
 
 def bind_full(module: nn.Module, layout: Layout) -> None:
     """Run the module on what is full already, the same on every rank."""
-    own = module.forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _shards_in_place(self, layout.is_first):
-            return own(*args, **kwargs)
-
-    _replace(module, forward)
+    _run_on_shards(module, layout.is_first)
 
 
 def bind_scatter(module: nn.Module, layout: Layout) -> None:
@@ -305,6 +287,17 @@ def bind_scatter(module: nn.Module, layout: Layout) -> None:
             full = own(*args, **kwargs)
         note(BatchShape(*full.shape[:2]))
         return operators.shard(layout, full, layout.residual)
+
+    _replace(module, forward)
+
+
+def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
+    """Replace the forward by itself, as `_shards_in_place` lets the module see its parameters."""
+    own = module.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _shards_in_place(self, gives_gradient):
+            return own(*args, **kwargs)
 
     _replace(module, forward)
 
@@ -352,8 +345,12 @@ def _shard(module: nn.Module, name: str) -> Tensor:
 
 def _given(shard: Tensor, layout: Layout) -> Tensor:
     """Return a parameter used along the residual, with a gradient from who is to give it."""
-    gives_gradient = layout.is_first or not layout.residual.is_full
-    return shard if gives_gradient else operators.without_gradient(shard)
+    return shard if _gives_gradient(layout) else operators.without_gradient(shard)
+
+
+def _gives_gradient(layout: Layout) -> bool:
+    """Tell whether this rank gives a gradient of what is used along the residual."""
+    return layout.is_first or not layout.residual.is_full
 
 
 def _padding(module: nn.Module) -> int | None:
