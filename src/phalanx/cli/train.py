@@ -17,7 +17,6 @@ from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import TrainConfig
 from phalanx.config.fields import value_at
 from phalanx.config.load import Loaded, load_config
-from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:
     from phalanx.train.job.request import Request
@@ -26,33 +25,19 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     """Train as the command line says and print what was measured."""
-    from phalanx.launch import slurm
-    from phalanx.launch.rank_env import is_under_torchrun
-    from phalanx.launch.torchrun import leave, leave_failed
+    from phalanx.launch.torchrun import run_verb
     from phalanx.train.job.request import settle
 
-    slurm.adopt()
-    try:
-        loaded = load_config(argv, TrainConfig)
-        request = settle(loaded.config)
-    except PhalanxError as error:
-        if is_under_torchrun():
-            leave_failed(error, is_everyones=True)
-        raise
-    except SystemExit:
-        if {"-h", "--help"}.intersection(argv):
-            print(f"{strategy_help()}\n\n{preset_help()}")
-        raise
-    if loaded.show_config:
-        show_config(_settled(loaded, request))
-        return 0
-    if not is_under_torchrun():
-        return _run(request, has_bars=True, as_json=loaded.json)
-    try:
-        # Bars would meet those of other ranks.
-        leave(_run(request, has_bars=False, as_json=loaded.json))
-    except BaseException as error:
-        leave_failed(error)
+    def prepare() -> tuple[Loaded[TrainConfig], Request]:
+        try:
+            loaded = load_config(argv, TrainConfig)
+        except SystemExit:
+            if {"-h", "--help"}.intersection(argv):
+                print(f"{strategy_help()}\n\n{preset_help()}")
+            raise
+        return loaded, settle(loaded.config)
+
+    return run_verb(prepare, lambda prepared: _run(*prepared))
 
 
 def _settled(loaded: Loaded[TrainConfig], request: Request) -> Loaded[TrainConfig]:
@@ -67,12 +52,18 @@ def _settled(loaded: Loaded[TrainConfig], request: Request) -> Loaded[TrainConfi
     return dataclasses.replace(loaded, config=config, sources=sources)
 
 
-def _run(request: Request, *, has_bars: bool, as_json: bool) -> int:
+def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
+    from phalanx.launch.rank_env import is_under_torchrun
     from phalanx.train.run import run
 
+    if loaded.show_config:
+        show_config(_settled(loaded, request))
+        return 0
     console = screen()
     with ExitStack() as preparing:
-        preparation = preparing.enter_context(Preparation(console, has_bars=has_bars))
+        # Bars would meet those of other ranks.
+        preparation = Preparation(console, has_bars=not is_under_torchrun())
+        preparing.enter_context(preparation)
 
         def announce(job: Job) -> None:
             preparing.close()
@@ -81,7 +72,7 @@ def _run(request: Request, *, has_bars: bool, as_json: bool) -> int:
         summary = run(request, announce, preparation.report)
     if os.environ.get("RANK", "0") == "0":
         console.print(summary.render(report=request.config.report), crop=False)
-        if as_json:
+        if loaded.json:
             print_json(summary)
     return 0
 

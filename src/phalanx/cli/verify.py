@@ -19,7 +19,7 @@ from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, check_values, settings, value_at
 from phalanx.config.law import check_warmup
 from phalanx.config.load import Loaded, load_config
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError
 from phalanx.verify.settings import VerifyConfig, VerifyTrainConfig
 
 if TYPE_CHECKING:
@@ -32,12 +32,9 @@ AnyConfig = VerifyConfig | VerifyTrainConfig
 
 def run(argv: list[str]) -> int:
     """Verify as the command line says; 1 if something differs."""
-    from phalanx.launch import slurm
-    from phalanx.launch.rank_env import is_under_torchrun
-    from phalanx.launch.torchrun import leave, leave_failed
+    from phalanx.launch.torchrun import run_verb
 
-    slurm.adopt()
-    try:
+    def prepare() -> tuple[Loaded[AnyConfig], Strategy]:
         schema = VerifyTrainConfig if "--train" in argv else VerifyConfig
         loaded: Loaded[AnyConfig] = load_config(argv, schema, prog="phalanx verify")
         if loaded.config.train != (schema is VerifyTrainConfig):
@@ -45,28 +42,27 @@ def run(argv: list[str]) -> int:
                 "train is set otherwise than by the word --train alone, which decides what else "
                 "may be set; write --train, or leave it out"
             )
-        strategy = _checked(loaded.config)
-    except PhalanxError as error:
-        if is_under_torchrun():
-            leave_failed(error, is_everyones=True)
-        raise
+        return loaded, _checked(loaded.config)
+
+    return run_verb(prepare, lambda prepared: _run(*prepared))
+
+
+def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
+    """Verify, and print the verdicts, in a job on rank 0; return the exit code."""
+    from phalanx.launch.rank_env import is_under_torchrun
+
+    config = loaded.config
     if loaded.show_config:
         show_config(loaded)
         return 0
-    if not is_under_torchrun():
-        return _told(_verify(loaded.config, strategy, screen()), loaded.json)
-    try:
-        leave(_told(_join(loaded.config, strategy), loaded.json))
-    except BaseException as error:
-        leave_failed(error)
-
-
-def _told(verdicts: Sequence[Verdict], as_json: bool) -> int:
-    """Print the verdicts, in a job on rank 0; return the exit code."""
+    if is_under_torchrun():
+        verdicts = _join(config, strategy)
+    else:
+        verdicts = _verify(config, strategy, screen())
     is_equal = all(verdict.is_equal for verdict in verdicts)
     if os.environ.get("RANK", "0") == "0":
         _show(verdicts, screen())
-        if as_json:
+        if loaded.json:
             print_json({"is_equal": is_equal, "verdicts": [_as_dict(each) for each in verdicts]})
     return 0 if is_equal else 1
 

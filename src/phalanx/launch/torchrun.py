@@ -20,13 +20,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of, named
-from phalanx.launch import interface, scratch
+from phalanx.launch import interface, scratch, slurm
 from phalanx.launch.hosts import PeerFailed, Watch, kill_silent
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank import is_lost_peer, is_reader_gone, reader_has_left
-from phalanx.launch.rank_env import RankEnv, read_rank_env
+from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.signals import ENDING, answered
 from phalanx.launch.supervisor import tell
 
@@ -285,6 +285,24 @@ def check_same(facts: list[dict[str, Any]]) -> None:
         f"{'; '.join(differing)}; give all hosts the same settings, data and Python (whose "
         "standard library is the default data)"
     )
+
+
+def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
+    """Do the work of a verb on what it has prepared from its command line; return the exit code.
+
+    As a rank of a job this process leaves by itself, and says what `prepare` raises once a host.
+    """
+    slurm.adopt()
+    if not is_under_torchrun():
+        return work(prepare())
+    try:
+        value = prepare()
+    except PhalanxError as error:
+        leave_failed(error, is_everyones=True)
+    try:
+        leave(work(value))
+    except BaseException as error:
+        leave_failed(error)
 
 
 def leave(exit_code: int) -> NoReturn:
