@@ -24,6 +24,11 @@ from typing import Final
 
 from phalanx.errors import CheckpointError, ConfigError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 Checksum = tuple[int, str]
 """Size of a file in bytes, and its sha256 in hexadecimal digits."""
 
@@ -66,6 +71,22 @@ def checksum(path: Path, algorithm: str = "sha256") -> Checksum:
     with open_regular(path) as raw, io.BufferedReader(raw, 1 << 20) as file:
         num_bytes = os.fstat(raw.fileno()).st_size
         return num_bytes, hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def lock(descriptor: int) -> bool | None:
+    """Lock an open file; False if another process has it, None where there are no locks.
+
+    The system takes the lock back from a process that ends, however it ends.
+    """
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this disk has no locks
+        return None
+    return True
 
 
 def sync(path: Path) -> None:

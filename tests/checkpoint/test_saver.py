@@ -21,6 +21,7 @@ import runs
 import torch
 import torch.distributed as dist
 
+from phalanx import storage
 from phalanx.checkpoint import files, foreign, index, lock, manifest, progress, saver, state
 from phalanx.checkpoint.saver import Saver
 from phalanx.errors import CheckpointError, TrainingError
@@ -376,7 +377,7 @@ def test_a_checkpoint_without_all_its_files_is_not_published(tmp_path: Path) -> 
 
 def save_with(flock: Callable[[int, int], None] | None, run: Path) -> None:
     """Save where the system, or its disk, has no locks."""
-    lock.fcntl = None if flock is None else SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)
+    storage.fcntl = None if flock is None else SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)
     runs.save_after(run, 1)
 
 

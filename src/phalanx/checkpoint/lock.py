@@ -12,12 +12,7 @@ from typing import IO
 
 from phalanx.checkpoint import manifest
 from phalanx.errors import CheckpointError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
+from phalanx.storage import lock
 
 LOCK_WAIT_S = 10.0
 """How long a run waits for the lock of another. A killed process keeps its lock until the system
@@ -47,7 +42,7 @@ class RunLock:
         path = self._folder / manifest.LOCK
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._file = path.open("ab", buffering=0)
-        if not _within(LOCK_WAIT_S, lambda: _is_locked(file.fileno())):
+        if not _within(LOCK_WAIT_S, lambda: lock(file.fileno()) is not False):
             self.release()
             raise CheckpointError(
                 f"another process saves to {self._folder}; wait until it has ended, or give "
@@ -80,19 +75,6 @@ class RunLock:
         """Let others have the lock, if this process holds it."""
         if self._file is not None:
             self._file.close()
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Lock an open file, if no other process has; True where there are no locks."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # this disk has no locks
-        return True
-    return True
 
 
 def _within(limit_s: float, is_so: Callable[[], bool]) -> bool:

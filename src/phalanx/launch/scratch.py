@@ -15,10 +15,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where folders of killed runs stay
-    fcntl = None
+from phalanx.storage import lock
 
 PREFIX = "phalanx-"
 
@@ -51,15 +48,15 @@ def scratch_folder() -> Generator[None]:
         return
     try:
         own = Path(tempfile.mkdtemp(prefix=PREFIX, dir=shared))
-        lock = os.open(own / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        held = os.open(own / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         yield
         return
-    _is_locked(lock)
+    lock(held)
     # What is compiled is of use to the next run: it stays where torch keeps it by itself. The
     # import of torch._dynamo makes that folder, also for those who compile nothing.
     compiled = shared / f"torchinductor_{getpass.getuser()}"
-    _made.append(Finalize(None, _remove, (own, lock, compiled), exitpriority=AFTER_ALL))
+    _made.append(Finalize(None, _remove, (own, held, compiled), exitpriority=AFTER_ALL))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = tempfile.tempdir = str(own)
@@ -79,9 +76,9 @@ def remove() -> None:
         _made.pop()()
 
 
-def _remove(own: Path, lock: int, compiled: Path) -> None:
+def _remove(own: Path, held: int, compiled: Path) -> None:
     shutil.rmtree(own, ignore_errors=True)
-    os.close(lock)
+    os.close(held)
     with suppress(OSError):  # it is not there, or holds something
         compiled.rmdir()
 
@@ -92,20 +89,9 @@ def _sweep(shared: Path) -> None:
         with suppress(OSError):  # it is another user's, or another process removes it
             if time.time() - left.stat().st_mtime < NEW_S:
                 continue
-            lock = os.open(left / LOCK, os.O_RDWR | os.O_CLOEXEC)
+            held = os.open(left / LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if _is_locked(lock):
+                if lock(held):  # None where there are no locks: the folder stays
                     shutil.rmtree(left, ignore_errors=True)
             finally:
-                os.close(lock)
-
-
-def _is_locked(lock: int) -> bool:
-    """Lock an open file for this process; return whether nobody else holds it."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+                os.close(held)

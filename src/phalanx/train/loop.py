@@ -14,7 +14,7 @@ from phalanx.debug.check import LIMIT_S, CollectiveCheck
 from phalanx.launch.pulse import PULSE
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.job.resolve import Job
-from phalanx.train.pace import Decision, Pace
+from phalanx.train.pace import Pace
 from phalanx.train.report.records import Records
 from phalanx.train.report.summary import Summary, summarize_run
 from phalanx.train.session import Session, open_session
@@ -75,8 +75,7 @@ def take_steps(session: Session, records: Watcher) -> int:
     step, config, num_steps = session.step, session.job.config, session.job.num_steps
     pace = Pace(60 * config.save_every_minutes, session.is_first)
     _evaluate(session, records)
-    decision = Decision()
-    while step.steps_done < num_steps and not decision.stop_signal:
+    while step.steps_done < num_steps and not pace.stop_signal:
         with PULSE.doing(f"data of step {step.steps_done + 1}"):
             with records.watching_data():
                 microbatches = [batch.to(session.comm.device) for batch in next(session.loader)]
@@ -85,11 +84,11 @@ def take_steps(session: Session, records: Watcher) -> int:
             records.keep(result)
         PULSE.steps_done = done = step.steps_done
         session.saver.poll()
-        decision = pace.after_step(can_save=not session.saver.is_writing)
+        pace.after_step(can_save=not session.saver.is_writing)
         is_last = done == num_steps
         is_saved = is_last or _is_due(done, config.save_every)
-        is_passing = not is_saved and (decision.is_save_due or decision.stop_signal > 0)
-        if is_last or (_is_due(done, config.eval_every) and not decision.stop_signal):
+        is_passing = not is_saved and (pace.is_save_due or pace.stop_signal > 0)
+        if is_last or (_is_due(done, config.eval_every) and not pace.stop_signal):
             _evaluate(session, records)
         if is_saved or is_passing:
             with PULSE.doing(f"beginning the checkpoint after step {done}"):
@@ -97,7 +96,7 @@ def take_steps(session: Session, records: Watcher) -> int:
             pace.saved()
     with PULSE.doing("writing the last checkpoint"):
         session.saver.finish()
-    return decision.stop_signal
+    return pace.stop_signal
 
 
 def _evaluate(session: Session, records: Watcher) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from phalanx.comm.together import max_over_ranks
 from phalanx.launch.pulse import PULSE
@@ -23,21 +22,13 @@ MAX_STEPS = 1000
 """Most steps between two comparisons."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What all ranks do after a step.
+class Pace:
+    """When to stop, and when to save by the clock; every rank makes one, and calls it alike.
 
     Attributes:
-        stop_signal: the signal to stop by, or 0.
+        stop_signal: the signal by which all ranks stop after this step, or 0.
         is_save_due: whether the last checkpoint was begun so long ago that another is due.
     """
-
-    stop_signal: int = 0
-    is_save_due: bool = False
-
-
-class Pace:
-    """When to stop, and when to save by the clock; every rank makes one, and calls it alike."""
 
     def __init__(
         self, save_every_s: float, is_first: bool, clock: Callable[[], float] = time.monotonic
@@ -48,16 +39,18 @@ class Pace:
         self._clock = clock
         self._saved_s = self._compared_s = clock()
         self._interval = self._steps_left = 1
+        self.stop_signal, self.is_save_due = 0, False
 
     def saved(self) -> None:
         """Note that a checkpoint was begun."""
         self._saved_s = self._clock()
 
-    def after_step(self, *, can_save: bool) -> Decision:
-        """Return what all ranks do after this step; a save begins if rank 0 says that it can."""
+    def after_step(self, *, can_save: bool) -> None:
+        """Decide what all ranks do after this step; a save begins if rank 0 says that it can."""
+        self.is_save_due = False
         self._steps_left -= 1
         if self._steps_left > 0:
-            return Decision()
+            return
         is_due, interval = 0, 0
         if self._is_first:
             now_s = self._clock()
@@ -66,6 +59,6 @@ class Pace:
             step_s = max((now_s - self._compared_s) / self._interval, COMPARE_S / MAX_STEPS)
             interval = max(1, round(COMPARE_S / step_s))
             self._compared_s = now_s
-        stop_signal, is_due, interval = max_over_ranks([PULSE.stop_signal, is_due, interval])
+        self.stop_signal, is_due, interval = max_over_ranks([PULSE.stop_signal, is_due, interval])
         self._interval = self._steps_left = interval
-        return Decision(stop_signal, bool(is_due))
+        self.is_save_due = bool(is_due)
