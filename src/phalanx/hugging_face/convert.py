@@ -58,7 +58,7 @@ def convert(
     *,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: Progress = unheard,
 ) -> Converted:
     """Convert a Hugging Face folder to a checkpoint of weights alone, or the other way round.
 
@@ -80,12 +80,11 @@ def convert(
     weights = open_hugging_face(source) if kind == "hugging face" else open_checkpoint(source)
     family = family_of(weights.shape)
     num_bytes = dtype.itemsize * sum(size.numel() for size in sizes_of(weights.shape).values())
-    report = progress or unheard
     done_bytes = 0
 
     def read(name: str) -> Tensor:
         nonlocal done_bytes
-        report("convert", done_bytes, num_bytes)
+        progress("convert", done_bytes, num_bytes)
         tensor = _cast(name, weights.read(name), dtype)
         done_bytes += tensor.nbytes
         return tensor
@@ -96,7 +95,7 @@ def convert(
             num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, companions)
         else:
             num_tensors = _write_hugging_face(partial, weights.shape, dtype, read, max_shard_bytes)
-    report("convert", num_bytes, num_bytes)
+    progress("convert", num_bytes, num_bytes)
     return Converted(
         source=weights.folder,
         destination=destination,

@@ -8,31 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.parallel.reduce import GradientReducer
-
-
-class Runner(Protocol):
-    """How a step gets from microbatches to reduced gradients."""
-
-    def __call__(
-        self,
-        microbatches: Sequence[Any],
-        loss_of: Callable[[Any], torch.Tensor],
-        phase: Phase = no_phase,
-    ) -> None:
-        """Call `loss_of` on each microbatch and backward on what it returns, and reduce.
-
-        Args:
-            microbatches: of this rank.
-            loss_of: returns a microbatch's share of the loss, a 0-d tensor.
-            phase: is told "forward", "backward" and the phases of the reduction.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +32,15 @@ class Accumulate:
         loss_of: Callable[[Any], torch.Tensor],
         phase: Phase = no_phase,
     ) -> None:
-        """See `Runner`; gradients are reduced once, in and after the last backward."""
+        """Call `loss_of` on each microbatch and backward on what it returns, and reduce.
+
+        Gradients are reduced once, in and after the last backward.
+
+        Args:
+            microbatches: of this rank.
+            loss_of: returns a microbatch's share of the loss, a 0-d tensor.
+            phase: is told "forward", "backward" and the phases of the reduction.
+        """
         for number, microbatch in enumerate(microbatches, start=1):
             with phase("forward"):
                 loss = loss_of(microbatch)

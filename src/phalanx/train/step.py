@@ -24,7 +24,7 @@ from phalanx.comm.ledger import Phase
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.measure.timer import Term
-from phalanx.parallel.accumulate import Accumulate, Runner
+from phalanx.parallel.accumulate import Accumulate
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import learning_rate
@@ -81,7 +81,7 @@ class Step:
         *,
         comm: Comm,
         num_steps: int,
-        run: Runner = SINGLE,
+        run: Accumulate = SINGLE,
         scaler: torch.amp.GradScaler | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
     ) -> None:

@@ -18,22 +18,11 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-
-class Grid(Protocol):
-    """The axes of a job, and where one rank stands on them."""
-
-    def size(self, name: str) -> int:
-        """Return the number of ranks of an axis."""
-        ...
-
-    def coord(self, name: str) -> int:
-        """Return this rank's coordinate on an axis."""
-        ...
+from phalanx.comm.comm import Comm
 
 
 @dataclass(frozen=True)
@@ -88,22 +77,22 @@ class Spec:
         """Whether every rank holds all of the tensor."""
         return not any(self.axes)
 
-    def num_shards(self, dim: int, grid: Grid) -> int:
+    def num_shards(self, dim: int, comm: Comm) -> int:
         """Return the number of shards of a dimension."""
-        return math.prod(grid.size(axis) for axis in self.axes[dim])
+        return math.prod(comm.size(axis) for axis in self.axes[dim])
 
-    def shard(self, dim: int, size: int, grid: Grid) -> range:
+    def shard(self, dim: int, size: int, comm: Comm) -> range:
         """Return the indices that this rank holds of a dimension of `size`."""
         held = range(size)
         for axis in self.axes[dim]:
-            share = -(-len(held) // grid.size(axis))
-            first = grid.coord(axis) * share
+            share = -(-len(held) // comm.size(axis))
+            first = comm.coord(axis) * share
             held = held[first : first + share]
         return held
 
-    def shard_shape(self, shape: Sequence[int], grid: Grid) -> tuple[int, ...]:
+    def shard_shape(self, shape: Sequence[int], comm: Comm) -> tuple[int, ...]:
         """Return the shape of what this rank holds of a tensor of `shape`."""
-        return tuple(len(self.shard(dim, size, grid)) for dim, size in enumerate(shape))
+        return tuple(len(self.shard(dim, size, comm)) for dim, size in enumerate(shape))
 
     def placements(self, axes: Iterable[str]) -> tuple[Placement, ...]:
         """Return how DTensor says it on a mesh of `axes`.
