@@ -201,12 +201,10 @@ class Saver:
 
     def _write(self, save: _Save) -> None:
         """Write and publish; the body of the writer thread."""
+        save_share = self._save_first if self._progress.rank == 0 else self._save_other
         try:
             _stand_back()
-            if self._progress.rank == 0:
-                self._save_first(save)
-            else:
-                self._save_other(save)
+            save_share(save)
         except CheckpointError as error:
             self._failure = error
         except TimeoutError as error:
@@ -236,25 +234,18 @@ class Saver:
         progress = self._progress
         try:
             make_partial(save.final)
-        except Exception as error:
-            raise self._given_up(error) from error
-        try:
             progress.conclude("open")
-            progress.tell("written", _write_file(save, self._progress))
+            progress.tell("written", _write_file(save, progress))
             files = {name: tuple(checksum) for file in progress.wait() for name, checksum in file}
             files[index.NAME] = index.write(save.partial, save.plan)
             publish(save.partial, save.final, dataclasses.replace(save.about, files=files))
         except Exception as error:  # whatever it is, the others must not wait for this rank
             shutil.rmtree(save.partial, ignore_errors=True)
-            raise self._given_up(error) from error
+            failure = self._failed(reason_of(error))
+            progress.conclude("failed", str(failure))
+            raise failure from error
         progress.conclude("published")
         remove_older(self._run, self._keep)
-
-    def _given_up(self, error: Exception) -> CheckpointError:
-        """Tell all ranks that the save is given up, and why."""
-        failure = self._failed(reason_of(error))
-        self._progress.conclude("failed", str(failure))
-        return failure
 
 
 def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum]]:

@@ -7,11 +7,12 @@ rows of the first data rank have none that count (if there are several ranks).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
@@ -71,26 +72,21 @@ def cast_batch(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to every tensor of a batch, and keep its form."""
-    if batch is None:
-        return None
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        named = cast("Mapping[str, Any]", batch)
-        return {name: map_batch(value, function) for name, value in named.items()}
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-        mapped = {name: map_batch(value, function) for name, value in values.items()}
-        return dataclasses.replace(batch, **mapped)
-    if isinstance(batch, list | tuple):
-        items = [map_batch(value, function) for value in cast("Sequence[Any]", batch)]
-        if hasattr(batch, "_fields"):  # a named tuple takes its values one by one
-            return type(batch)(*items)
-        return tuple(items) if isinstance(batch, tuple) else items
-    raise ConfigError(
-        f"a batch holds a {type(batch).__name__}; expected tensors, and mappings, lists, tuples or "
-        "dataclasses of them, or None"
-    )
+
+    def mapped(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, Tensor):
+            return None if leaf is None else function(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+            return dataclasses.replace(leaf, **map_batch(values, function))
+        if isinstance(leaf, Mapping):  # that is no dict, such as a BatchEncoding of transformers
+            return map_batch(dict(cast("Mapping[str, Any]", leaf)), function)
+        raise ConfigError(
+            f"a batch holds a {type(leaf).__name__}; expected tensors, and mappings, lists, tuples "
+            "or dataclasses of them, or None"
+        )
+
+    return tree_map(mapped, batch)
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
