@@ -308,7 +308,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "extra tensor": (
         edit_tensors(lambda t: t.update(extra=torch.ones(1))),
-        "the model has none of 1 of them, 'extra'",
+        "the model has no 'extra', the first of 1",
     ),
     "wrong shape": (
         edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(33)})),

@@ -179,13 +179,12 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     name = str(config.get("model_type"))
     if name not in FAMILIES:
         raise ConfigError(
-            f"Hugging Face config: model_type is '{name}'{nearest(name, FAMILIES)}; legal are "
-            f"{', '.join(FAMILIES)}"
+            f"model_type is '{name}'{nearest(name, FAMILIES)}; legal are {', '.join(FAMILIES)}"
         )
     if config.get("quantization_config"):
         raise ConfigError(
-            "Hugging Face config: the weights are quantized (quantization_config); only float64, "
-            "float32, bfloat16 and float16 are read"
+            "the weights are quantized (quantization_config); only float64, float32, bfloat16 and "
+            "float16 are read"
         )
     family = FAMILIES[name]
     for option, legal in {**family.constants, **family.required}.items():
@@ -197,16 +196,14 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     }
     hidden, num_heads = sizes["hidden"], sizes["num_heads"]
     if name == "gpt2" and hidden % num_heads:
-        raise NotDivisible("Hugging Face config: n_embd", hidden, num_heads)
+        raise NotDivisible("n_embd", hidden, num_heads)
     derived = {"num_kv_heads": num_heads, "head_dim": hidden // num_heads, "ffn": 4 * hidden}
     values: dict[str, Any] = {**derived, **sizes, **family.parts}
     if values["position"] == "rope":
         values["rope_theta"], values["rope_scaling"] = _rope(config)
     tied = config.get("tie_word_embeddings", family.is_tied)
     if not isinstance(tied, bool):
-        raise ConfigError(
-            f"Hugging Face config: tie_word_embeddings is {tied!r}; expected true or false"
-        )
+        raise ConfigError(f"tie_word_embeddings is {tied!r}; expected true or false")
     return ModelShape(**values, norm_eps=_number(config, family.norm_eps), tied=tied)
 
 
@@ -214,7 +211,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, 
     """Return theta and the scaling: one dict since transformers 5, two entries before."""
     rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise ConfigError(f"Hugging Face config: rope_scaling is {rope!r}; expected an object")
+        raise ConfigError(f"rope_scaling is {rope!r}; expected an object")
     _require(rope, "partial_rotary_factor", 1.0)
     where = rope if "rope_theta" in rope else config
     theta = _number(where, "rope_theta") if where.get("rope_theta") is not None else 10_000.0
@@ -222,14 +219,12 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, 
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ConfigError(
-            f"Hugging Face config: rope_type is '{kind}'; legal are 'default' and 'llama3'"
-        )
+        raise ConfigError(f"rope_type is '{kind}'; legal are 'default' and 'llama3'")
     *numbers, original = _LLAMA3_SCALING
     factor, low, high = (_number(rope, option) for option in numbers)
     if low >= high:
         raise ConfigError(
-            f"Hugging Face config: low_freq_factor is {low:g} and high_freq_factor is {high:g}; "
+            f"low_freq_factor is {low:g} and high_freq_factor is {high:g}; "
             "expected a low one below the high one"
         )
     return theta, (factor, low, high, _whole(rope, original))
@@ -238,9 +233,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, 
 def _whole(config: Mapping[str, Any], option: str) -> int:
     value = _need(config, option)
     if type(value) is not int or value < 1:
-        raise ConfigError(
-            f"Hugging Face config: {option} is {value!r}; expected a whole number of at least 1"
-        )
+        raise ConfigError(f"{option} is {value!r}; expected a whole number of at least 1")
     return value
 
 
@@ -248,21 +241,17 @@ def _number(config: Mapping[str, Any], option: str) -> float:
     value = _need(config, option)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
-        raise ConfigError(
-            f"Hugging Face config: {option} is {value!r}; expected a number above 0 and finite"
-        )
+        raise ConfigError(f"{option} is {value!r}; expected a number above 0 and finite")
     return float(value)
 
 
 def _need(config: Mapping[str, Any], option: str) -> Any:
     if option not in config:
-        raise ConfigError(f"Hugging Face config: {option} is missing{nearest(option, config)}")
+        raise ConfigError(f"{option} is missing{nearest(option, config)}")
     return config[option]
 
 
 def _require(config: Mapping[str, Any], option: str, legal: str | bool | float) -> None:
     actual = config.get(option, legal)
     if actual != legal:
-        raise ConfigError(
-            f"Hugging Face config: {option} is {actual!r}; only {legal!r} is computed"
-        )
+        raise ConfigError(f"{option} is {actual!r}; only {legal!r} is computed")

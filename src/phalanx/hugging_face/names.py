@@ -130,20 +130,19 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> dict[str, s
         found = {link.theirs: link.theirs for link in links}
     for name in found.values():
         if name not in left:
-            raise CheckpointError(f"Hugging Face weights: '{name}' is missing{nearest(name, left)}")
+            raise CheckpointError(f"'{name}' is missing{nearest(name, left)}")
     left -= set(found.values())
     if left:
         raise CheckpointError(
-            f"Hugging Face weights: the model has none of {len(left)} of them, '{min(left)}' "
-            "first; is the shape that of their config.json?"
+            f"the model has no '{min(left)}', the first of {len(left)} such weights; is the shape "
+            "that of their config.json?"
         )
     expected = sizes_of(shape)
     for link in links:
         wanted, actual = tuple(link.join_sizes(expected)), tuple(sizes[found[link.theirs]])
         if actual != wanted:
             raise CheckpointError(
-                f"Hugging Face weights: '{found[link.theirs]}' is {actual}; the shape asks for "
-                f"{wanted}"
+                f"'{found[link.theirs]}' is {actual}; the shape asks for {wanted}"
             )
     return found
 
