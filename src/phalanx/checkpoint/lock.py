@@ -42,7 +42,7 @@ class RunLock:
         path = self._folder / manifest.LOCK
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._file = path.open("ab", buffering=0)
-        if not _within(LOCK_WAIT_S, lambda: lock(file.fileno()) is not False):
+        if not _within_wait(lambda: lock(file.fileno()) is not False):
             self.release()
             raise CheckpointError(
                 f"another process saves to {self._folder}; wait until it has ended, or give "
@@ -65,7 +65,7 @@ class RunLock:
                 checkpoint.
         """
         path = self._folder / manifest.LOCK
-        if not _within(LOCK_WAIT_S, lambda: path.is_file() and path.read_text() == mark):
+        if not _within_wait(lambda: path.is_file() and path.read_text() == mark):
             raise CheckpointError(
                 f"{self._folder} on {platform.node()} is not the folder that rank 0 writes to; "
                 "give an --out on a disk that all hosts share"
@@ -77,9 +77,9 @@ class RunLock:
             self._file.close()
 
 
-def _within(limit_s: float, is_so: Callable[[], bool]) -> bool:
-    """Return whether something is so, now or within a while."""
-    deadline_s = time.monotonic() + limit_s
+def _within_wait(is_so: Callable[[], bool]) -> bool:
+    """Return whether something is so, now or within `LOCK_WAIT_S`."""
+    deadline_s = time.monotonic() + LOCK_WAIT_S
     while not is_so():
         if time.monotonic() >= deadline_s:
             return False

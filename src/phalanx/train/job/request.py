@@ -53,15 +53,18 @@ class Request:
     @property
     def done(self) -> tuple[int, int]:
         """Steps taken, and samples consumed, before the run goes on."""
-        return (
-            (0, 0)
-            if self.start is None
-            else (self.start.about.steps_done, self.start.about.consumed)
-        )
+        if self.start is None:
+            return 0, 0
+        return self.start.about.steps_done, self.start.about.consumed
+
+    @property
+    def origin(self) -> Checkpoint | None:
+        """The checkpoint that the first weights of this process come from, or None."""
+        return self.start or self.init
 
     def settings(self, **more: Any) -> TrainConfig:
         """Return the settings with what is settled, paths that hold from any folder, and `more`."""
-        is_named = self.config.model is not None or self.start is not None or self.init is not None
+        is_named = self.config.model is not None or self.origin is not None
         settled = {
             "strategy": str(self.strategy),
             "nproc": self.strategy.num_ranks,
@@ -98,10 +101,10 @@ def settle(config: TrainConfig) -> Request:
     strategy, device = choose_strategy(config)
     if start is not None:
         config = resume.as_before(config, start.about, strategy.data_ranks)
-    shape = resume.shape_of(config, start, init)
+    shape = resume.shape_of(config, start or init)
     if start is not None:
         start.about.check_shape(shape)
-    name = resume.name_of(config, shape, start, init)
+    name = resume.name_of(config, shape, start or init)
     if config.corpus.seq_len > shape.max_seq_len:
         raise ConfigError(
             f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "

@@ -85,7 +85,7 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
         config.data,
         config.corpus,
         model_vocab_size=request.shape.vocab_size,
-        tokenizer=tokenizer_of(config, start, request.init),
+        tokenizer=tokenizer_of(config, request.origin),
         is_follower=is_under_torchrun() and read_rank_env().local_rank > 0,
         progress=progress,
     )
@@ -209,8 +209,8 @@ def facts_of(job: Job) -> dict[str, Any]:
 def words_of(job: Job) -> list[str]:
     """Return what is about to run: the model, the split and the data, in a line each."""
     tokens, weights = job.tokens, ""
-    if (origin := job.init or job.start) is not None:
-        weights = f" from {origin.folder}"
+    if job.origin is not None:
+        weights = f" from {job.origin.folder}"
     held = tokens.validation.num_tokens
     return [
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "

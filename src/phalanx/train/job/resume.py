@@ -1,6 +1,7 @@
 """What a run takes from the checkpoint it begins with or goes on from, and what differs from it.
 
-`start` is a checkpoint to go on from (--resume), `init` one whose weights a run begins with.
+`start` is a checkpoint to go on from (--resume), `origin` that or one whose weights a run begins
+with (--init); no run has both.
 """
 
 from __future__ import annotations
@@ -26,15 +27,12 @@ DEFAULT_MODEL: Final = "demo"
 """Preset of a run that names no model and begins with no checkpoint."""
 
 
-def name_of(
-    config: TrainConfig, shape: ModelShape, start: Checkpoint | None, init: Checkpoint | None
-) -> str:
+def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -> str:
     """Return what the run's model is called.
 
     It is that of the preset, of the run it goes on with or has its weights from, or of the folder
     of converted weights; a preset whose sizes were replaced is called by its number of parameters.
     """
-    origin = start or init
     if origin is not None:
         named = origin.about.settings.get("model")
         return named or (manifest.run_of(origin.folder) or origin.folder.resolve()).name
@@ -49,7 +47,7 @@ def name_of(
     return f"decoder-{number}"
 
 
-def shape_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | None) -> ModelShape:
+def shape_of(config: TrainConfig, origin: Checkpoint | None) -> ModelShape:
     """Return the model's shape: as the settings say, or that of the weights it begins with.
 
     Dropout is no property of weights, so it may differ from that of the checkpoint.
@@ -58,13 +56,13 @@ def shape_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | N
         ConfigError: the settings contradict each other, or the weights of `init`.
     """
     named = None if config.model is None else preset(config.model)
-    if (origin := start or init) is None:
+    if origin is None:
         return with_sizes(named or preset(DEFAULT_MODEL), config.shape)
     from phalanx.checkpoint.weights import shape_in  # it loads torch
 
     held = shape_in(origin.about, origin.folder)
     wanted = with_sizes(named or held, config.shape)
-    if init is None:
+    if config.init is None:
         return wanted
     for name, value in dataclasses.asdict(held).items():
         asked = getattr(wanted, name)
@@ -78,9 +76,7 @@ def shape_of(config: TrainConfig, start: Checkpoint | None, init: Checkpoint | N
     return held if dropout is None else dataclasses.replace(held, dropout=dropout)
 
 
-def tokenizer_of(
-    config: TrainConfig, start: Checkpoint | None, init: Checkpoint | None
-) -> str | None:
+def tokenizer_of(config: TrainConfig, origin: Checkpoint | None) -> str | None:
     """Return the tokenizer.json to use: the one that is given, else the checkpoint's, if any.
 
     Settings for a tokenizer that is to be trained go before the checkpoint's.
@@ -88,11 +84,10 @@ def tokenizer_of(
     Raises:
         ConfigError: there is none for the weights of `init`, and none was asked for.
     """
-    origin = start or init
     if config.tokenizer is not None or origin is None or config.corpus.vocab_size is not None:
         return config.tokenizer
     found = companions.tokenizer_of(origin.folder)
-    if found is None and init is not None:
+    if found is None and config.init is not None:
         raise ConfigError(
             f"init is {config.init}, which has no {companions.TOKENIZER}, so nothing says which "
             "tokens the rows of its embedding stand for; give it by --tokenizer, or train another "
