@@ -38,9 +38,7 @@ PATTERNS: Patterns = {
 class OneBlock(nn.Module):
     """A block alone, so that what stands around it costs nothing; on the meta device.
 
-    Args:
-        shape: of the block.
-        precision: of the arithmetic; the masters are at least float32.
+    Its masters are at least float32, whatever it computes in.
     """
 
     def __init__(self, shape: ModelShape, precision: Precision) -> None:

@@ -50,14 +50,7 @@ ONE_RANK = "dp1"
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """What was measured of one strategy.
-
-    Attributes:
-        strategy: its text form.
-        num_ranks: N.
-        times_s: median step of each round's job.
-        one_rank_s: the same of one rank.
-    """
+    """What was measured of one strategy: the median step of each round's job, and of one rank's."""
 
     strategy: str
     num_ranks: int
@@ -221,11 +214,7 @@ def measure_scaling(config: ScalingConfig, say: Say) -> list[ScalingPoint]:
 
 
 def _check(strategy: Strategy, config: ScalingConfig) -> None:
-    """Refuse before any process starts what a rank would refuse.
-
-    Raises:
-        PhalanxError: see `measure_scaling`.
-    """
+    """Refuse before any process starts what a rank would refuse."""
     require_built(strategy)
     num_devices = torch.cuda.device_count() if config.device == "cuda" else strategy.num_ranks
     if strategy.num_ranks > num_devices:

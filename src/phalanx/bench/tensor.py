@@ -67,14 +67,9 @@ class TensorConfig(ResultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutPoint:
-    """One layout on one size.
+    """What the first rank moved and held under one layout on one size, and what it should.
 
     Attributes:
-        strategy: its text.
-        size: the block and the microbatch.
-        measured: what the first rank moved and held.
-        theory: what it should.
-        entries: its collectives, by phase, axis and op.
         peak_bytes: most it held at one time: weights, gradients, activations and all buffers.
         times_s: of each step, by the slowest rank; empty if none was timed.
         products_s: what the products with weights alone would take at the ceiling.
@@ -171,11 +166,7 @@ def parse_layout(text: str) -> Strategy:
 
 
 def check_size(strategy: Strategy, size: BlockSize, precision: Precision) -> None:
-    """Refuse what the layout does not divide, which would be padded, and what does not fit.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Raise ConfigError for what the layout does not divide, and would pad, or does not fit."""
     model = OneBlock(size.shape, precision)
     layout = TensorSplit(Target(strategy, model, roles=PATTERNS)).layout
     for dim, (what, number) in enumerate((("rows", size.num_rows), ("positions", size.length))):

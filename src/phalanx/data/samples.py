@@ -33,12 +33,8 @@ from phalanx.models.loss import IGNORE
 class Samples:
     """The samples of a file of tokens; `len()` is their number.
 
-    Each process maps the file on first use. Pickling sends only the file's name.
-
-    Attributes:
-        file: the tokens.
-        seq_len: T.
-        document_mask: whether positions and attention stay inside one document.
+    Each process maps the file on first use. Pickling sends only the file's name. With
+    `document_mask`, positions and attention stay inside one document.
     """
 
     file: TokenFile

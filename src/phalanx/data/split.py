@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from phalanx.data.corpus import Document
 
@@ -13,7 +13,7 @@ from phalanx.data.corpus import Document
 class Split:
     """Documents for validation by number, and one that is cut: its number, and its bytes there."""
 
-    validation: frozenset[int] = field(default_factory=lambda: frozenset[int]())
+    validation: frozenset[int] = frozenset()
     cut: tuple[int, int] | None = None
 
     def parts(self, number: int, document: Document) -> Iterator[tuple[bool, str]]:

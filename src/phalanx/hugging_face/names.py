@@ -50,12 +50,10 @@ _WITHOUT_BIAS = ("embedding", "position_embedding", "output")
 
 @dataclass(frozen=True)
 class Link:
-    """One Hugging Face tensor and the tensors of ours that it holds.
+    """The name of a Hugging Face tensor, and the names of those of ours that it holds.
 
-    Attributes:
-        theirs: its name.
-        ours: our names; several are equal parts, stacked along the outputs.
-        is_transposed: it is stored as [in, out], ours as [out, in].
+    Several of ours are equal parts, stacked along the outputs. A transposed tensor is stored as
+    [in, out], ours as [out, in].
     """
 
     theirs: str

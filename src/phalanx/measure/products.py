@@ -124,11 +124,7 @@ def measure_matmul(
 
 
 def checked_device(device: torch.device | str, arithmetic: Arithmetic) -> torch.device:
-    """Return the device, or say that it is missing or that it cannot do the arithmetic.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Return the device; raise ConfigError if it is missing or cannot do the arithmetic."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
         raise ConfigError(f"device is '{device}'; it must be cpu, cuda or cuda:INDEX")
     found = torch.device(device)

@@ -191,10 +191,8 @@ def rotation(
     Angles are position * theta ** (-2i / head_dim) for feature pair i (Su et al. 2021, section
     3.2.2), with Llama 3.1's scaling of the frequencies where the shape asks for it.
 
-    Args:
-        shape: the decoder's shape.
-        positions_BT: int64; B may be 1 for all rows alike.
-        dtype: of what will be rotated; the angles themselves are made in float64.
+    `positions_BT` is int64, and B may be 1 for all rows alike. `dtype` is that of what will be
+    rotated; the angles themselves are made in float64.
 
     Returns:
         Two tensors [B, T, 1, head_dim / 2], fp32 (fp64 for fp64); None without rotary positions.

@@ -73,12 +73,8 @@ def causal_attention(
     It is one operator to PyTorch, not the many it is made of, so that recomputation can keep the
     result alone, and a compiled block can hold it. It runs on any device.
 
-    Args:
-        q_BTHK: queries.
-        k_BTHK: keys.
-        v_BTHK: values.
-        starts_BT1: where in its row the document of each query begins, which is all that it looks
-            at; one row may stand for all. None is the beginning of the row.
+    `starts_BT1` is where in its row the document of each query begins, which is all that it looks
+    at; one row may stand for all. None is the beginning of the row.
     """
     o_BTHK = q_BTHK.new_empty(q_BTHK.shape)
     for row, blocks in enumerate(_blocks_of_rows(q_BTHK, starts_BT1)):

@@ -44,12 +44,7 @@ Recomputation runs again what tp has made of a block, and fsdp gathers a block b
 class Plan(Generic[Model]):
     """A strategy on a model: what each rank holds and sends, and how the model is split.
 
-    Args:
-        strategy: how to split.
-        model: not split yet, on any device, meta too.
-        compute: data type of the arithmetic; that of the parameters if None.
-        roles: patterns of module names to roles for tp, see `parallel.tensor.roles`; they come
-            before those that are known for the model.
+    For the arguments see `Target`.
 
     Raises:
         StrategyError: a part of the strategy is not built yet, or the model does not allow it.
@@ -143,17 +138,7 @@ def plan_decoder(
     master: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
 ) -> Plan[Decoder]:
-    """Return the plan of a decoder on the meta device.
-
-    Args:
-        strategy: how to split it.
-        shape: of the decoder.
-        master: data type of its parameters.
-        compute: data type of the arithmetic; that of the parameters if None.
-
-    Raises:
-        StrategyError: see `Plan`.
-    """
+    """Return the plan of a decoder on the meta device, whose parameters are of type `master`."""
     with torch.device("meta"):
         model = Decoder(shape).to(dtype=master)
     model.compute_dtype = compute

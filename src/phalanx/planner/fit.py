@@ -31,11 +31,8 @@ class Load:
     """What decides how much memory a rank needs.
 
     Attributes:
-        shape: the model.
-        strategy: how it is split.
         microbatch: sequences in one forward pass of one rank.
         accumulation: microbatches of a step.
-        seq_len: tokens of a sequence.
         precision: data type of the arithmetic; "auto", not known yet, counts as the smallest.
         is_compiled: blocks are, so that what they keep is the compiler's choice.
     """
@@ -103,13 +100,7 @@ def check_memory_for(num_ranks: int) -> None:
 
 
 def check_fit(load: Load, name: str, device: str, num_here: int) -> None:
-    """Refuse a model that cannot be held.
-
-    Args:
-        load: what is to be trained.
-        name: of the model, for the message.
-        device: "cpu" or "cuda".
-        num_here: ranks on this host.
+    """Refuse a model, called `name`, that the `num_here` ranks of this host cannot hold.
 
     Raises:
         ConfigError: the arithmetic, and what would fit.

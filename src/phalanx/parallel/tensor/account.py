@@ -46,10 +46,9 @@ class _Work:
     """What a layer does with one microbatch, and what decides how much that sends.
 
     Attributes:
-        kind: what it does, a case of `_forward`.
+        kind: a case of `_forward`.
         sizes: numbers of features: what it reads first, then what it makes.
-        compute: data type of the arithmetic.
-        master: data type of the weights.
+        compute, master: data types of the arithmetic and of the weights.
     """
 
     kind: Literal[

@@ -19,13 +19,9 @@ from phalanx.parallel.tensor.spec import Spec
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter and how it is split.
+    """A parameter, and how a layout splits it.
 
-    Attributes:
-        names: in the model; several if modules share it.
-        parameter: itself.
-        binding: the module that holds it, the first of several, and its role.
-        layout: that splits it.
+    Modules may share it: it has all their names, and the binding of the first.
     """
 
     names: tuple[str, ...]

@@ -70,9 +70,6 @@ class RoleBinding:
     """A module and its role.
 
     Attributes:
-        name: of the module in the model.
-        role: see layers.py.
-        module: itself.
         columns: of a branch, its column maps, in the order of registration.
         num_maps: maps that a column map holds, one after another.
     """
