@@ -102,11 +102,7 @@ class RankFailed(TrainingError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended the work: Ctrl-C, SIGTERM or SIGHUP.
-
-    Attributes:
-        signum: number of the signal.
-    """
+    """A signal has ended the work: Ctrl-C, SIGTERM or SIGHUP."""
 
     def __init__(self, signum: int, message: str = "") -> None:
         self.signum = signum

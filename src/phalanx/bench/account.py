@@ -57,11 +57,7 @@ class OneBlock(nn.Module):
 class Amounts:
     """What one rank moves in a step of one microbatch, and holds.
 
-    Attributes:
-        sent_bytes: bytes that it must send.
-        num_calls: collectives that it takes part in.
-        weight_bytes: bytes of its shards of the masters.
-        kept_bytes: activations kept from forward for backward.
+    That is its shards of the masters, and the activations kept from forward for backward.
     """
 
     sent_bytes: float

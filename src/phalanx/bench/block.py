@@ -17,12 +17,9 @@ _WIDE = 3072
 
 @dataclass(frozen=True)
 class BlockSize:
-    """A block of the Llama family, and a microbatch for it.
+    """A block of the Llama family, and a microbatch for it: rows of `length` positions.
 
-    Attributes:
-        hidden: features of the residual; heads and MLP follow.
-        num_rows: of the microbatch.
-        length: positions in a row.
+    Heads and MLP follow from `hidden`, the features of the residual.
     """
 
     hidden: int

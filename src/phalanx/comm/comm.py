@@ -264,12 +264,7 @@ class Counting(Comm, Phases):
     """
 
     def __init__(self, axes: Mapping[str, int], coords: Mapping[str, int] | None = None) -> None:
-        """Stand at `coords`, or at the first rank.
-
-        Args:
-            axes: sizes of the axes, outer to inner, such as `Strategy.mesh_axes` gives.
-            coords: by axis; 0 on those left out.
-        """
+        """Stand at `coords`, 0 on axes left out, of axes such as `Strategy.mesh_axes` gives."""
         super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
         self._tally = Tally()
 

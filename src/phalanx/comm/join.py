@@ -51,12 +51,8 @@ def join(
 
     NCCL carries Python values too (comm.together), so a CUDA job joins without gloo.
 
-    Args:
-        rank: global rank of this process.
-        num_ranks: processes in the job.
-        store: where the ranks meet; the environment that torchrun sets, if None.
-        device: "cpu" or "cuda", then that of `torch.cuda.set_device`.
-        timeout_s: longest wait for another rank in one collective, in seconds.
+    The ranks meet at `store`, or as the environment that torchrun sets says. A rank waits
+    `timeout_s` for another in one collective. "cuda" is the device of `torch.cuda.set_device`.
 
     Raises:
         ConfigError: a rank may not open as many files as the job needs.

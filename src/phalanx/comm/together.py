@@ -61,12 +61,8 @@ def _reduce(values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
 def all_or_none(work: Callable[[], T], doing: str) -> T:
     """Do each rank's own work; return this rank's result if all succeed.
 
-    Args:
-        work: of this rank.
-        doing: begins the message of a failure.
-
     Raises:
-        CheckpointError: on every rank, with the message of the first rank that failed.
+        CheckpointError: on every rank: what was being done, and why the first rank failed that did.
     """
     results: list[T] = []
     failure: str | None = None

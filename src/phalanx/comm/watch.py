@@ -39,11 +39,7 @@ def register_composite(operator: OpOverload, implementation: Callable[..., Any])
 
 
 class Phases:
-    """Is told which phase of a step is under way.
-
-    Attributes:
-        phase_name: that phase.
-    """
+    """Is told which phase of a step is under way."""
 
     phase_name = "other"
 

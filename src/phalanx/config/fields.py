@@ -25,10 +25,7 @@ Schema = TypeVar("Schema")
 class Range:
     """The legal interval of a number; an open end at infinity means finite.
 
-    Attributes:
-        low: its lower end.
-        high: its upper end.
-        ends: brackets that say whether they belong to it: "[)" is closed below and open above.
+    The brackets say whether its ends belong to it: "[)" is closed below and open above.
     """
 
     low: float

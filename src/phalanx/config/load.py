@@ -19,7 +19,6 @@ class Loaded(Generic[Schema]):
     """A configuration, where each value came from, and how the verb is to answer.
 
     Attributes:
-        config: the value.
         sources: dotted key -> "default", the name of the file, "command line" or "derived".
         show_config: print the configuration instead of doing the work.
         json: make the last line of standard output one JSON document.

@@ -50,10 +50,7 @@ class Text:
 class Corpus:
     """A corpus whose text is read when it must be, and at most once for the same purpose.
 
-    Attributes:
-        data: a file, folder or glob; None is the standard library of the running Python.
-        max_bytes: bytes to read at most.
-        report: told how far a reading is.
+    For `data` and `max_bytes` see `corpus.documents`; `report` is told how far a reading is.
     """
 
     data: str | None

@@ -34,9 +34,6 @@ class TensorFiles:
 
     A file is mapped into memory anew for each tensor, so that the pages of those before are freed.
 
-    Attributes:
-        sizes: size of each tensor by name.
-
     Raises:
         CheckpointError: a file is missing, damaged or of another format, or a tensor is in two.
     """

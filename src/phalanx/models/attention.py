@@ -75,11 +75,8 @@ def attend(
     No way through here makes a mask of the size T x T. Documents go to the flash kernel by their
     lengths, where there is one, and else to the attention by blocks of models/cpu.py.
 
-    Args:
-        q_BTHK: queries.
-        k_BTGK: keys; G divides H, and each key head serves H / G query heads that stand together.
-        v_BTGK: values.
-        documents: a query looks at its own document, up to itself; at its row if None.
+    G divides H, and each key head serves H / G query heads that stand together. A query looks at
+    its own document, up to itself; at its row if `documents` is None.
     """
     is_grouped = q_BTHK.shape[2] != k_BTGK.shape[2]
     if documents is not None and _runs_flash(q_BTHK):

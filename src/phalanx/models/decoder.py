@@ -126,8 +126,6 @@ class Decoder(nn.Module):
     so that neither `to_empty` nor a copy of the module can part the two.
 
     Attributes:
-        shape: the ModelShape.
-        blocks: ModuleList of the transformer blocks.
         compute_dtype: dtype of the arithmetic; None is that of the parameters.
         segment_size: number of consecutive blocks that run as one function; all of them at first.
         run_segment: called as `run_segment(function, *args)` for each segment, to return

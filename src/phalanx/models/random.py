@@ -68,15 +68,8 @@ def fill_normal(
     Element i of the full tensor, flat and row-major, is `std * normal(bits(stream, i))`, so shards
     drawn apart fit together. Every dtype gets the numbers that float32 would, cast.
 
-    Args:
-        out: the shard to fill, in place; at least one dimension.
-        stream: key of the full tensor.
-        std: standard deviation; the mean is 0.
-        shape: shape of the full tensor; that of `out` if None.
-        offset: where `out` begins in the full tensor, one number a dimension; zeros if None.
-
-    Returns:
-        `out`.
+    The full tensor, of the key `stream`, has this `shape`, or that of `out`; `out` begins at
+    `offset` in it, one number a dimension, or at its beginning. It is returned.
     """
     whole = tuple(out.shape if shape is None else shape)
     start = (0,) * out.ndim if offset is None else tuple(offset)

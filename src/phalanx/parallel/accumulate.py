@@ -20,8 +20,7 @@ from phalanx.parallel.reduce import GradientReducer
 class Accumulate:
     """The runner that finishes each microbatch before it begins the next.
 
-    Attributes:
-        reducer: sums the gradients over the ranks; None where one rank computes all.
+    Without a reducer, one rank computes all.
     """
 
     reducer: GradientReducer | None = None

@@ -92,11 +92,7 @@ class Plan(Generic[Model]):
         return held
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return what the first rank sends in one step.
-
-        Args:
-            microbatches: rows and positions of each of this rank's microbatches.
-        """
+        """Return what the first rank sends in one step, of microbatches of (rows, positions)."""
         entries: list[Entry] = []
         for split in self._splits:
             entries += split.traffic(microbatches)

@@ -105,9 +105,7 @@ class Split:
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
         """Return what the first rank holds, given what it would without this axis.
 
-        Args:
-            held: what it would.
-            accumulation: microbatches a step.
+        A step has `accumulation` microbatches.
         """
         _ = accumulation
         return held

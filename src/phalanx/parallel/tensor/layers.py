@@ -304,11 +304,9 @@ def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
 
 @contextmanager
 def _shards_in_place(module: nn.Module, gives_gradient: bool = True) -> Generator[None]:
-    """Let a module see this rank's shards instead of its parameters.
+    """Let a module, with all that is in it, see this rank's shards instead of its parameters.
 
-    Args:
-        module: with all that is in it.
-        gives_gradient: or else zeros for it, as another rank computes the same.
+    Unless it `gives_gradient` it gives zeros for it, as another rank computes the same.
     """
     # Private, as a module's attribute of a parameter's name takes nothing but a parameter.
     homes: list[dict[str, Any]] = [

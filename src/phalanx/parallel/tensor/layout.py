@@ -58,13 +58,7 @@ class Layout(ABC):
     def column_parallel_linear(
         self, x: Tensor, weights: Sequence[Tensor], length: int
     ) -> list[Tensor]:
-        """Multiply residual x by column weights, see `operators.column_parallel_linear`.
-
-        Args:
-            x: this rank's shard.
-            weights: its shards, in their own data type; cast to that of x.
-            length: positions in a row, without padding.
-        """
+        """Multiply residual x by column weights, see `operators.column_parallel_linear`."""
 
     @abstractmethod
     def column_parallel_linear_backward(

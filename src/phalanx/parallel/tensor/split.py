@@ -19,10 +19,7 @@ from phalanx.parallel.tensor.spec import BatchShape
 class TensorSplit(Split):
     """Tensor parallelism in the layout that the strategy names.
 
-    Attributes:
-        layout: over ranks once it is applied; until then it only says what would be.
-        bindings: the modules with a role.
-        placed: their parameters.
+    Before it is applied, the layout is over no ranks, and only says what would be.
     """
 
     axis = "tp"
