@@ -205,11 +205,9 @@ class Ranks(Comm):
     """
 
     def __init__(self, split: Strategy | Mapping[str, int], device: str = "cpu") -> None:
-        """Lay out the ranks of the job; every rank calls this.
+        """Lay out as many ranks as the job has; every rank calls this.
 
-        Args:
-            split: a strategy, or sizes of axes, for as many ranks as the job has.
-            device: "cpu" or "cuda", then that of `torch.cuda.set_device`.
+        "cuda" is the device of `torch.cuda.set_device`.
 
         Raises:
             StrategyError: the degrees do not multiply to the number of ranks.

@@ -129,12 +129,8 @@ def step_flops(
 ) -> Flops:
     """Count the FLOPs of one training step over the whole batch.
 
-    Args:
-        shape: the decoder.
-        seq_len: tokens in one sequence, T.
-        num_sequences: sequences in one step over all devices; seq_len x num_sequences = tokens.
-        attention: which pairs of positions count, see [Note: How FLOPs are counted].
-        recompute: which blocks are run again in backward.
+    That is `num_sequences` of `seq_len` tokens over all devices. Which pairs of positions
+    `attention` counts says [Note: How FLOPs are counted].
 
     Raises:
         ConfigError: a size below 1.

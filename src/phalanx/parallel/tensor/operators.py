@@ -43,11 +43,8 @@ def column_parallel_linear(
 ) -> tuple[Tensor, ...]:
     """Multiply residual x by column weights, all at once: x[B, T, D] -> inner y[B, T, out].
 
-    Args:
-        layout: how everything lies.
-        x: this rank's shard.
-        weights: this rank's shards, in their own data type; cast to that of x.
-        length: positions in a row, without padding.
+    All are this rank's shards. Weights are in their own data type, and cast to that of x. A row
+    has `length` positions, without padding.
     """
     return cast(tuple[Tensor, ...], _ColumnParallelLinear.apply(layout, length, x, *weights))
 
@@ -101,10 +98,7 @@ def gather_features(layout: Layout, x: Tensor, axis: str) -> Tensor:
 def look_up(ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
     """Return rows of this rank's shard of a table, zeros where the id is not in it.
 
-    Args:
-        ids_BT: counted from the first of this shard.
-        weight_VD: the shard.
-        padding: the id whose row gets no gradient.
+    Ids are counted from the first of this shard; the row of `padding` gets no gradient.
     """
     return cast(Tensor, _LookUp.apply(ids_BT, weight_VD, padding))
 

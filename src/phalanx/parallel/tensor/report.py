@@ -17,8 +17,7 @@ class Row:
     Attributes:
         name: as in `blocks.0-11.mlp.up.weight`.
         role: of the module that holds it, as a pattern says it.
-        full: its shape.
-        shard: the shape of the first rank's.
+        full, shard: its shape, and that of the first rank's shard.
         axes: of each dimension, the sub-axes of tp that split it, outer first.
         tied: other names of the same parameter.
     """
