@@ -129,11 +129,17 @@ def run(config: ScalingConfig, say: Say) -> Found:
     rows = [
         values_of(point) | {"tokens_per_s": num_tokens * point.batches_per_s} for point in points
     ]
-    shape = values_of(config.model_shape)
+    kept = ("model", "global_size", "seq_len", "precision", "device", "threads", "steps", "rounds")
+    settings = {name: getattr(config, name) for name in kept}
     return Found(
         name=f"scaling-{device}",
         shown=[_table(points, num_tokens), *_remarks(points, config)],
-        values={**values_of(config), "shape": shape, "points": rows},
+        values={
+            **settings,
+            "compile": False,
+            "shape": values_of(config.model_shape),
+            "points": rows,
+        },
     )
 
 

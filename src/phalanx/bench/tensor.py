@@ -9,6 +9,7 @@ times say nothing to one another. Beside each stands what the plan says (`bench.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -83,6 +84,11 @@ class LayoutPoint:
     peak_bytes: int
     times_s: list[float]
     products_s: float | None
+
+    @property
+    def median_s(self) -> float | None:
+        """Median time of a step."""
+        return statistics.median(self.times_s) if self.times_s else None
 
 
 @dataclass(frozen=True, kw_only=True)

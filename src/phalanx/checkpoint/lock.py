@@ -54,6 +54,7 @@ class RunLock:
             file.write(mark.encode())
             os.fsync(file.fileno())
         except OSError as error:
+            self.release()
             raise OSError(error.errno, error.strerror, str(path)) from error
         return mark
 

@@ -273,7 +273,7 @@ def _empty_moments(
         name, key = _parameter_and_key(stored_name)
         if name not in trained:
             raise CheckpointError(
-                f"it has optimizer state ({key}) of {name}, which this run does not train"
+                f"it has optimizer state of {name}, which this run does not train"
             )
         parameter = trained[name]
         if key == "step":

@@ -74,6 +74,7 @@ def _checked(config: AnyConfig) -> Strategy:
         ConfigError: a value is out of range, or the strategy is for other ranks than there are.
     """
     from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+    from phalanx.strategy import Strategy, require_built
     from phalanx.train.job.request import choose_strategy
 
     check_values(config)
@@ -84,6 +85,8 @@ def _checked(config: AnyConfig) -> Strategy:
             "verify --train saves to a folder of its own that all ranks read, and they are on "
             "several hosts; start them on one, or leave --train out"
         )
+    if config.strategy is not None:
+        require_built(Strategy.parse(config.strategy))
     return choose_strategy(TrainConfig(strategy=config.strategy, device=config.device))[0]
 
 

@@ -85,6 +85,12 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchPlan:
         accumulation = 1
     if microbatch is None and size is None:
         microbatch = 4
+    if size is not None and size > MOST_ROWS * num_data_ranks:
+        raise BatchError(
+            f"batch.global_size is {size}, {size // num_data_ranks} sequences for each of "
+            f"{num_data_ranks} data ranks; the most is {MOST_ROWS} a rank, "
+            f"{MOST_ROWS * num_data_ranks} in all"
+        )
     if microbatch is None or accumulation is None:
         assert size is not None  # without it, both would be known by now
         name, known = ("microbatch", microbatch) if microbatch else ("accumulation", accumulation)

@@ -117,35 +117,49 @@ def _find_files(path: str) -> tuple[Path, list[Path]]:
 
 def _find_matches(pattern: Path, path: str) -> tuple[Path, list[Path]]:
     """Return the fixed folder of a glob, and the files that it or the folders it names hold."""
+    matches = [Path(match) for match in _glob(pattern)]
+    if not matches:
+        raise DataError(f"no file matches {path}; expected a glob such as 'texts/**/*.md'")
     # Names must not depend on where the corpus lies: they start below the glob's fixed part.
     fixed = pattern
     while glob.has_magic(str(fixed)):
         fixed = fixed.parent
-    below = pattern.relative_to(fixed)
-    names_hidden = any(part.startswith(".") for part in below.parts)
-    files: set[Path] = set()
-    for match in fixed.glob(str(below)):
-        is_hidden = any(part.startswith(".") for part in match.relative_to(fixed).parts)
-        if is_hidden and not names_hidden:
-            continue
-        if not match.is_dir():
-            files.add(match)
-        elif "**" not in below.parts or not match.is_symlink():  # it may lead in a circle
-            files.update(_walk(match))
-    if not files:
-        raise DataError(f"no file matches {path}; expected a glob such as 'texts/**/*.md'")
-    return fixed, _supported(sorted(files), path)
+    files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
+    return fixed, _supported(sorted(set(files)), path)
 
 
-def _walk(folder: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files below a folder, sorted; what is hidden, or of a skipped name, stays out."""
+def _glob(pattern: Path) -> Iterator[str]:
+    """Yield what a glob matches; `**` follows no links to folders, which may lead in a circle."""
+    parts = pattern.parts
+    if "**" not in parts:
+        yield from glob.glob(str(pattern))
+        return
+    at = parts.index("**")
+    for place in glob.glob(str(Path(*parts[:at]))):
+        for folder in _folders(Path(place)) if Path(place).is_dir() else []:
+            below = parts[at + 1 :]
+            if below:
+                yield from _glob(Path(glob.escape(str(folder)), *below))
+            else:
+                yield str(folder)
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """Yield a folder and those below it; what is hidden stays out."""
+    for parent, folders, _ in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield Path(parent)
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Return the files below a folder, sorted; what is hidden stays out."""
 
     def fail(error: OSError) -> None:
         raise _unreadable(Path(error.filename or folder), error) from error
 
     files: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if name[0] != "." and name not in skipped]
+        folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(files)
 
@@ -279,11 +293,11 @@ def _read_parquet(file: Path, name: str) -> Iterator[Document]:
 def _library_files() -> list[tuple[str, Path]]:
     """Return the sources of the standard library; the topics of its documentation first, if any."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = [
-        (file.relative_to(root).as_posix(), file)
-        for file in _walk(root, _LIBRARY_SKIPS)
-        if file.suffix == ".py"
-    ]
+    files: list[Path] = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LIBRARY_SKIPS]
+        files += [Path(parent, name) for name in names if name.endswith(".py")]
+    found = [(file.relative_to(root).as_posix(), file) for file in sorted(files)]
     # Some systems ship Python without its documentation.
     topics = importlib.util.find_spec("pydoc_data.topics")
     if topics is not None and topics.origin is not None:

@@ -37,7 +37,8 @@ class GlobalSampler(DistributedSampler[int]):
         drop_last: bool = False,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():  # of a process alone
-            num_replicas, rank = num_replicas or 1, rank or 0
+            num_replicas = 1 if num_replicas is None else num_replicas
+            rank = 0 if rank is None else rank
         super().__init__(cast(Any, dataset), num_replicas, rank, shuffle, seed, drop_last)
         self._size = len(dataset)
         self._start = self._drawn = 0

@@ -64,7 +64,7 @@ def open_token_file(path: Path) -> TokenFile:
     if len(raw) == _HEADER.size:
         magic, version, width_bytes, num_tokens, end_id = _HEADER.unpack(raw)
         is_whole = num_bytes == _HEADER.size + num_tokens * width_bytes
-        if (magic, version) == (_MAGIC, _VERSION) and is_whole:
+        if (magic, version) == (_MAGIC, _VERSION) and width_bytes in (2, 4) and is_whole:
             return TokenFile(path, num_tokens, end_id, width_bytes)
     raise DataError(
         f"{path} is no whole file of tokens of version {_VERSION}; remove it and prepare the data "

@@ -90,7 +90,9 @@ def free_memory_bytes(device: torch.device | str) -> int:
 
 
 def _gpus() -> list[dict[str, object]]:
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    # The count is the driver's, which may be too old for this PyTorch.
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = map(torch.cuda.get_device_properties, range(num_gpus))
     return [
         {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"}
         for p in found

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import mmap
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -83,7 +82,8 @@ class LiveDisplay:
         self._task = self._progress.add_task(
             "", total=total_steps, step=f"step 0/{total_steps}", numbers=""
         )
-        self._progress.start()
+        if console.is_terminal:
+            self._progress.start()
 
     def step(self, record: StepRecord) -> None:
         """Show a step."""
@@ -108,7 +108,8 @@ class LiveDisplay:
 
     def close(self) -> None:
         """End the display and leave its last state on the screen."""
-        self._progress.stop()
+        if self._console.is_terminal:
+            self._progress.stop()
 
     def _time_left(self, step: int, now_s: float) -> str:
         # The first step seen is the reference: it holds the warm-up, and a resumed run begins late.
@@ -247,12 +248,17 @@ def json_text(value: object) -> str:
 
 def _cut_half_line(file: Path) -> None:
     """Cut off a record that a power cut left unfinished; the next would be lost in its line."""
-    if not file.is_file() or file.stat().st_size == 0:
-        return
-    with file.open("rb") as records, mmap.mmap(records.fileno(), 0, prot=mmap.PROT_READ) as text:
-        kept = text.rfind(b"\n") + 1
-    if kept < file.stat().st_size:
-        os.truncate(file, kept)
+    with suppress(FileNotFoundError), file.open("rb+") as records:
+        size = kept = records.seek(0, os.SEEK_END)
+        while kept > 0:
+            start = max(0, kept - 4096)
+            records.seek(start)
+            newline = records.read(kept - start).rfind(b"\n")
+            kept = start + newline + 1 if newline >= 0 else start
+            if newline >= 0:
+                break
+        if kept < size:
+            records.truncate(kept)
 
 
 def _clock(seconds: float) -> str:

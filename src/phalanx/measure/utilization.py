@@ -156,7 +156,7 @@ class Utilization:
 
     def _share(self, flops: int, of: Reference) -> float | None:
         share = flops / self.time_s / self.rates.get(of, math.nan)
-        return share if share <= 1.0 else None  # nan is no share
+        return share if 0 <= share <= 1 else None  # nan is no share
 
     def _grade(self) -> str:
         """Say what a share of a GPU's data sheet is worth."""

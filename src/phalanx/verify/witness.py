@@ -30,9 +30,10 @@ from phalanx.verify.verdict import Place
 def train_rank(job: Job) -> History:
     """Train on this rank, and return what happened."""
     session = open_session(job)
-    witness = Witness(session)
-    with session.loader, session.saver, session.step.watched(witness.phase):
-        take_steps(session, witness)
+    with session.loader, session.saver:
+        witness = Witness(session)
+        with session.step.watched(witness.phase):
+            take_steps(session, witness)
     return witness.history
 
 
