@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 ARGS ?=
-# More than cores: a test waits for processes, disks and clocks about as long as it computes.
-WORKERS ?= 4
+# One more than cores: tests wait for processes, disks and clocks; each worker costs its imports.
+WORKERS ?= 3
 BIN := .venv/bin
 SETUP := pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt

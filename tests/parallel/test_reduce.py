@@ -32,7 +32,7 @@ SHAPE = ModelShape(
     vocab_size=67, num_layers=1, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24,
     max_seq_len=16, norm="layer", position="learned", bias=True, tied=True, dropout=0.1,
 )  # fmt: skip
-NUM_STEPS = 50
+NUM_STEPS = 10
 
 Parts = dict[tuple[str, tuple[int, ...]], str]
 

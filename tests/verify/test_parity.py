@@ -47,6 +47,7 @@ GPT2 = dataclasses.replace(
     dropout=0.2,
 )
 SEED = 3
+NUM_STEPS = 3
 
 
 OF_TWO = ("dp2", "dp2:naive", "fsdp2:zero1", "fsdp2:zero2", "fsdp2")
@@ -57,7 +58,7 @@ OF_FOUR = (
 
 
 def case_of(shape: ModelShape, accumulation: int, num_rows: int, num_data_ranks: int) -> Case:
-    batches = decoder_batches(shape, 5, num_rows, 17, num_data_ranks, SEED)
+    batches = decoder_batches(shape, NUM_STEPS, num_rows, 17, num_data_ranks, SEED)
     case = decoder_case(shape, batches, SEED, OptimizerConfig(warmup_steps=1))
     return dataclasses.replace(case, accumulation=accumulation)
 
