@@ -14,8 +14,9 @@ from mutants import SLOW, Patch, planted
 
 from marks import by_hand
 from phalanx.checkpoint import state
-from phalanx.comm.comm import Counting, local_shard
+from phalanx.comm.comm import Counting, Ranks, local_shard
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.strategy import Strategy
@@ -228,6 +229,28 @@ def test_settings_hold_and_what_is_not_given_is_small(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (config.precision, config.steps) == ("float64", 4)
     assert str(tmp_path) in str(config.data) and str(tmp_path) in str(config.out)
+
+
+def names_of_failures() -> list[str]:
+    """Return what this rank raises where rank 0 fails by the program's fault, and by a user's."""
+    Ranks(Strategy.parse("dp2"))
+    found: list[str] = []
+    for failure in (AssertionError("no"), ConfigError("no")):
+
+        def fail(failure: Exception = failure) -> None:
+            raise failure
+
+        try:
+            training._once(fail)
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_a_fault_of_the_program_on_rank_0_keeps_its_traceback() -> None:
+    first, second = run_ranks(names_of_failures, 2)
+    assert first == ["AssertionError", "CheckpointError"]
+    assert second == ["CheckpointError", "CheckpointError"]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import gather_objects, on_first_rank
 from phalanx.config import TrainConfig
+from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy
 from phalanx.train.job.resolve import Job, resolve
@@ -61,7 +62,13 @@ def _once(function: Callable[[], Value]) -> Value:
     """Return what `function()` returns; in a job on rank 0, so that all ranks go on alike."""
     if not dist.is_initialized():
         return function()
-    return on_first_rank(function, "cannot verify the training run")
+    try:
+        return on_first_rank(function, "cannot verify the training run")
+    except CheckpointError as error:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, PhalanxError | OSError):
+            raise
+        raise cause from None  # a fault of the program keeps its traceback
 
 
 def _on_ranks(function: Callable[..., Value], job: Job, *args: Any) -> list[Value]:
