@@ -17,7 +17,16 @@ import torch
 from rich.table import Table
 
 from phalanx.bench.picture import draw_ceiling
-from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
+from phalanx.bench.verb import (
+    MEMORY_SHARE,
+    DeviceConfig,
+    Found,
+    OnDevice,
+    Say,
+    described,
+    resolved,
+    table,
+)
 from phalanx.config.fields import Range
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.logs import values_of
@@ -26,7 +35,6 @@ from phalanx.measure.utilization import percent
 
 SMALLEST_SIZE = 512
 LARGEST_SIZE = 32768
-_MEMORY_SHARE = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +153,9 @@ def _obstacle(
     # Operands are drawn as float32, one at a time, before they are converted.
     need_bytes = size * size * (3 * dtype.itemsize + 4)
     free_bytes = free_memory_bytes(device)
-    if need_bytes > _MEMORY_SHARE * free_bytes:
+    if need_bytes > MEMORY_SHARE * free_bytes:
         return (
-            f"needs {need_bytes / 2**30:.1f} GiB, {_MEMORY_SHARE:.0%} of the free "
+            f"needs {need_bytes / 2**30:.1f} GiB, {MEMORY_SHARE:.0%} of the free "
             f"{free_bytes / 2**30:.1f} GiB are allowed"
         )
     if points:

@@ -25,7 +25,16 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
+from phalanx.bench.verb import (
+    MEMORY_SHARE,
+    DeviceConfig,
+    Found,
+    OnDevice,
+    Say,
+    described,
+    resolved,
+    table,
+)
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.measure.environment import free_memory_bytes
@@ -42,7 +51,6 @@ _NUM_WARMUP = 1
 _FEWEST_STEPS = 3
 _MOST_STEPS = 50
 _LIKELY_MFU = 0.6
-_MEMORY_SHARE = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +192,7 @@ def _choose_width(
     while width > _SMALLEST_WIDTH:
         step_s = _flops(config.layers, width).model / (_LIKELY_MFU * flops_per_s)
         fits_time = (_NUM_WARMUP + _FEWEST_STEPS) * step_s <= config.budget_s
-        if fits_time and element_bytes * width**2 <= _MEMORY_SHARE * free_bytes:
+        if fits_time and element_bytes * width**2 <= MEMORY_SHARE * free_bytes:
             break
         width //= 2
     if width == LARGEST_WIDTH:

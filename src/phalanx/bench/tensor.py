@@ -29,7 +29,7 @@ from phalanx.bench.account import (
     theory,
 )
 from phalanx.bench.block import DEFAULT_SIZES, BlockSize
-from phalanx.bench.verb import ResultConfig, use_threads
+from phalanx.bench.verb import MEMORY_SHARE, ResultConfig, use_threads
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
 from phalanx.comm.together import barrier
@@ -48,8 +48,6 @@ from phalanx.parallel.tensor.scope import batch_scope
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Axis, Strategy, require_built
-
-_MEMORY_SHARE = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +184,10 @@ def check_size(strategy: Strategy, size: BlockSize, precision: Precision) -> Non
     full = size.num_tokens * size.hidden * model.compute.itemsize
     rank_bytes = 2 * held.weight_bytes + 2 * held.kept_bytes + 3 * full
     need_bytes, free_bytes = strategy.num_ranks * rank_bytes, free_memory_bytes("cpu")
-    if need_bytes > _MEMORY_SHARE * free_bytes:
+    if need_bytes > MEMORY_SHARE * free_bytes:
         raise ConfigError(
             f"size {size}: the ranks of {strategy} need about {need_bytes / 2**30:.1f} GiB, "
-            f"{_MEMORY_SHARE:.0%} of the free {free_bytes / 2**30:.1f} GiB are allowed; take "
+            f"{MEMORY_SHARE:.0%} of the free {free_bytes / 2**30:.1f} GiB are allowed; take "
             "fewer rows or a smaller width"
         )
 

@@ -30,7 +30,7 @@ from phalanx.launch.supervisor import SLEPT_S, tell
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-BEAT_S: Final = 2.0
+STORE_BEAT_S: Final = 2.0
 """Seconds between two beats of a rank in a job of a few hundred ranks."""
 
 RANKS_PER_BEAT_S: Final = 500
@@ -60,7 +60,7 @@ class Watch:
         """
         self._rank, self._num_ranks, self._here = env.rank, env.num_ranks, env.here
         self._timeout_s = timeout_s
-        self._interval_s = max(min(BEAT_S, timeout_s / 5), env.num_ranks / RANKS_PER_BEAT_S)
+        self._interval_s = max(min(STORE_BEAT_S, timeout_s / 5), env.num_ranks / RANKS_PER_BEAT_S)
         # Among thousands of ranks a beat is old before it is read.
         self._silent_s = max(SILENT_S, 3 * self._interval_s)
         self._bulletin = Bulletin(store, env, timeout_s)
