@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -286,36 +287,48 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path) -> None:
     assert run_ranks(runs.words_of_load, 1, manifest.find(tmp_path), threads=1) == [("", "")]
 
 
-def save_and_hold(run: Path, is_held: bool) -> str:
+def save_and_hold(run: Path) -> None:
     """Save and wait with the saver open until another job has tried to save."""
+    model, optimizer = runs.build()
+    with Saver(run, keep=1) as saver_:
+        saver_.begin(model, optimizer, runs.about(3))
+        partial = run / "checkpoints" / "step-00000009.partial"
+        saver_.finish()
+        partial.mkdir()  # as if it went on to save
+        (run / "is-held").touch()
+        while not (run / "was-tried").exists():
+            time.sleep(0.01)
+        assert partial.exists()
+
+
+def words_of_second_job(run: Path) -> str:
     lock.LOCK_WAIT_S = 0.2
     model, optimizer = runs.build()
     try:
         with Saver(run, keep=1) as saver_:
-            saver_.begin(model, optimizer, runs.about(3 if is_held else 4))
-            if is_held:
-                partial = run / "checkpoints" / "step-00000009.partial"
-                saver_.finish()
-                if dist.get_rank() == 0:
-                    partial.mkdir()  # as if it went on to save
-                del os.environ["RANK"], os.environ["WORLD_SIZE"]  # another job, of this process
-                words = run_ranks(save_and_hold, 1, run, False, threads=1)[0]
-                assert partial.exists()
-                return words
+            saver_.begin(model, optimizer, runs.about(4))
     except CheckpointError as error:
         return str(error)
     return ""
 
 
 def test_two_jobs_do_not_save_into_one_folder(tmp_path: Path) -> None:
-    (words,) = run_ranks(save_and_hold, 1, tmp_path, True, threads=1)
+    with ThreadPoolExecutor(1) as pool:
+        holder = pool.submit(run_ranks, save_and_hold, 1, tmp_path, threads=1)
+        while not (tmp_path / "is-held").exists() and not holder.done():
+            time.sleep(0.01)
+        try:
+            (words,) = run_ranks(words_of_second_job, 1, tmp_path, threads=1)
+        finally:
+            (tmp_path / "was-tried").touch()
+        holder.result()
     folder = tmp_path / "checkpoints"
     assert words == (
         f"cannot save in {tmp_path}: another process saves to {folder}; wait until it has ended, "
         "or give another --out"
     )
     assert list(manifest.whole(tmp_path)) == [3]
-    assert run_ranks(save_and_hold, 1, tmp_path, False, threads=1) == [""]  # it has ended
+    assert run_ranks(words_of_second_job, 1, tmp_path, threads=1) == [""]  # it has ended
     assert list(manifest.whole(tmp_path)) == [4]
 
 

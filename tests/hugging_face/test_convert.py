@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import multiprocessing
+import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +35,7 @@ from transformers.utils import logging
 from marks import by_hand
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.weights import open_checkpoint, sizes_of
+from phalanx.cli.main import main
 from phalanx.comm.comm import Ranks
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.hugging_face.config import config_to_hf
@@ -446,43 +450,51 @@ def test_too_little_space_is_told_before(tmp_path: Path, monkeypatch: pytest.Mon
     assert files_of(tmp_path) == {"saved"}
 
 
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a process of its own, which has the libraries loaded."""
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def convert_on_a_full_disk(folder: Path, source: str) -> tuple[int, str]:
+    """Convert as a command does; return its exit code and what it said of errors.
+
+    A limit on the size of files fails a write in the midst, as a full disk does.
+    """
+    sys.dont_write_bytecode = True  # compiled files, too, would be cut
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, hard))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(["convert", str(folder / source), str(folder / "out")])
+    return code, said.getvalue()
+
+
 @pytest.mark.parametrize("source", ["saved", "ours"])
 def test_a_disk_that_fills_up(source: str, tmp_path: Path) -> None:
-    """A limit on the size of files fails a write in the midst, as a full disk does."""
     convert(saved(tmp_path / "saved"), tmp_path / "ours")
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    done = subprocess.run(
-        # -B: compiled files, too, would be cut.
-        [sys.executable, "-B", "-m", "phalanx", "convert", tmp_path / source, tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, hard)),
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"phalanx: cannot write {tmp_path / 'out'}, and nothing of it is")
-    assert len(done.stderr.splitlines()) == 1 and "File too large" in done.stderr
+    code, said = in_a_process(convert_on_a_full_disk, tmp_path, source)
+    assert code == 2, said
+    assert said.startswith(f"phalanx: cannot write {tmp_path / 'out'}, and nothing of it is")
+    assert len(said.splitlines()) == 1 and "File too large" in said
     assert files_of(tmp_path) == {"saved", "ours"}
 
 
-MEASURE = """
-import re, sys, torch
-from pathlib import Path
-from phalanx.hugging_face.convert import convert
+def memory_bytes(kind: str) -> int:
+    """Return a figure of this process, mapped files included."""
+    return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
-def memory_bytes(kind):
-    return 1024 * int(re.search(kind + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-folder = Path(sys.argv[1])
-torch.set_num_threads(1)
-for source, destination in (("saved", "ours"), ("ours", "back")):
-    convert(folder / "small" / source, folder / "small" / destination)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before_bytes = memory_bytes("VmRSS")
-    convert(folder / "large" / source, folder / "large" / destination)
-    print(memory_bytes("VmHWM") - before_bytes)
-"""
-"""Prints by how much the memory of a process grows while it converts, mapped files included."""
+def growths_of_memory(folder: Path) -> list[int]:
+    """Convert there and back; return by how much the memory of this process grows meanwhile."""
+    torch.set_num_threads(1)
+    growths_bytes: list[int] = []
+    for source, destination in (("saved", "ours"), ("ours", "back")):
+        convert(folder / "small" / source, folder / "small" / destination)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before_bytes = memory_bytes("VmRSS")
+        convert(folder / "large" / source, folder / "large" / destination)
+        growths_bytes.append(memory_bytes("VmHWM") - before_bytes)
+    return growths_bytes
 
 
 def written(folder: Path, shape: ModelShape) -> int:
@@ -525,15 +537,7 @@ def test_only_a_few_tensors_are_in_memory(
     written(tmp_path / "small" / "saved", shape(1, 128))
     largest_bytes = written(tmp_path / "large" / "saved", shape(num_layers, hidden))
     total_bytes = sum(path.stat().st_size for path in (tmp_path / "large" / "saved").iterdir())
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    growths_bytes = [int(line) for line in done.stdout.split()]
+    growths_bytes = in_a_process(growths_of_memory, tmp_path)
     # Of a tensor there are its bytes, what torch.load makes of them, and the target; the allocator
     # keeps some of those before. It does not grow with the number of layers.
-    assert len(growths_bytes) == 2
     assert max(growths_bytes) < 8 * largest_bytes + (8 << 20) < total_bytes / 2, growths_bytes

@@ -27,7 +27,7 @@ from phalanx.verify.batches import decoder_batches
 
 SHAPE = ModelShape(
     vocab_size=509,  # odd, so that rows are padded
-    num_layers=4,
+    num_layers=3,
     hidden=64,
     num_heads=4,
     num_kv_heads=2,

@@ -32,7 +32,7 @@ from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.split import StateBytes, Target
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
-from phalanx.train.optimizer import build_optimizer
+from phalanx.train.optimizer import AdamW, build_optimizer
 from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split
@@ -178,7 +178,7 @@ def test_no_rank_ever_holds_more_than_its_share_and_a_little_to_draw_in() -> Non
         assert whole / 4 <= most <= whole / 4 + drawing < whole / 2
 
 
-def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
+def bfloat16_losses(text: str, num_steps: int) -> tuple[list[float], list[Entry], list[Entry]]:
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
     with torch.device("meta"):
@@ -193,7 +193,7 @@ def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
         comm=comm, num_steps=20, run=Accumulate(reducer),
     )  # fmt: skip
     place, losses = comm.coord("data"), []
-    for batch in decoder_batches(SHAPE, 4, 8, 12, strategy.data_ranks, 1):
+    for batch in decoder_batches(SHAPE, num_steps, 8, 12, strategy.data_ranks, 1):
         with Ledger(comm.mesh) as ledger, step.watched(ledger.phase):
             losses.append(step(split(batch, place, strategy.data_ranks, 2)).loss)
         entries = ledger.entries()
@@ -205,19 +205,27 @@ def bfloat16_losses(text: str) -> tuple[list[float], list[Entry], list[Entry]]:
 def test_bfloat16_traffic_beside_tp(text: str) -> None:
     """fsdp hands tp narrow weights, whose gradients are summed as narrow."""
     strategy = Strategy.parse(text)
-    _, entries, predicted = run_ranks(bfloat16_losses, strategy.num_ranks, text)[0]
+    _, entries, predicted = run_ranks(bfloat16_losses, strategy.num_ranks, text, 2, threads=1)[0]
     sent = {e for e in entries if e.phase not in ("count", "metrics", "clip")}
     assert sent == set(predicted)
 
 
-@pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2"])
-def test_bfloat16_computes_alike_and_gathers_half(text: str) -> None:
-    strategy = Strategy.parse(text)
-    plain = "dp4" if strategy.num_ranks == 4 else "dp2"
-    expected = run_ranks(bfloat16_losses, strategy.num_ranks, plain)[0][0]
-    for losses, entries, predicted in run_ranks(bfloat16_losses, strategy.num_ranks, text):
-        assert losses == pytest.approx(expected, rel=2e-3)
-        assert {e for e in entries if e.phase not in ("count", "metrics", "clip")} == set(predicted)
+@pytest.mark.parametrize(
+    "plain, texts",
+    [("dp2", ["fsdp2", "fsdp2:zero1", "fsdp2:zero2"]), ("dp4", ["dp2,fsdp2"])],
+)
+def test_bfloat16_computes_alike_and_gathers_half(
+    plain: str, texts: list[str], subtests: pytest.Subtests
+) -> None:
+    num_ranks = Strategy.parse(plain).num_ranks
+    expected = run_ranks(bfloat16_losses, num_ranks, plain, 4, threads=1)[0][0]
+    for text in texts:
+        with subtests.test(text):
+            ranks = run_ranks(bfloat16_losses, num_ranks, text, 4, threads=1)
+            for losses, entries, predicted in ranks:
+                assert losses == pytest.approx(expected, rel=2e-3)
+                sent = {e for e in entries if e.phase not in ("count", "metrics", "clip")}
+                assert sent == set(predicted)
 
 
 class Mixed(nn.Module):
@@ -329,6 +337,34 @@ def overflow(text: str) -> tuple[float, float]:
 @pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1"])
 def test_an_overflow_on_one_rank_lowers_the_scale_on_all(text: str) -> None:
     assert run_ranks(overflow, 2, text) == [(1024.0, 512.0)] * 2
+
+
+def steps_of(kind: type[torch.optim.AdamW]) -> tuple[list[torch.Tensor], list[bool], bool]:
+    """Return weights and moments after two steps, which moments are shards, and what is updated."""
+    model, _, _ = new_decoder(Strategy.parse("fsdp2"))
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    with patch.object(torch, "_fused_adamw_", wraps=torch._fused_adamw_) as fused:
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach().sin()
+            optimizer.step()
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    found = [shard_of(tensor)[0].detach() for tensor in (*model.parameters(), *moments)]
+    updated = fused.call_args.args[0]
+    is_dtensor = [isinstance(moment, DTensor) for moment in moments]
+    return found, is_dtensor, any(isinstance(tensor, DTensor) for tensor in updated)
+
+
+def test_adamw_updates_shards_as_plain_tensors_to_the_bit_as_torchs() -> None:
+    """Pins `_init_group`, which is private."""
+    for ours, theirs in zip(
+        run_ranks(steps_of, 2, AdamW, threads=1),
+        run_ranks(steps_of, 2, torch.optim.AdamW, threads=1),
+        strict=True,
+    ):
+        assert all(map(torch.equal, ours[0], theirs[0]))
+        assert all(ours[1]) and all(theirs[1])
+        assert (ours[2], theirs[2]) == (False, True)
 
 
 def test_another_kind_of_dp_beside_fsdp_is_refused() -> None:

@@ -19,7 +19,7 @@ from phalanx.train.optimizer import build_optimizer
 
 SHAPE = ModelShape(
     vocab_size=512, num_layers=2, hidden=128, num_heads=8, num_kv_heads=8, head_dim=16, ffn=384,
-    max_seq_len=64, tied=True,
+    max_seq_len=64,
 )  # fmt: skip
 ROWS, LENGTH = 16, 32  # which all degrees divide
 

@@ -91,7 +91,12 @@ def errors_of_stage(text: str, policies: list[str]) -> dict[str, float]:
             pending.append((y, y_shard, expected, shard, d_y))
         for number, (y, y_shard, expected, shard, d_y) in enumerate(pending):
             is_there = cut.activation(torch.ones_like(y), cut.residual)
+            before = [parameter.grad for parameter in split.parameters()]
+            split.zero_grad()  # to be added as parts: DTensor takes long to derive how it adds
             y_shard.backward(cut.activation(d_y, cut.residual))
+            for parameter, grad in zip(split.parameters(), before, strict=True):
+                if grad is not None:
+                    parameter.grad.to_local().add_(grad.to_local())
             found = {
                 "result": gap(
                     y_shard.detach() * is_there, cut.activation(y.detach(), cut.residual)

@@ -107,18 +107,21 @@ def place(size: int, degree: int, number: int) -> tuple[int, int]:
 @pytest.mark.parametrize("tp_sizes", [(2,), (3,), (8,), (2, 2), (3, 3)])
 def test_rows_are_refused_where_dtensor_takes_them_for_others(tp_sizes: tuple[int, ...]) -> None:
     placements = [_StridedShard(0, split_factor=math.prod(tp_sizes)), *[Shard(0)] * len(tp_sizes)]
+
+    def is_place_right(num_rows: int, fsdp: int, coords: tuple[int, ...]) -> bool:
+        begin, size = 0, num_rows
+        for degree, number in zip((*tp_sizes, fsdp), (*coords[1:], coords[0]), strict=True):
+            first, size = place(size, degree, number)
+            begin += first
+        sizes, begins = _compute_local_shape_and_global_offset(
+            (num_rows,), (fsdp, *tp_sizes), list(coords), placements
+        )
+        return sizes == (size,) and (size == 0 or begins == (begin,))
+
     found = set()
     for num_rows, fsdp in itertools.product(range(10, 90), range(2, 6)):
-        is_right = True
-        for coords in itertools.product(range(fsdp), *map(range, tp_sizes)):
-            begin, size = 0, num_rows
-            for degree, number in zip((*tp_sizes, fsdp), (*coords[1:], coords[0]), strict=True):
-                first, size = place(size, degree, number)
-                begin += first
-            sizes, begins = _compute_local_shape_and_global_offset(
-                (num_rows,), (fsdp, *tp_sizes), list(coords), placements
-            )
-            is_right &= sizes == (size,) and (size == 0 or begins == (begin,))
+        ranks = itertools.product(range(fsdp), *map(range, tp_sizes))
+        is_right = all(is_place_right(num_rows, fsdp, coords) for coords in reversed([*ranks]))
         is_taken = dtensor_shards_agree(num_rows, tp_sizes, fsdp)
         # Over several axes it refuses some that are right.
         assert is_taken <= is_right, (num_rows, fsdp)
