@@ -32,6 +32,13 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def gather_on_first(value: Any) -> list[Any]:
+    """Return on rank 0 what `gather_objects` does, and nothing elsewhere."""
+    values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(value, values or None)
+    return values
+
+
 def max_over_ranks(values: list[int]) -> list[int]:
     """Return the largest of each value over the ranks of the job."""
     return _reduce(values, dist.ReduceOp.MAX)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # Private module of a function that PyTorch documents; tests/parallel/test_sharded.py pins it.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
@@ -149,10 +152,15 @@ def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tensor.to_local(), tuple(offset)
+    return tensor.to_local(), _begin(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+@functools.lru_cache(maxsize=1024)
+def _begin(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[int, ...]:
+    """Return where this rank's shard begins, which torch takes up to a millisecond to work out."""
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
 def _fill(model: nn.Module, first_weights: FirstWeights) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
-from phalanx.comm.together import broadcast_object, gather_objects
+from phalanx.comm.together import broadcast_object, gather_on_first
 from phalanx.config import OptimizerConfig
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ConfigError
@@ -149,8 +149,7 @@ def verify_on_ranks(
 
 def verify_case(case: Case, strategy: Strategy, comm: Ranks) -> Verdict:
     """Return the verdict on a case; every rank of `comm` calls this together."""
-    differences, unequal, facts, entries = _compare_steps(case, strategy, comm)
-    sent = _sent(case, strategy, comm, entries)
+    differences, unequal, facts, entries, sent = _compare_steps(case, strategy, comm)
     replicas = [f"step {each.step}: {each.what}" for each in unequal]
     verdict = Verdict(str(strategy), differences, replicas, sent, entries)
     if verdict.first is not None:
@@ -165,7 +164,7 @@ def verify_case(case: Case, strategy: Strategy, comm: Ranks) -> Verdict:
 
 def _compare_steps(
     case: Case, strategy: Strategy, comm: Ranks
-) -> tuple[list[Difference], list[Place], list[RankFacts], list[Entry]]:
+) -> tuple[list[Difference], list[Place], list[RankFacts], list[Entry], list[Sent]]:
     """Compare step by step, to the end of the first that differs; all ranks return the same."""
     run = SplitRun(case, strategy, comm)
     ours = full_tensors(dict(run.model.named_parameters()))
@@ -179,14 +178,16 @@ def _compare_steps(
         if case.dtype != "float64":  # there the limit is fixed, and nothing has to be perturbed
             moved = ReferenceRun(case, comm.device, perturbation=1).steps()
     for step, (record, of_rank) in enumerate(run.steps()):
-        facts = gather_objects(of_rank)
-        unequal += unequal_ranks(step, facts)
+        facts = gather_on_first(of_rank)
         if expected is not None:
+            unequal += unequal_ranks(step, facts)
             other = None if moved is None else next(moved)
             differences += compare_step(step, record, next(expected), other, case.torch_dtype)
         if broadcast_object(bool(unequal) or not all(d.passes for d in differences)):
             break
-    return broadcast_object((differences, unequal, facts, run.ledger.entries()))
+    entries = run.ledger.entries()
+    sent = [] if expected is None else _sent(case, strategy, comm, entries)
+    return broadcast_object((differences, unequal, facts, entries, sent))
 
 
 def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry]) -> list[Sent]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Ledger, Phase, no_phase
+from phalanx.comm.together import gather_on_first
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan, shard_of
+from phalanx.parallel.reduce import is_fused
 from phalanx.strategy import Strategy
 from phalanx.train.clip import gradient_norm
 from phalanx.train.objective import Objective
@@ -200,16 +203,43 @@ def _bits(quantity: str, tensors: Mapping[str, Tensor]) -> dict[BitsKey, str]:
     found: dict[BitsKey, str] = {}
     for name, tensor in tensors.items():
         shard, offset = shard_of(tensor)
-        data = shard.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        found[quantity, name, offset] = hashlib.blake2b(data, digest_size=16).hexdigest()
+        digest = hashlib.blake2b(_bytes_of(shard), digest_size=16)
+        found[quantity, name, offset] = digest.hexdigest()
     return found
 
 
+def _bytes_of(shard: Tensor) -> bytes:
+    return shard.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU, gathered where they are sharded; every rank calls this together."""
-    copies: dict[str, Tensor] = {}
+    """Return copies on the CPU, whole on rank 0 alone; every rank calls this together."""
+    full: dict[str, Tensor] = {}
+    parts: dict[str, tuple[tuple[slice, ...], bytes]] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        copies[name] = full.cpu().clone()
-    return copies
+        if not isinstance(tensor, DTensor):
+            full[name] = tensor.cpu().clone()
+        elif is_fused(tensor) or not tensor.is_floating_point():
+            full[name] = tensor.full_tensor().cpu()
+        else:
+            # What no rank brings stays NaN, which passes no comparison.
+            full[name] = torch.full(tensor.shape, math.nan, dtype=tensor.dtype)
+            shard, offset = shard_of(tensor)
+            if shard.numel() and _brings(tensor):
+                ends = zip(offset, shard.shape, strict=True)
+                parts[name] = tuple(slice(i, i + size) for i, size in ends), _bytes_of(shard)
+    for of_rank in gather_on_first(parts):
+        for name, (place, data) in of_rank.items():
+            if name in full:
+                part = full[name][place]
+                part.copy_(torch.frombuffer(bytearray(data), dtype=part.dtype).view_as(part))
+    return full
+
+
+def _brings(tensor: DTensor) -> bool:
+    """Tell whether this rank is the first of those that hold the same shard as rank 0's mesh."""
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert place is not None
+    pairs = zip(place, tensor.placements, strict=True)
+    return 0 in mesh.mesh and all(i == 0 for i, p in pairs if p.is_replicate())
