@@ -2,7 +2,8 @@
 
 import collections
 import dataclasses
-import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from marks import by_hand
 from phalanx.comm.axes import AXIS_SETS
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
@@ -21,8 +23,9 @@ from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.verify.batches import decoder_batches, split
 from phalanx.verify.cases import decoder_case
-from phalanx.verify.harness import compare_cases, verify
+from phalanx.verify.harness import verify, verify_case
 from phalanx.verify.record import Case
+from phalanx.verify.verdict import Verdict
 
 LLAMA = ModelShape(
     vocab_size=67,  # odd
@@ -63,23 +66,54 @@ def case_of(shape: ModelShape, accumulation: int, num_rows: int, num_data_ranks:
     return dataclasses.replace(case, accumulation=accumulation)
 
 
+def jobs(*texts: str, marks: Any = ()) -> list[Any]:
+    """Return the strategies as cases of a test, those of as many ranks as one: a job for all."""
+    groups: dict[int, list[str]] = collections.defaultdict(list)
+    for text in texts:
+        groups[Strategy.parse(text).num_ranks].append(text)
+    return [pytest.param(group, id=f"{n} ranks", marks=marks) for n, group in groups.items()]
+
+
+def verdicts_on_ranks(pairs: Sequence[tuple[Case, Strategy]]) -> list[Verdict]:
+    found: list[Verdict] = []
+    meshes: dict[str, Ranks] = {}  # PyTorch takes two of the same axes for one, and then refuses
+    for case, strategy in pairs:
+        axes = str(strategy.mesh_axes())
+        comm = meshes[axes] if axes in meshes else meshes.setdefault(axes, Ranks(strategy))
+        try:
+            found.append(verify_case(case, strategy, comm))
+        except Exception as error:
+            error.add_note(f"verifying {strategy}")
+            raise
+    return found
+
+
+def check_parity(subtests: pytest.Subtests, pairs: Sequence[tuple[Case, Strategy]]) -> None:
+    """Compare and count, all in one job."""
+    (num_ranks,) = {strategy.num_ranks for _, strategy in pairs}
+    verdicts = run_ranks(verdicts_on_ranks, num_ranks, pairs)[0]
+    for (case, strategy), verdict in zip(pairs, verdicts, strict=True):
+        with subtests.test(str(strategy), accumulation=case.accumulation):
+            assert verdict.is_equal, str(verdict)
+            assert max(d.error for d in verdict.differences) <= 1e-10
+            check_twin(case, strategy, verdict.entries)
+
+
 # 13 rows over 2 or 4 ranks are uneven shares; every second step the first rank has no valid token.
 @pytest.mark.parametrize(
-    "strategy, accumulation",
-    [
-        *itertools.product(OF_TWO, (1, 3)),
-        *itertools.product(OF_FOUR, (3,)),
-        *(by_hand(strategy, 1) for strategy in OF_FOUR),
-    ],
+    ("strategies", "accumulations"),
+    [(OF_TWO, (1, 3)), (OF_FOUR, (3,)), by_hand(OF_FOUR, (1,))],
 )
-def test_llama_ties_dropout_odd_vocabulary(strategy: str, accumulation: int) -> None:
-    parsed = Strategy.parse(strategy)
-    case = case_of(LLAMA, accumulation, 13, parsed.data_ranks)
-    assert min(batch.count_valid() for batch in split_over_ranks(case, parsed)) == 0
-    (verdict,) = compare_cases({"": case}, parsed)
-    assert verdict.is_equal, str(verdict)
-    assert max(d.error for d in verdict.differences) <= 1e-10
-    check_twin(case, parsed, verdict.entries)
+def test_llama_ties_dropout_odd_vocabulary(
+    strategies: Sequence[str], accumulations: Sequence[int], subtests: pytest.Subtests
+) -> None:
+    pairs: list[tuple[Case, Strategy]] = []
+    for strategy in map(Strategy.parse, strategies):
+        for accumulation in accumulations:
+            case = case_of(LLAMA, accumulation, 13, strategy.data_ranks)
+            assert min(batch.count_valid() for batch in split_over_ranks(case, strategy)) == 0
+            pairs.append((case, strategy))
+    check_parity(subtests, pairs)
 
 
 def split_over_ranks(case: Case, strategy: Strategy) -> list[Batch]:
@@ -100,36 +134,35 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["dp2", "fsdp3", "fsdp2:zero1"])
-def test_gpt2_family_untied(text: str) -> None:
-    strategy = Strategy.parse(text)
-    case = case_of(GPT2, 2, 9, strategy.data_ranks)
-    (verdict,) = compare_cases({"": case}, strategy)
-    assert verdict.is_equal, str(verdict)
-    check_twin(case, strategy, verdict.entries)
+@pytest.mark.parametrize("texts", jobs("dp2", "fsdp3", "fsdp2:zero1"))
+def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    strategies = [Strategy.parse(text) for text in texts]
+    check_parity(subtests, [(case_of(GPT2, 2, 9, s.data_ranks), s) for s in strategies])
 
 
 # Four blocks: sqrt is segments of two, and the last segment of every/3 is short.
 @pytest.mark.parametrize(
-    ("family", "text"),
+    ("llama", "gpt2"),
     [
-        ("llama", "dp2,recompute:full"),
-        ("llama", "dp2,recompute:sqrt"),
-        ("llama", "fsdp2,recompute:every/3"),
-        ("llama", "fsdp2,recompute:selective"),
-        by_hand("llama", "dp2,fsdp2:zero2,recompute:sqrt"),
-        ("gpt2", "dp2,recompute:selective"),
-        ("gpt2", "fsdp2,recompute:full"),
+        (
+            (
+                *("dp2,recompute:full", "dp2,recompute:sqrt"),
+                *("fsdp2,recompute:every/3", "fsdp2,recompute:selective"),
+            ),
+            ("dp2,recompute:selective", "fsdp2,recompute:full"),
+        ),
+        by_hand(("dp2,fsdp2:zero2,recompute:sqrt",), ()),
     ],
 )
-def test_recomputation(family: str, text: str) -> None:
-    strategy = Strategy.parse(text)
-    shape = dataclasses.replace(LLAMA if family == "llama" else GPT2, num_layers=4)
-    case = case_of(shape, 2, 9, strategy.data_ranks)
-    (verdict,) = compare_cases({"": case}, strategy)
-    assert verdict.is_equal, str(verdict)
-    assert max(d.error for d in verdict.differences) <= 1e-10
-    check_twin(case, strategy, verdict.entries)
+def test_recomputation(
+    llama: Sequence[str], gpt2: Sequence[str], subtests: pytest.Subtests
+) -> None:
+    pairs: list[tuple[Case, Strategy]] = []
+    for shape, texts in ((LLAMA, llama), (GPT2, gpt2)):
+        deep = dataclasses.replace(shape, num_layers=4)
+        for strategy in map(Strategy.parse, texts):
+            pairs.append((case_of(deep, 2, 9, strategy.data_ranks), strategy))
+    check_parity(subtests, pairs)
 
 
 TENSOR = ("tp2", "tp4", "tp4:2d", "tp8:2.5d/2", "tp8:3d")
@@ -137,67 +170,82 @@ WHOLE = "tp2:megatron"
 """Every kind of tp. 17 positions are uneven over all degrees, and so are 7 and 6 rows over most."""
 
 
-def check_parity(shape: ModelShape, text: str, num_layers: int | None = None) -> None:
-    """Compare and count over five steps."""
-    strategy = Strategy.parse(text)
-    num_layers = num_layers or (2 if strategy.num_ranks <= 4 else 1)
-    shape = dataclasses.replace(shape, num_layers=num_layers)
-    case = case_of(shape, 2, 13, strategy.data_ranks)
-    (verdict,) = compare_cases({"": case}, strategy)
-    assert verdict.is_equal, str(verdict)
-    assert max(d.error for d in verdict.differences) <= 1e-10
-    check_twin(case, strategy, verdict.entries)
+def tensor_pairs(
+    shape: ModelShape, texts: Sequence[str], num_layers: int | None = None
+) -> list[tuple[Case, Strategy]]:
+    pairs: list[tuple[Case, Strategy]] = []
+    for strategy in map(Strategy.parse, texts):
+        layers = num_layers or (2 if strategy.num_ranks <= 4 else 1)
+        deep = dataclasses.replace(shape, num_layers=layers)
+        pairs.append((case_of(deep, 2, 13, strategy.data_ranks), strategy))
+    return pairs
 
 
 @pytest.mark.parametrize(
-    "text",
+    "texts",
     [
-        *(*TENSOR, WHOLE, f"fsdp2,{WHOLE}", "dp2,tp2", "fsdp2,tp2", "fsdp2,tp4:2d"),
-        *map(by_hand, ("dp2,tp4", "fsdp2,tp4", "dp2,tp4:2d")),
-        *(by_hand(outer + tensor) for outer in ("dp2,", "fsdp2,") for tensor in TENSOR[3:]),
+        *jobs(*TENSOR, WHOLE, f"fsdp2,{WHOLE}", "dp2,tp2", "fsdp2,tp2", "fsdp2,tp4:2d"),
+        *jobs(
+            *("dp2,tp4", "fsdp2,tp4", "dp2,tp4:2d"),
+            *(outer + tensor for outer in ("dp2,", "fsdp2,") for tensor in TENSOR[3:]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_tensor_layouts(text: str) -> None:
-    check_parity(LLAMA, text)
+def test_tensor_layouts(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    check_parity(subtests, tensor_pairs(LLAMA, texts))
 
 
-@pytest.mark.parametrize("tensor", ["tp2", WHOLE, "tp4:2d", *map(by_hand, ("tp4", *TENSOR[3:]))])
-def test_tensor_layouts_of_the_gpt2_family(tensor: str) -> None:
+@pytest.mark.parametrize(
+    "texts",
+    [*jobs("tp2", WHOLE, "tp4:2d"), *jobs("tp4", *TENSOR[3:], marks=pytest.mark.slow)],
+)
+def test_tensor_layouts_of_the_gpt2_family(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     """Norms with a mean, biases, a table of positions, an output projection of its own."""
-    check_parity(GPT2, tensor)
+    check_parity(subtests, tensor_pairs(GPT2, texts))
 
 
 @pytest.mark.slow
-def test_shards_of_tp_that_fsdp_splits_unevenly() -> None:
-    check_parity(dataclasses.replace(LLAMA, vocab_size=68), "fsdp3,tp2")
+def test_shards_of_tp_that_fsdp_splits_unevenly(subtests: pytest.Subtests) -> None:
+    shape = dataclasses.replace(LLAMA, vocab_size=68)
+    check_parity(subtests, tensor_pairs(shape, ["fsdp3,tp2"]))
 
 
-@pytest.mark.parametrize("tensor", ["tp2", WHOLE, "tp4:2d"])
-def test_tensor_layouts_with_norms_of_queries_and_keys(tensor: str) -> None:
-    check_parity(dataclasses.replace(LLAMA, qk_norm=True), tensor, num_layers=1)
-
-
-@pytest.mark.parametrize(
-    "text", ["dp2,fsdp2,tp2", "fsdp2:zero1,tp2", by_hand("fsdp2:zero2,tp4:2d")]
-)
-def test_tensor_layouts_beside_each_stage_of_sharding(text: str) -> None:
-    check_parity(LLAMA, text)
+@pytest.mark.parametrize("texts", jobs("tp2", WHOLE, "tp4:2d"))
+def test_tensor_layouts_with_norms_of_queries_and_keys(
+    texts: Sequence[str], subtests: pytest.Subtests
+) -> None:
+    shape = dataclasses.replace(LLAMA, qk_norm=True)
+    check_parity(subtests, tensor_pairs(shape, texts, num_layers=1))
 
 
 @pytest.mark.parametrize(
-    "text, num_layers",
+    "texts",
     [
-        ("tp2,recompute:full", 2),
-        (f"{WHOLE},recompute:full", 2),
-        by_hand("fsdp2,tp2,recompute:sqrt", 4),
-        by_hand("tp2,recompute:every/3", 4),  # of which the last segment is short
-        ("tp4:2d,recompute:selective", 1),
-        by_hand("tp8:2.5d/2,recompute:full", 1),
-        by_hand("tp8:3d,recompute:selective", 1),
+        *jobs("dp2,fsdp2,tp2", "fsdp2:zero1,tp2"),
+        *jobs("fsdp2:zero2,tp4:2d", marks=pytest.mark.slow),
     ],
 )
-def test_tensor_layouts_beside_recomputation(text: str, num_layers: int) -> None:
-    check_parity(LLAMA, text, num_layers)
+def test_tensor_layouts_beside_each_stage_of_sharding(
+    texts: Sequence[str], subtests: pytest.Subtests
+) -> None:
+    check_parity(subtests, tensor_pairs(LLAMA, texts))
+
+
+@pytest.mark.parametrize(
+    ("texts", "num_layers"),
+    [
+        (("tp2,recompute:full", f"{WHOLE},recompute:full"), 2),
+        by_hand(("fsdp2,tp2,recompute:sqrt",), 4),
+        by_hand(("tp2,recompute:every/3",), 4),  # of which the last segment is short
+        (("tp4:2d,recompute:selective",), 1),
+        by_hand(("tp8:2.5d/2,recompute:full", "tp8:3d,recompute:selective"), 1),
+    ],
+)
+def test_tensor_layouts_beside_recomputation(
+    texts: Sequence[str], num_layers: int, subtests: pytest.Subtests
+) -> None:
+    check_parity(subtests, tensor_pairs(LLAMA, texts, num_layers))
 
 
 def initial_weights() -> dict[str, bytes]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -178,31 +176,26 @@ def verdicts_on_ranks(folder: str, is_slow: bool) -> dict[str, list[Verdict]]:
     return found
 
 
-@functools.cache
-def verdicts(is_slow: bool) -> dict[str, list[Verdict]]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(verdicts_on_ranks, 2, folder, is_slow)[0]
+# One test: pytest-xdist may give two tests to two processes, and each would run the job.
+@pytest.mark.parametrize("is_slow", [False, by_hand(True)])
+def test_a_planted_fault_is_found_and_named(
+    is_slow: bool, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    found = run_ranks(verdicts_on_ranks, 2, str(tmp_path), is_slow)[0]
+    with subtests.test("no fault"):
+        check_what_has_no_fault(*found.pop(""))
+    for name, (*before, verdict) in found.items():
+        _, module, words = {**OF_FLOAT64, **OF_NARROW}[name]
+        with subtests.test(name):
+            assert all(each.is_equal for each in before)
+            assert not verdict.is_equal
+            assert verdict.place is not None
+            assert verdict.place.module == module, str(verdict)
+            assert words in str(verdict)
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "words"),
-    [
-        by_hand(name, *mutant[1:]) if name in SLOW else (name, *mutant[1:])
-        for group in (OF_FLOAT64, OF_NARROW)
-        for name, mutant in group.items()
-    ],
-)
-def test_a_planted_fault_is_found_and_named(name: str, module: str | None, words: str) -> None:
-    *before, verdict = verdicts(name in SLOW)[name]
-    assert all(each.is_equal for each in before)
-    assert not verdict.is_equal
-    assert verdict.place is not None
-    assert verdict.place.module == module, str(verdict)
-    assert words in str(verdict)
-
-
-def test_a_run_without_a_fault_is_that_of_plain_pytorch() -> None:
-    first, second, narrow = verdicts(False)[""]
+def check_what_has_no_fault(first: Verdict, second: Verdict, narrow: Verdict) -> None:
+    """It is that of plain PyTorch."""
     for verdict in (first, second, narrow):
         assert verdict.is_equal, str(verdict)
     assert second.strategy == "training dp2, going on from fsdp2"
