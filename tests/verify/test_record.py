@@ -1,0 +1,82 @@
+"""Full tensors that rank 0 puts together are those that PyTorch gathers, to the bit."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from mutants import on_rank, planted
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm.comm import Ranks
+from phalanx.launch.local import run_ranks
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.reduce import is_fused
+from phalanx.strategy import Strategy
+from phalanx.verify import record
+from phalanx.verify.record import full_tensors
+
+# Of eight ranks the last have no rows of some, and 68 rows over two and then four are uneven.
+SHAPE = ModelShape(
+    vocab_size=68, num_layers=1, hidden=32, num_heads=8, num_kv_heads=4, head_dim=4, ffn=48,
+    max_seq_len=32, tied=True, qk_norm=True,
+)  # fmt: skip
+LAYOUTS = (
+    *("dp8", "fsdp8", "dp2,fsdp4", "fsdp4,tp2", "dp2,fsdp2,tp2", "dp2,tp4:2d", "fsdp2,tp4:2d"),
+    *("tp8", "tp8:2.5d/2", "tp8:3d"),
+)
+
+
+class Fused(nn.Module):
+    """Two maps in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.GLU(), nn.Linear(32, 16))
+
+
+def split_in(text: str) -> nn.Module:
+    strategy, roles = Strategy.parse(text), None
+    if text == "tp8":
+        model: nn.Module = Fused()
+        roles = {"net": "branch", "net.0": "column/2", "net.2": "row"}
+    else:
+        model = Decoder(SHAPE).double()
+        model.initialize(0)
+    Plan(strategy, model, roles=roles).build(Ranks(strategy))
+    return model
+
+
+def differing_on_ranks() -> tuple[list[str], bool, list[str]]:
+    """Return what differs, whether a weight was fused, and what lacks a part that none brings."""
+    # It warns that it gathers axis by axis.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    found: list[str] = []
+    fused = False
+    lacking: list[str] = []
+    for text in LAYOUTS:
+        named = dict(split_in(text).named_parameters())
+        due = {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+            for name, p in named.items()
+        }
+        ours = full_tensors(named)
+        if dist.get_rank() == 0:
+            found += [f"{text} {name}" for name in due if not torch.equal(ours[name], due[name])]
+        fused |= any(map(is_fused, named.values()))
+        with planted((record, "_brings", lambda right: on_rank(1, lambda tensor: False, right))):
+            if any(tensor.isnan().any() for tensor in full_tensors(named).values()):
+                lacking.append(text)
+    return found, fused, lacking
+
+
+def test_full_tensors_are_those_of_pytorch_and_what_none_brings_is_nan() -> None:
+    found, fused, lacking = run_ranks(differing_on_ranks, 8)[0]
+    assert not found
+    assert fused
+    assert lacking == [text for text in LAYOUTS if text != "dp8"]
