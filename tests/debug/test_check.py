@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
+from forked_torchrun import run_two
 from phalanx.cli.main import main
 from phalanx.comm import exchange
 from phalanx.comm.join import job_store
@@ -557,19 +556,12 @@ def test_under_torchrun_one_rank_says_it_once(config: TrainConfig, tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(ONE_CALL_MORE)
     shape = {k: v for k, v in dataclasses.asdict(config.shape).items() if v is not None}
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script),
-            "train", "--debug-comm", f"--data={config.data}", f"--out={tmp_path / 'out'}",
-            "--strategy=dp2", "--precision=float64", "--device=cpu", "--threads=1", "--steps=4",
-            f"--corpus.cache={config.corpus.cache}", "--corpus.seq-len=24",
-            *(f"--shape.{k.replace('_', '-')}={v}" for k, v in shape.items()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )  # fmt: skip
+    done = run_two(
+        *(str(script), "train", "--debug-comm", f"--data={config.data}", "--strategy=dp2"),
+        *("--precision=float64", "--device=cpu", "--threads=1", "--steps=4"),
+        *(f"--out={tmp_path / 'out'}", f"--corpus.cache={config.corpus.cache}"),
+        *("--corpus.seq-len=24", *(f"--shape.{k.replace('_', '-')}={v}" for k, v in shape.items())),
+    )
     assert done.returncode != 0
     assert done.stderr.count(" differ at call ") == 1, done.stderr
     assert re.search(r"rank 1: all_reduce sum of float32\[3\]\n +at .*script.py:11 in", done.stderr)

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import phalanx
+from forked_torchrun import run_two
 from phalanx.errors import ConfigError
 from phalanx.launch import torchrun
 from phalanx.launch.rank_env import RankEnv, read_rank_env
@@ -81,16 +82,6 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def run_two(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *words],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-
-
 def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that_differ_are_named(
     script: str,
 ) -> None:
@@ -103,7 +94,13 @@ def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that
 
 
 def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script: str) -> None:
-    done = run_two(script, "end")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, "end"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert "rank 0: rank 1 has ended, so the job ends\nthe checkpoint stands\n" in done.stderr
     assert "the run ends after the step" not in done.stderr
 
