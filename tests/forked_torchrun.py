@@ -22,7 +22,7 @@ LIMIT_S = 280
 
 
 def run_two(*words: str) -> subprocess.CompletedProcess[str]:
-    """Do what `torchrun --nproc-per-node=2` does with these words."""
+    """Do what `torchrun --nproc-per-node=2` does with a script and its words."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))
         args = ["--nproc-per-node=2", *words]
@@ -76,9 +76,5 @@ def _run_program(args: tuple[str, ...], env: dict[str, str]) -> None:
     os.environ.update(env)
     python, unbuffered, *words = args
     assert (python, unbuffered) == (sys.executable, "-u"), args
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")

@@ -82,6 +82,17 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+def start_two(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command itself, as users do."""
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *words],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
 def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that_differ_are_named(
     script: str,
 ) -> None:
@@ -94,13 +105,7 @@ def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that
 
 
 def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, "end"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = start_two(script, "end")
     assert "rank 0: rank 1 has ended, so the job ends\nthe checkpoint stands\n" in done.stderr
     assert "the run ends after the step" not in done.stderr
 
@@ -126,7 +131,7 @@ def free_port() -> dict[str, str]:
 )
 def test_an_error_of_the_users_is_told_once(option: str, message: str, tmp_path: Path) -> None:
     out = f"--out={tmp_path / 'out'}"
-    done = run_two("-m", "phalanx", "train", "--device=cpu", "--threads=1", out, option)
+    done = start_two("-m", "phalanx", "train", "--device=cpu", "--threads=1", out, option)
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert len(ours) == 1 and ours[0].startswith("rank 0: ") and message in ours[0]
