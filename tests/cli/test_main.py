@@ -7,12 +7,15 @@ import json
 import os
 import pty
 import shlex
+import signal
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from phalanx.cli.main import FILE_ERRORS, NOT_BUILT, VERBS, main
 from phalanx.errors import ConfigError, RankFailed
@@ -216,3 +219,21 @@ def test_what_torch_cannot_read_in_the_environment_is_one_message(
     verb_that_raises(monkeypatch, ValueError("another"))
     with pytest.raises(ValueError, match="another"):
         main(["doctor"])
+
+
+def test_a_signal_does_not_break_the_last_message_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends the other ranks by a signal while they say what they have met themselves."""
+
+    def print_slowly(console: Console, *words: object, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        right(console, *words, **options)
+
+    right = Console.print
+    verb_that_raises(monkeypatch, ConfigError("what is wrong"))
+    monkeypatch.setattr(Console, "print", print_slowly)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["doctor"]) == 2
+    assert "what is wrong" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -16,6 +16,9 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
 resource = pytest.importorskip("resource")
@@ -105,3 +108,22 @@ def test_groups_of_others_are_connected_as_ever() -> None:
     with join._lazily_connected():
         assert os.environ[name] == "1"
     assert os.environ.get(name) == before
+
+
+def meshes_and_a_split(text: str) -> list[bool]:
+    sizes = {"vocab_size": 16, "num_layers": 1, "hidden": 16, "num_heads": 2, "num_kv_heads": 2}
+    shape = ModelShape(**sizes, head_dim=8, ffn=16, max_seq_len=8)
+    axes = Strategy.parse(text).mesh_axes()
+    first, second = join.open_mesh(axes), join.open_mesh(dict(axes))
+    alone = join.open_mesh({"dp": 4})
+    for seed in range(2):  # the second model of the same split, in the same job
+        model = Decoder(shape)
+        model.initialize(seed)
+        Plan(Strategy.parse(text), model).build(Ranks(Strategy.parse(text)))
+        model(torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8, dtype=torch.int64)).backward()
+    return [first is second, alone is not first]
+
+
+def test_a_job_has_one_mesh_of_the_same_axes() -> None:
+    """FSDP2 refuses a parameter whose mesh is only equal to the one that it is given."""
+    assert run_ranks(meshes_and_a_split, 4, "fsdp2,tp2") == [[True, True]] * 4

@@ -171,6 +171,7 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     from rich.console import Console
     from rich.text import Text
 
+    signals.ignore()  # it ends: a signal would only break the message off
     console = Console(stderr=True, soft_wrap=True)
     console.print(Text("phalanx: ", style="bold red").append(message, style="not bold default"))
     if {"--json", "--json=true"}.intersection(words):

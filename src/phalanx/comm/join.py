@@ -38,6 +38,9 @@ GROUP_FILES = 4
 RESERVED_FILES = 192
 """Files that a rank has open beside: libraries, token files, records, pipes, NCCL, a checkpoint."""
 
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+"""By the job's group of all ranks, the axes and the device."""
+
 
 def join(
     rank: int,
@@ -171,9 +174,19 @@ def job_store() -> dist.Store:
 def open_mesh(axes: Mapping[str, int], device: str = "cpu") -> DeviceMesh:
     """Lay the ranks of the job out on `axes`, and connect those of each; every rank calls this.
 
+    A job has one mesh of the same axes, however often it is asked for: PyTorch remembers by an
+    equal mesh how tensors lie, and FSDP2 takes no equal one for that of its parameters.
+
     Raises:
         ConfigError: a rank may not open as many files as the mesh needs.
     """
+    asked = (dist.group.WORLD, tuple(axes.items()), device)
+    if asked not in _meshes:
+        _meshes[asked] = _new_mesh(axes, device)
+    return _meshes[asked]
+
+
+def _new_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:
     check_files(axes, dist.get_world_size(), device)
     with _lazily_connected():
         mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))

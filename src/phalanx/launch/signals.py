@@ -69,9 +69,10 @@ def answered(answer: Callable[[int], None]) -> Generator[None]:
 
 
 def ignore() -> None:
-    """Ignore the signals from now on."""
-    for signum in ENDING:
-        signal.signal(signum, signal.SIG_IGN)
+    """Ignore the signals from now on, until the end of the block that handles them, if any."""
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        for signum in ENDING:
+            signal.signal(signum, signal.SIG_IGN)
 
 
 @contextmanager

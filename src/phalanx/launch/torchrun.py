@@ -27,7 +27,7 @@ from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank import is_lost_peer, is_reader_gone, reader_has_left
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
-from phalanx.launch.signals import ENDING, answered
+from phalanx.launch.signals import ENDING, answered, ignore
 from phalanx.launch.supervisor import tell
 
 if TYPE_CHECKING:
@@ -331,6 +331,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         with answered(lambda _: leave(1)):  # torchrun's signal says no more than is said
             time.sleep(QUIET_S)
         leave(1)
+    ignore()  # it ends: a signal would only break the message off
     rank = os.environ["RANK"]
     if isinstance(error, PhalanxError):
         # There is no command line under torchrun.
