@@ -1,11 +1,15 @@
+import errno
 import io
 import json
 import math
+import os
+import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from phalanx.errors import ConfigError, TrainingError
 from phalanx.measure import logs
@@ -176,6 +180,25 @@ def test_a_disk_that_is_full_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=words):
         with RunLog(tmp_path, console, 1) as log:
             log.note("environment", {})
+
+
+def test_a_disk_that_fills_up_under_the_curves_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard writes in a thread of its own, which ends where the disk is full."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    console, _ = plain_console()
+    before = threading.excepthook
+    words = f"cannot write the run's records to {tmp_path}: No space left on device"
+    with pytest.raises(TrainingError, match=words), RunLog(tmp_path, console, 1) as log:
+        monkeypatch.setattr(RecordWriter, "write", full)
+        while True:
+            log.evaluation(1, 2.0, 1.0)
+    assert capsys.readouterr().err == ""
+    assert threading.excepthook is before
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

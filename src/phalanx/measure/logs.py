@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -143,6 +144,7 @@ class RunLog:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+        self._hook_before, threading.excepthook = threading.excepthook, self._on_thread_error
         self.display = LiveDisplay(console, total_steps)
 
     def step(self, record: StepRecord) -> None:
@@ -154,9 +156,9 @@ class RunLog:
         self.note("step", values | terms_s)
         for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
             if values[name] is not None:
-                self._writer.add_scalar(f"train/{name}", values[name], record.step)
+                self._draw(f"train/{name}", values[name], record.step)
         for name, seconds in terms_s.items():
-            self._writer.add_scalar(f"time/{name}", seconds, record.step)
+            self._draw(f"time/{name}", seconds, record.step)
         self.display.step(record)
 
     def evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:
@@ -164,7 +166,7 @@ class RunLog:
         values = {"loss": loss, "bits_per_byte": bits_per_byte}
         self.note("evaluation", {"step": step, **values})
         for name, value in values.items():
-            self._writer.add_scalar(f"validation/{name}", value, step)
+            self._draw(f"validation/{name}", value, step)
         self.display.say(
             f"validation after step {step}: loss {loss:.4f}, {bits_per_byte:.4f} bits per byte"
         )
@@ -181,17 +183,32 @@ class RunLog:
             self._file.write(json_text(line) + "\n")
             self._file.flush()
         except OSError as error:
-            raise TrainingError(
-                f"cannot write the run's records to {self.folder}: {error.strerror}"
-            ) from error
+            raise self._unwritten(error) from error
+
+    def _draw(self, curve: str, value: float, step: int) -> None:
+        """Add a point to a curve of TensorBoard."""
+        try:
+            self._writer.add_scalar(curve, value, step)
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def _unwritten(self, error: OSError) -> TrainingError:
+        return TrainingError(f"cannot write the run's records to {self.folder}: {error.strerror}")
+
+    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        """Keep the thread that writes for TensorBoard quiet: the next point raises what it met."""
+        is_its = type(args.thread).__module__.startswith("tensorboard.")
+        if not (is_its and isinstance(args.exc_value, OSError)):
+            self._hook_before(args)
 
     def close(self) -> None:
         """Flush and close the files and end the display."""
         self.display.close()
         with suppress(OSError):  # each line is flushed: what could not be written has been told
             self._file.close()
-        if self.folder.is_dir():  # else a thread of the library would end with a traceback
-            self._writer.close()
+            if self.folder.is_dir():  # else a thread of the library would end with a traceback
+                self._writer.close()
+        threading.excepthook = self._hook_before
 
     def __enter__(self) -> RunLog:
         return self
