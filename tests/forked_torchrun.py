@@ -1,7 +1,8 @@
 """torchrun without a start of Python: its agent and its ranks are forked from the tests' server.
 
-All but the start of a process is torchrun's own: what it makes of its words, the agent, the
-environment of a rank, whom it ends by which signal, and what it prints.
+The environment of a rank, whom the agent ends by which signal, and what it prints are torchrun's
+own. A forked rank keeps the agent's open files, which a program would not, and multiprocessing
+prints what the rank does not catch.
 """
 
 from __future__ import annotations

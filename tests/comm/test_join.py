@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from phalanx.comm import join
 from phalanx.comm.comm import Ranks
-from phalanx.comm.together import gather_objects
+from phalanx.comm.together import gather_objects, gather_on_first
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -52,6 +52,7 @@ def counts(text: str) -> dict[str, int]:
         dist.all_reduce(torch.ones(1000), group=comm.mesh.get_group(axis))
     connected = num_open(sockets=True)
     gather_objects("x" * 1000)
+    gather_on_first("x" * 1000)
     dist.broadcast_object_list([None], src=0)
     dist.all_reduce(torch.ones(100_000))
     return {

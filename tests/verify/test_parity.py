@@ -76,12 +76,9 @@ def jobs(*texts: str, marks: Any = ()) -> list[Any]:
 
 def verdicts_on_ranks(pairs: Sequence[tuple[Case, Strategy]]) -> list[Verdict]:
     found: list[Verdict] = []
-    meshes: dict[str, Ranks] = {}  # PyTorch takes two of the same axes for one, and then refuses
     for case, strategy in pairs:
-        axes = str(strategy.mesh_axes())
-        comm = meshes[axes] if axes in meshes else meshes.setdefault(axes, Ranks(strategy))
         try:
-            found.append(verify_case(case, strategy, comm))
+            found.append(verify_case(case, strategy, Ranks(strategy)))
         except Exception as error:
             error.add_note(f"verifying {strategy}")
             raise

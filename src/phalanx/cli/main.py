@@ -168,10 +168,10 @@ def _open_standard_streams() -> None:
 
 def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     """Print one message on standard error, and with --json one document on standard output."""
+    signals.ignore()  # it ends: a signal would only break the message off
     from rich.console import Console
     from rich.text import Text
 
-    signals.ignore()  # it ends: a signal would only break the message off
     console = Console(stderr=True, soft_wrap=True)
     console.print(Text("phalanx: ", style="bold red").append(message, style="not bold default"))
     if {"--json", "--json=true"}.intersection(words):

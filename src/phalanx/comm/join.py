@@ -174,8 +174,8 @@ def job_store() -> dist.Store:
 def open_mesh(axes: Mapping[str, int], device: str = "cpu") -> DeviceMesh:
     """Lay the ranks of the job out on `axes`, and connect those of each; every rank calls this.
 
-    A job has one mesh of the same axes, however often it is asked for: PyTorch remembers by an
-    equal mesh how tensors lie, and FSDP2 takes no equal one for that of its parameters.
+    A job has one mesh of the same axes, however often it is asked for: PyTorch caches layouts under
+    meshes that compare equal, and FSDP2 requires the same object.
 
     Raises:
         ConfigError: a rank may not open as many files as the mesh needs.

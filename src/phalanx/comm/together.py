@@ -33,10 +33,22 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_on_first(value: Any) -> list[Any]:
-    """Return on rank 0 what `gather_objects` does, and nothing elsewhere."""
-    values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-    dist.gather_object(value, values or None)
-    return values
+    """Return on rank 0 what `gather_objects` does, and nothing elsewhere.
+
+    A rank speaks only with those that it is connected to, 1, 2, 4, ... away (comm.join).
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    gathered, distance = {rank: value}, 1
+    while distance < num_ranks:
+        if rank % (2 * distance):
+            dist.send_object_list([gathered], rank - distance)
+            return []
+        if rank + distance < num_ranks:
+            received: list[Any] = [None]
+            dist.recv_object_list(received, rank + distance)
+            gathered |= received[0]
+        distance *= 2
+    return [gathered[number] for number in range(num_ranks)]
 
 
 def max_over_ranks(values: list[int]) -> list[int]:

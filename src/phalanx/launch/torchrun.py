@@ -318,9 +318,11 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     """Print this rank's own error, the last thing it prints, and leave.
 
     An error of the user's is one message; any other comes with its traceback. One of each host says
-    what `is_everyones`, since every rank meets it by itself.
+    what `is_everyones`, since every rank meets it by itself. A signal that comes meanwhile is
+    ignored: it would only break the message off.
     """
     if isinstance(error, KeyboardInterrupt):
+        ignore()
         if os.environ["RANK"] == "0":
             tell(str(error))
         leave(128 + getattr(error, "signum", signal.SIGINT))
@@ -331,7 +333,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         with answered(lambda _: leave(1)):  # torchrun's signal says no more than is said
             time.sleep(QUIET_S)
         leave(1)
-    ignore()  # it ends: a signal would only break the message off
+    ignore()
     rank = os.environ["RANK"]
     if isinstance(error, PhalanxError):
         # There is no command line under torchrun.

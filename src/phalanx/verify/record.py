@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -213,18 +214,22 @@ def _bytes_of(shard: Tensor) -> bytes:
 
 
 def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU, whole on rank 0 alone; every rank calls this together."""
+    """Return copies on the CPU on rank 0, and nothing of use elsewhere; every rank calls this.
+
+    Rank 0 holds what all ranks bring at once, besides what it makes of it.
+    """
     full: dict[str, Tensor] = {}
     parts: dict[str, tuple[tuple[slice, ...], bytes]] = {}
+    is_first = dist.get_rank() == 0
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
             full[name] = tensor.cpu().clone()
         elif is_fused(tensor) or not tensor.is_floating_point():
-            full[name] = tensor.full_tensor().cpu()
+            full[name] = tensor.full_tensor().cpu().clone()
         else:
-            # What no rank brings stays NaN, which passes no comparison.
-            full[name] = torch.full(tensor.shape, math.nan, dtype=tensor.dtype)
+            if is_first:  # what no rank brings stays NaN, which passes no comparison
+                full[name] = torch.full(tensor.shape, math.nan, dtype=tensor.dtype)
             shard, offset = shard_of(tensor)
             if shard.numel() and _brings(tensor):
                 ends = zip(offset, shard.shape, strict=True)
@@ -238,8 +243,9 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _brings(tensor: DTensor) -> bool:
-    """Tell whether this rank is the first of those that hold the same shard as rank 0's mesh."""
+    """Tell whether this rank is the first that holds its shard, on the mesh that has rank 0."""
     mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert place is not None
+    assert not any(p.is_partial() for p in tensor.placements), "a sum over ranks is still owed"
     pairs = zip(place, tensor.placements, strict=True)
     return 0 in mesh.mesh and all(i == 0 for i, p in pairs if p.is_replicate())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -40,14 +42,15 @@ STATE = ("parameters", "optimizer", "other")
 """Kinds of what is there between steps; all else is kept for backward, a gather's result too."""
 
 
-def held(text: str) -> tuple[int, int, list[int], StateBytes]:
+def held(text: str, tied: bool) -> tuple[int, int, list[int], StateBytes]:
     """Return the bytes of weights and optimizer, what one and two blocks keep, and the plan."""
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
     kept: list[int] = []
     weights = moments = 0
     for num_layers in (1, 2):
-        shape = ModelShape(**{**vars(SHAPE), "num_layers": num_layers})
+        changed = {"num_layers": num_layers, "tied": tied}
+        shape = ModelShape(**{**vars(SHAPE), **changed})
         with torch.device("meta"):
             model = Decoder(shape)
         plan = Plan(strategy, model)
@@ -66,23 +69,24 @@ def held(text: str) -> tuple[int, int, list[int], StateBytes]:
     return weights, moments, kept, plan.holds()
 
 
-@pytest.fixture(scope="module")
-def alone() -> tuple[int, int, list[int], StateBytes]:
-    return run_ranks(held, 1, "dp1", threads=1)[0]
+@functools.cache
+def alone(tied: bool) -> tuple[int, int, list[int], StateBytes]:
+    return run_ranks(held, 1, "dp1", tied, threads=1)[0]
 
 
 @pytest.mark.parametrize("text, weight_parts, activation_parts", LAYOUTS)
 def test_a_rank_holds_its_share(
-    alone: tuple[int, int, list[int], StateBytes],
     text: str,
     weight_parts: int,
     activation_parts: float,
 ) -> None:
-    results = run_ranks(held, Strategy.parse(text).num_ranks, text, threads=1)
-    one_block = alone[2][1] - alone[2][0]
+    tied = text == "tp2"  # one layout with a table that is used twice
+    results = run_ranks(held, Strategy.parse(text).num_ranks, text, tied, threads=1)
+    all_weights, all_moments, all_kept, _ = alone(tied)
+    one_block = all_kept[1] - all_kept[0]
     for weights, moments, kept, holding in results:
-        assert weights == pytest.approx(alone[0] / weight_parts, rel=0.05)
-        assert moments == pytest.approx(alone[1] / weight_parts, rel=0.05)
+        assert weights == pytest.approx(all_weights / weight_parts, rel=0.05)
+        assert moments == pytest.approx(all_moments / weight_parts, rel=0.05)
         assert holding.parameter_bytes == weights
         assert kept[1] - kept[0] == pytest.approx(one_block / activation_parts, rel=0.05)
         predicted = activations(SHAPE, Strategy.parse(text), LENGTH, ROWS, "float32")
