@@ -56,6 +56,8 @@ SHAPE = ModelShape(
 NUM_ROWS = 8
 MIB = 2**20
 T = TypeVar("T")
+TURN = threading.Lock()
+"""Devices compute in turn: PyTorch's dispatch modes are not safe in two threads at once."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Device:
         """Run `function` in this device's thread."""
 
         def seen() -> T:
-            with self.memory:
+            with TURN, self.memory:
                 return function()
 
         return self._thread.submit(seen)
