@@ -10,6 +10,7 @@ a sum still owed over x. N is the size of the axis; a rank sends, for a byte of 
     broadcast        A on one -> A          (N - 1)/N
     reduce           A{sum x} -> A on one   (N - 1)/N
     swap             A to a partner, its A back   counted as an all_to_all, perhaps with itself
+    send, recv       A on one -> A on another     1, by the one that sends
 
 `Ranks` runs them over the process groups of a job; `Counting` only counts them.
 """
@@ -30,7 +31,7 @@ from typing_extensions import override
 from phalanx.comm import exchange
 from phalanx.comm.axes import axes_of
 from phalanx.comm.join import open_mesh
-from phalanx.comm.ledger import Entry, Tally
+from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.waits import waiting
 from phalanx.comm.watch import Phases
 from phalanx.strategy import Strategy, check_ranks
@@ -165,6 +166,17 @@ class Comm(ABC):
             return Pending(tensor)
         return self._run("reduce", axis, tensor, tensor, target)
 
+    def send_start(self, tensor: Tensor, axis: str, target: int) -> Pending:
+        """Begin to send `tensor`, contiguous, to the rank at coordinate `target`.
+
+        What one rank sends another arrives in the order in which it is sent.
+        """
+        return self._run("send", axis, tensor, tensor, target)
+
+    def recv_start(self, tensor: Tensor, axis: str, source: int) -> Pending:
+        """Begin to overwrite `tensor`, contiguous, with the next that `source` sends this rank."""
+        return self._run("recv", axis, tensor, tensor, source)
+
     def swap(self, tensor: Tensor, name: str, partner: int) -> Tensor:
         """Return the tensor of the rank at coordinate `partner`, which gets this one, of its shape.
 
@@ -192,8 +204,8 @@ class Comm(ABC):
             axis: over which; a swap may go over all of a set.
             out: what it fills, contiguous.
             given: what it reads, contiguous; perhaps `out` itself.
-            option: the reduction of an all_reduce, the partner of a swap, or the coordinate where
-                a broadcast starts or a reduce ends.
+            option: the reduction of an all_reduce, the partner of a swap, a send or a recv, or the
+                coordinate where a broadcast starts or a reduce ends.
         """
 
 
@@ -237,6 +249,10 @@ class Ranks(Comm):
             work = dist.broadcast(out, group=group, group_src=option, async_op=True)
         elif op == "reduce":
             work = dist.reduce(out, group=group, group_dst=option, async_op=True)
+        elif op == "send":
+            work = dist.isend(given, group=group, group_dst=option)
+        elif op == "recv":
+            work = dist.irecv(out, group=group, group_src=option)
         elif op == "all_to_all":
             work = dist.all_to_all_single(out, given, group=group, async_op=True)
         elif op == "swap":  # an all-to-all of which all pieces but one are empty
@@ -273,5 +289,6 @@ class Counting(Comm, Phases):
     @override
     def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
         name, payload = "all_to_all" if op == "swap" else op, max(out.nbytes, given.nbytes)
-        self._tally.add(self.phase_name, axis, name, payload, self.size(axis))
+        if op not in WITHOUT_PAYLOAD:
+            self._tally.add(self.phase_name, axis, name, payload, self.size(axis))
         return Pending(out)

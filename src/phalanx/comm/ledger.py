@@ -35,7 +35,7 @@ def no_phase(name: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-_WITHOUT_PAYLOAD = ("barrier", "recv", "recv_any_source")
+WITHOUT_PAYLOAD = ("barrier", "recv", "recv_any_source")
 """Collectives that move no payload of their own: a receive is counted where it is sent."""
 
 
@@ -102,7 +102,7 @@ class Ledger(Watch):
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count the operator if it is a collective, and run it."""
         call = read_call(func, args, kwargs)
-        if call is not None and call.op not in _WITHOUT_PAYLOAD:
+        if call is not None and call.op not in WITHOUT_PAYLOAD:
             axis, num_ranks = self._axis_of.get(call.ranks, "world"), len(call.ranks)
             payload = _payload_bytes(call, num_ranks)
             self._tally.add(self.phase_name, axis, call.op, payload, num_ranks)

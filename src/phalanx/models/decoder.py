@@ -12,7 +12,7 @@ Dimensions, as they stand in the suffixes of tensor names:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +119,20 @@ class Head(nn.Module):
         return token_loss_sum(x_BTD.flatten(0, 1), weight_VD, labels_BT.flatten())
 
 
+class Stage(NamedTuple):
+    """What runs of a decoder that pipelines have cut.
+
+    Attributes:
+        blocks: which.
+        received: the residual stream from the stage before; None in the first stage, which embeds.
+        is_last: whether the norm and the output projection run.
+    """
+
+    blocks: range
+    received: Tensor | None
+    is_last: bool
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer of the given shape; its weights are set by `initialize`.
 
@@ -130,6 +144,8 @@ class Decoder(nn.Module):
         segment_size: number of consecutive blocks that run as one function; all of them at first.
         run_segment: called as `run_segment(function, *args)` for each segment, to return
             `function(*args)`; whoever sets another decides what is kept for backward.
+        stage: what runs; all of it if None. A forward of a stage that is not the last returns the
+            residual stream.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -138,6 +154,7 @@ class Decoder(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.segment_size = shape.num_layers
         self.run_segment: Callable[..., Tensor] = _call
+        self.stage: Stage | None = None
         self.embedding = Embedding(shape.vocab_size, shape.hidden)
         self.position_embedding = (
             Embedding(shape.max_seq_len, shape.hidden) if shape.position == "learned" else None
@@ -193,15 +210,16 @@ class Decoder(nn.Module):
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
         # Nested, so that no variable here keeps what the first block was given.
-        return self.read(
-            self.run_blocks(
-                self.embed(tokens_BT, positions_BT, keys_B), positions_BT, documents_BT, keys_B
-            ),
-            labels_BT,
+        x_BTD = self.run_blocks(
+            self.embed(tokens_BT, positions_BT, keys_B), positions_BT, documents_BT, keys_B
         )
+        is_last = self.stage is None or self.stage.is_last
+        return self.read(x_BTD, labels_BT) if is_last else x_BTD
 
     def embed(self, tokens_BT: Tensor, positions_BT: Tensor, keys_B: Tensor | None) -> Tensor:
-        """Return the residual stream x_BTD before the first block: the first stage of a forward."""
+        """Return the residual stream x_BTD before the first block that runs."""
+        if self.stage is not None and self.stage.received is not None:
+            return self.stage.received
         x_BTD = self.embedding(tokens_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_BT)
@@ -220,9 +238,11 @@ class Decoder(nn.Module):
         documents = documents_BT
         if not isinstance(documents, tuple):
             documents = documents_of(documents, x_BTD.device)
-        blocks = list(self.blocks)
-        for start in range(0, len(blocks), self.segment_size):
-            segment = blocks[start : start + self.segment_size]
+        here = range(len(self.blocks)) if self.stage is None else self.stage.blocks
+        for start in range(0, len(self.blocks), self.segment_size):
+            segment = [
+                self.blocks[at] for at in range(start, start + self.segment_size) if at in here
+            ]
             x_BTD = self.run_segment(_run_blocks, segment, x_BTD, angles, documents, keys_B)
         return x_BTD
 

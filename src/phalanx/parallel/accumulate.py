@@ -1,19 +1,43 @@
 """Forward and backward over the microbatches of a step, one after the other; gradients add up.
 
-This is the runner of a step without pipelines. A runner leaves in each `.grad` the gradient of the
-whole global batch; how the microbatches are scheduled, and when ranks reduce, is its own affair.
+This is the runner of a step without pipelines; pipeline/runtime.py has the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.parallel.reduce import GradientReducer
+
+
+class Runner(Protocol):
+    """Leaves in each `.grad` the gradient of the whole global batch.
+
+    How the microbatches are scheduled, and when ranks reduce, is its own affair.
+    """
+
+    def __call__(
+        self,
+        microbatches: Sequence[Any],
+        forward: Callable[[Any], torch.Tensor],
+        share_of: Callable[[torch.Tensor], torch.Tensor],
+        phase: Phase = no_phase,
+    ) -> None:
+        """Run forward and backward of each microbatch, and reduce once.
+
+        Args:
+            microbatches: of this rank.
+            forward: returns the sum of a microbatch's losses, a 0-d tensor; of a stage of a
+                pipeline that is not the last, what the next one takes.
+            share_of: makes of that sum the microbatch's share of the loss, where backward begins.
+            phase: is told "forward", "backward" and the phases of the reduction.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,21 +52,14 @@ class Accumulate:
     def __call__(
         self,
         microbatches: Sequence[Any],
-        loss_of: Callable[[Any], torch.Tensor],
+        forward: Callable[[Any], torch.Tensor],
+        share_of: Callable[[torch.Tensor], torch.Tensor],
         phase: Phase = no_phase,
     ) -> None:
-        """Call `loss_of` on each microbatch and backward on what it returns, and reduce.
-
-        Gradients are reduced once, in and after the last backward.
-
-        Args:
-            microbatches: of this rank.
-            loss_of: returns a microbatch's share of the loss, a 0-d tensor.
-            phase: is told "forward", "backward" and the phases of the reduction.
-        """
+        """Run them one after the other; the last backward reduces."""
         for number, microbatch in enumerate(microbatches, start=1):
             with phase("forward"):
-                loss = loss_of(microbatch)
+                loss = share_of(forward(microbatch))
             with phase("backward"):
                 if self.reducer is not None:
                     self.reducer.before_backward(is_last=number == len(microbatches))

@@ -24,7 +24,7 @@ from phalanx.comm.ledger import Phase
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.measure.timer import Term
-from phalanx.parallel.accumulate import Accumulate
+from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import learning_rate
@@ -81,7 +81,7 @@ class Step:
         *,
         comm: Comm,
         num_steps: int,
-        run: Accumulate = SINGLE,
+        run: Runner = SINGLE,
         scaler: torch.amp.GradScaler | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
     ) -> None:
@@ -120,14 +120,16 @@ class Step:
         divisor = num_valid.clamp(min=1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
-        def loss_of(microbatch: Any) -> torch.Tensor:
-            summed = self.objective.loss_sum(self.model, microbatch, self.steps_done)
+        def forward(microbatch: Any) -> torch.Tensor:
+            return self.objective.loss_sum(self.model, microbatch, self.steps_done)
+
+        def share_of(summed: torch.Tensor) -> torch.Tensor:
             loss_sum.add_(summed.detach())
             return self.scaler.scale(summed / divisor)
 
         self.optimizer.zero_grad(set_to_none=True)
-        # Forward, backward and the sum over ranks: parallel/accumulate.py.
-        self.run(microbatches, loss_of, self.phase)
+        # Forward, backward and the sum over ranks: parallel/accumulate.py, pipeline/runtime.py.
+        self.run(microbatches, forward, share_of, self.phase)
         with self.phase("metrics"):
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor
         return loss, num_valid

@@ -1,0 +1,1 @@
+"""Pipelines: the blocks of a model in stages, one rank after another."""

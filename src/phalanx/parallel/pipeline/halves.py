@@ -1,0 +1,82 @@
+"""Backward in two halves: first the gradient of the input, later those of the weights.
+
+The stage before waits for the gradient of its output, and nobody for the gradients of the weights
+(Qi et al. 2023, arXiv 2401.10241). Autograd does both in one pass, so the graph is cut:
+
+    output <- ... <- node <-+- ... <- input      the input half walks this path, and keeps the
+                            |                    gradient that reaches each node which also
+                            +- weight            leads to a weight; the weight half starts there
+
+PyTorch finds those nodes (torch.distributed.pipelining). The weights get their gradients through
+their own nodes, so that hooks on them run as in any backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+# Private, of a part that is public; tests/parallel/pipeline/test_halves.py pins it.
+from torch.distributed.pipelining._backward import stage_backward_input
+
+Halves = Sequence[dict[str, Any]]
+"""What is left to do for the weights: nodes of the graph, and what reached them."""
+
+
+def input_half(
+    output: Tensor,
+    gradient: Tensor | None,
+    received: Tensor | None,
+    weights: Iterable[nn.Parameter],
+) -> Halves:
+    """Leave the gradient in `received.grad`, and return what `weight_half` needs.
+
+    Args:
+        output: of the stage; its graph is only good for `weight_half` afterwards.
+        gradient: of the output; None for a loss.
+        received: the stage's input, a leaf; None in the first stage, which has only weights.
+        weights: of the stage.
+    """
+    if received is None:
+        edge = get_gradient_edge(output)
+        reached: list[Tensor | None] = [None] * edge.output_nr
+        reached.append(torch.ones_like(output) if gradient is None else gradient)
+        nodes = [get_gradient_edge(weight).node for weight in weights]
+        return [{"intermediates": [edge.node], "grads": [tuple(reached)], "params": nodes}]
+    gradients = None if gradient is None else [gradient]
+    _, groups = stage_backward_input([output], gradients, [received], iter(weights))
+    return groups
+
+
+def weight_half(groups: Halves, weights: Iterable[nn.Parameter]) -> None:
+    """Add the gradients of the weights to their `.grad`."""
+    weight_of = {get_gradient_edge(weight).node: weight for weight in weights}
+    for group in groups:
+        reached = list(zip(group["intermediates"], group["grads"], strict=True))
+        edges = [
+            (GradientEdge(node, at), gradient)
+            for node, gradients in reached
+            for at, gradient in enumerate(gradients)
+            if gradient is not None
+        ]
+        # One node may lead to another: what reached each is known, and is not added up again.
+        hooks = [node.register_prehook(partial(_known, all_of)) for node, all_of in reached]
+        try:
+            torch.autograd.backward(
+                [edge for edge, _ in edges],
+                [gradient for _, gradient in edges],
+                retain_graph=True,  # groups may share nodes; all of it goes with `groups`
+                inputs=[weight_of[node] for node in group["params"]],
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _known(all_of: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    return all_of

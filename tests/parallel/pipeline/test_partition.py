@@ -1,0 +1,55 @@
+"""The cut of a chain of layers against all cuts there are."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import StrategyError
+from phalanx.parallel.pipeline.partition import imbalance, partition, stage_costs
+
+
+def all_cuts(num_layers: int, num_stages: int) -> list[list[range]]:
+    cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
+    return [
+        [range(*pair) for pair in itertools.pairwise((0, *inner, num_layers))] for inner in cuts
+    ]
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
+def test_it_is_the_best_of_all(costs: list[int], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(costs)))
+    stages = partition(costs, num_stages)
+    assert [layer for layers in stages for layer in layers] == [*range(len(costs))]
+    assert len(stages) == num_stages
+    assert all(stages)
+
+    def value(cut: list[range]) -> tuple[float, float]:
+        of_stages = stage_costs(costs, cut)
+        return max(of_stages), sum(cost**2 for cost in of_stages)
+
+    assert value(stages) == min(map(value, all_cuts(len(costs), num_stages)))
+
+
+def test_a_heavy_embedding_and_a_block_of_threefold_cost() -> None:
+    costs = [4.0, 1, 1, 3, 1, 1, 1, 2]
+    stages = partition(costs, 4)
+    assert stages == [range(1), range(1, 3), range(3, 5), range(5, 8)]
+    even = [range(at, at + 2) for at in range(0, 8, 2)]
+    assert imbalance(costs, stages) < imbalance(costs, even)
+    assert imbalance(costs, stages) >= 1
+
+
+def test_memory_is_a_limit() -> None:
+    costs = [1.0] * 6
+    assert partition(costs, 2) == [range(3), range(3, 6)]
+    # The first stage of 1F1B holds more microbatches than the last.
+    assert partition(costs, 2, lambda layers, stage: stage > 0 or len(layers) <= 1) == [
+        range(1),
+        range(1, 6),
+    ]
+    with pytest.raises(StrategyError, match="no cut of 6 layers into 2 stages fits"):
+        partition(costs, 2, lambda layers, stage: len(layers) < 3)
+    with pytest.raises(StrategyError, match="7 stages, but the model is a chain of 6 layers"):
+        partition(costs, 7)

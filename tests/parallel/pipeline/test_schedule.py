@@ -1,0 +1,160 @@
+"""Each schedule as its paper draws it; all of them for any numbers of ranks and microbatches."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import StrategyError
+from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
+from phalanx.parallel.pipeline.simulate import draw, most_in_flight, simulate
+
+GRIDS = {
+    ("naive", 3, 2, 1): """
+        F0  .  .  .  .  .  . B0 B0 F1  .  .  .  .  .  . B1 B1
+         . F0  .  .  . B0 B0  .  .  . F1  .  .  . B1 B1
+         .  . F0 B0 B0  .  .  .  .  .  . F1 B1 B1
+    """,
+    ("gpipe", 4, 4, 1): """
+        F0 F1 F2 F3  .  .  .  .  .  .  .  .  . B0 B0 B1 B1 B2 B2 B3 B3
+         . F0 F1 F2 F3  .  .  .  .  .  . B0 B0 B1 B1 B2 B2 B3 B3
+         .  . F0 F1 F2 F3  .  .  . B0 B0 B1 B1 B2 B2 B3 B3
+         .  .  . F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3
+    """,
+    ("1f1b", 4, 4, 1): """
+        F0 F1 F2 F3  .  .  .  .  .  . B0 B0  . B1 B1  . B2 B2  . B3 B3
+         . F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3
+         .  . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2  . B3 B3
+         .  .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+    """,
+    ("interleaved", 2, 4, 2): """
+        F0 F1 f0 f1 F2  . b0 b0 F3 b1 b1 f2 B0 B0 f3 B1 B1  . b2 b2  . b3 b3 B2 B2 B3 B3
+         . F0 F1 f0 b0 b0 f1 b1 b1 F2 B0 B0 F3 B1 B1 f2 b2 b2 f3 b3 b3 B2 B2 B3 B3
+    """,
+    ("zb", 3, 4, 1): """
+        F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3
+         . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+         .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """,
+    ("zbv", 2, 4, 2): """
+        F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
+         . F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
+    """,
+    ("dualpipev", 2, 4, 2): """
+        F0 F1 F2 f0 i0 w0 f1 F3 b1 b1 f2 B0 B0 b2 b2 f3  . B1 B1 b3 b3 I2 W2 I3 W3
+         . F0 f0 F1 f1 F2 b0 b0 f2 B0 B0 F3 b1 b1 f3 B1 B1 b2 b2 B2 B2 i3 I3 w3 W3
+    """,
+}
+"""Kind, ranks, microbatches, chunks -> a lane a rank; a backward takes twice as long as a forward.
+
+Letters of the second chunk are small.
+"""
+
+
+@pytest.mark.parametrize("case", GRIDS, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}")
+def test_the_grid(case: tuple[str, int, int, int]) -> None:
+    drawn = [line.split() for line in draw(build_schedule(*case)).splitlines()]
+    assert drawn == [line.split() for line in GRIDS[case].strip().splitlines()]
+
+
+def test_every_kind_is_drawn() -> None:
+    assert {kind for kind, *_ in GRIDS} == set(KINDS)
+
+
+@given(
+    st.sampled_from([*KINDS]),
+    st.integers(1, 9),
+    st.integers(1, 24),
+    st.integers(1, 4),
+)
+def test_every_schedule_is_legal_and_ends(kind: str, p: int, m: int, v: int) -> None:
+    schedule = build_schedule(kind, p, m, v)
+    simulate(schedule)
+    # Gradients are added in the order of the microbatches, as one rank adds them.
+    for order in schedule.orders:
+        for stage, ops in itertools.product(range(schedule.num_stages), ("F", "BI", "BW")):
+            numbers = [a.microbatch for a in order if a.stage == stage and a.op in ops]
+            assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (4, 7), (8, 16), (3, 12)])
+def test_bubbles_are_those_of_the_papers(p: int, m: int) -> None:
+    def bubble(kind: str, v: int = 1) -> float:
+        return simulate(build_schedule(kind, p, m, v)).bubble
+
+    assert bubble("naive") == pytest.approx(1 - 1 / p)
+    assert bubble("gpipe") == pytest.approx((p - 1) / (m + p - 1))
+    assert bubble("1f1b") == pytest.approx((p - 1) / (m + p - 1))
+    if m % p == 0:
+        for v in (2, 3):
+            assert bubble("interleaved", v) == pytest.approx((p - 1) / (v * m + p - 1))
+    if m >= p:  # forward + input half - weight half, for each of p - 1 ranks
+        assert bubble("zb", 1) == pytest.approx((p - 1) / (3 * m + p - 1))
+    if m >= 2 * p:
+        assert bubble("zb", 2) < bubble("interleaved", 2)
+        assert bubble("zbv") == pytest.approx((p - 1) / (6 * m + p - 1))
+        assert bubble("dualpipev") < bubble("1f1b")
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 6), (4, 4), (4, 12), (4, 7), (8, 16)])
+def test_what_is_held_is_what_the_papers_say(p: int, m: int) -> None:
+    def held(kind: str, v: int = 1) -> list[int]:
+        return most_in_flight(build_schedule(kind, p, m, v))
+
+    ranks = range(p)
+    assert held("naive") == [1] * p
+    assert held("gpipe") == [m] * p
+    assert held("1f1b") == [min(p - rank, m) for rank in ranks]
+    assert held("zb", 1) == [min(p, m)] * p
+    if m % p == 0:
+        for v in (2, 3):
+            ahead = [2 * (p - rank - 1) + (v - 1) * p + 1 for rank in ranks]
+            assert held("interleaved", v) == [min(each, v * m) for each in ahead]
+    if m >= 2 * p:
+        assert held("zbv", 2) == [2 * p] * p  # half a rank's layers each: p microbatches, as 1f1b
+        assert held("dualpipev", 2) == [2 * p + 1] * p
+
+
+def changed(schedule: Schedule, rank: int, order: list[Action]) -> Schedule:
+    orders = list(schedule.orders)
+    orders[rank] = tuple(order)
+    return dataclasses.replace(schedule, orders=tuple(orders))
+
+
+def test_what_is_not_legal_is_refused() -> None:
+    schedule = build_schedule("1f1b", 2, 3)
+    first, last = (list(order) for order in schedule.orders)
+    with pytest.raises(StrategyError, match="microbatch 2 has 1 F, 0 B, 0 I, 0 W in stage 0"):
+        simulate(changed(schedule, 0, first[:-1]))
+    with pytest.raises(StrategyError, match="microbatch 0 has 2 F, 1 B, 0 I, 0 W in stage 0"):
+        simulate(changed(schedule, 0, [first[0], *first]))
+    with pytest.raises(StrategyError, match="F of microbatch 0 in stage 1 is on rank 0"):
+        simulate(changed(schedule, 0, [last[0], *first]))
+    with pytest.raises(StrategyError, match="B of microbatch 9 in stage 0 is of no stage"):
+        simulate(changed(schedule, 0, [*first, Action("B", 0, 9)]))
+    with pytest.raises(StrategyError, match="wait for ever: rank 0 for B of microbatch 0"):
+        simulate(changed(schedule, 0, [first[2], *first[:2], *first[3:]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_two_actions_of_a_rank_changed_about_are_refused_or_still_end(kind: str) -> None:
+    """The simulator refuses exactly those orders in which an action comes before what it needs."""
+    schedule = build_schedule(kind, 2, 3, 2)
+    num_refused = 0
+    for rank, order in enumerate(schedule.orders):
+        for at in range(len(order) - 1):
+            swapped = list(order)
+            swapped[at : at + 2] = reversed(swapped[at : at + 2])
+            (_, stage, microbatch), later = order[at], order[at + 1]
+            is_chain = stage == later.stage and microbatch == later.microbatch
+            try:
+                timeline = simulate(changed(schedule, rank, swapped))
+            except StrategyError:
+                num_refused += 1
+            else:
+                assert not is_chain
+                ends = {span.action: span for lane in timeline.lanes for span in lane}
+                assert len(ends) == sum(map(len, schedule.orders))
+    assert num_refused > 0 or kind == "gpipe"
