@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from phalanx.errors import (
 )
 from phalanx.launch import supervisor
 from phalanx.launch.local import run_ranks
-from phalanx.launch.pulse import BEAT_S, PULSE
+from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank import is_reader_gone
+from phalanx.launch.roll import Roll
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
@@ -184,26 +186,36 @@ def sleep_long(begun: Path, heeds_stop: bool) -> None:
         time.sleep(100)
 
 
-@pytest.mark.parametrize(("heeds_stop", "num_signals"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("heeds_stop", [False, True])
 def test_a_signal_ends_at_once_what_does_not_heed_it(
-    heeds_stop: bool, num_signals: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    heeds_stop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = tmp_path / "begun"
+    """Or the second one, where the first is heeded."""
+    begun, told = tmp_path / "begun", list[str]()
+    is_heard, is_told = threading.Event(), threading.Event()
+    hear = Roll.hear
+
+    def hear_and_note(self: Roll, rank: int, beat: Any) -> None:
+        hear(self, rank, beat)
+        if begun.exists() and self.heeds_stop() == heeds_stop:
+            is_heard.set()
+
+    def tell(message: str) -> None:
+        told.append(message)
+        is_told.set()
 
     def interrupt() -> None:
-        deadline_s = time.monotonic() + 60
-        while not begun.exists() and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        time.sleep(3 * BEAT_S)  # the parent hears whether the rank heeds
-        for _ in range(num_signals):
+        for event in (is_heard, is_told)[: 1 + heeds_stop]:
+            event.wait()
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
 
+    monkeypatch.setattr(Roll, "hear", hear_and_note)
+    monkeypatch.setattr(supervisor, "tell", tell)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Interrupted) as caught:
         run_ranks(sleep_long, 1, begun, heeds_stop)
     assert caught.value.signum == signal.SIGTERM
-    assert capfd.readouterr().err.count("a second signal ends it at once") == heeds_stop
+    assert ["a second signal ends it at once" in message for message in told] == [True] * heeds_stop
 
 
 def pid_then_fail() -> None:
