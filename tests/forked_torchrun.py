@@ -19,7 +19,7 @@ from pathlib import Path
 
 from phalanx.launch.signals import ENDING
 
-LIMIT_S = 880
+LIMIT_S = 280
 
 
 def run_two(*words: str) -> subprocess.CompletedProcess[str]:

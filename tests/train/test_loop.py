@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_the_terms_of_each_step_sum_to_its_wall_time(
     shares = [sum(record[term] for term in TERMS) / record["wall_s"] for record in steps]
     assert max(shares) <= 1 + 1e-9  # no time is counted twice
     # The wall is read on its own; other work may come between the two readings of a step.
-    assert max(shares) >= 0.98
+    assert statistics.median(shares) >= 0.98
 
 
 def test_the_summary_counts_the_bytes_of_a_step(whole: dict[str, Any]) -> None:

@@ -44,7 +44,10 @@ def verdicts_on_ranks(text: str, is_slow: bool) -> dict[str, Verdict]:
 def test_a_planted_fault_is_found_and_named(
     text: str, is_slow: bool, subtests: pytest.Subtests
 ) -> None:
-    for name, verdict in run_ranks(verdicts_on_ranks, 2, text, is_slow)[0].items():
+    found = run_ranks(verdicts_on_ranks, 2, text, is_slow)[0]
+    planned = {name for name in GROUPS[text] if (name in SLOW) == is_slow}
+    assert set(found) == {*planned, *awkward_shapes(Strategy.parse(text))}
+    for name, verdict in found.items():
         with subtests.test(name):
             if name not in GROUPS[text]:
                 assert verdict.is_equal, str(verdict)

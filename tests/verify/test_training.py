@@ -182,6 +182,8 @@ def test_a_planted_fault_is_found_and_named(
     is_slow: bool, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     found = run_ranks(verdicts_on_ranks, 2, str(tmp_path), is_slow)[0]
+    planned = {name for name in {**OF_FLOAT64, **OF_NARROW} if (name in SLOW) == is_slow}
+    assert set(found) == {"", *planned}
     with subtests.test("no fault"):
         check_what_has_no_fault(*found.pop(""))
     for name, (*before, verdict) in found.items():

@@ -17,18 +17,9 @@ import torch
 from rich.table import Table
 
 from phalanx.bench.picture import draw_ceiling
-from phalanx.bench.verb import (
-    MEMORY_SHARE,
-    DeviceConfig,
-    Found,
-    OnDevice,
-    Say,
-    described,
-    resolved,
-    table,
-)
+from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
 from phalanx.config.fields import Range
-from phalanx.measure.environment import free_memory_bytes
+from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
 from phalanx.measure.logs import values_of
 from phalanx.measure.products import FEWEST_REPEATS, MatmulPoint, arithmetic_of, measure_matmul
 from phalanx.measure.utilization import percent

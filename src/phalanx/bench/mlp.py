@@ -25,19 +25,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.bench.verb import (
-    MEMORY_SHARE,
-    DeviceConfig,
-    Found,
-    OnDevice,
-    Say,
-    described,
-    resolved,
-    table,
-)
+from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
-from phalanx.measure.environment import free_memory_bytes
+from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
 from phalanx.measure.logs import values_of
 from phalanx.measure.products import arithmetic_of, measure_matmul, quick_ceiling
 from phalanx.measure.utilization import Utilization, percent

@@ -29,14 +29,14 @@ from phalanx.bench.account import (
     theory,
 )
 from phalanx.bench.block import DEFAULT_SIZES, BlockSize
-from phalanx.bench.verb import MEMORY_SHARE, ResultConfig, use_threads
+from phalanx.bench.verb import ResultConfig, use_threads
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger, Phase, no_phase
 from phalanx.comm.together import barrier
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.measure.environment import free_memory_bytes, has_fast_bfloat16
+from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes, has_fast_bfloat16
 from phalanx.measure.memory import MemoryLedger
 from phalanx.measure.products import quick_ceiling
 from phalanx.models.attention import rotation

@@ -18,9 +18,6 @@ from phalanx.measure.environment import device_name, has_fast_bfloat16
 from phalanx.measure.peaks import Arithmetic, Peak, peak_of
 from phalanx.measure.products import checked_device
 
-MEMORY_SHARE = 0.6
-"""Of the free memory, what a verb may take."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResultConfig:

@@ -19,6 +19,9 @@ _SHOWN_FLAGS = (
     "amx_tile", "amx_bf16", "amx_int8", "amx_fp16", "neon", "sve", "sve2", "arm_bf16",
 )  # fmt: skip
 
+MEMORY_SHARE = 0.6
+"""Of the free memory, what a benchmark may take."""
+
 
 def environment() -> dict[str, object]:
     """Describe versions, processor, memory, devices and backends of this process's machine."""

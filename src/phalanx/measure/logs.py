@@ -206,6 +206,7 @@ class RunLog:
         self.display.close()
         with suppress(OSError):  # each line is flushed: what could not be written has been told
             self._file.close()
+        with suppress(OSError):
             if self.folder.is_dir():  # else a thread of the library would end with a traceback
                 self._writer.close()
         threading.excepthook = self._hook_before

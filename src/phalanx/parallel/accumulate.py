@@ -7,37 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.parallel.reduce import GradientReducer
 
+Forward = Callable[[Any], torch.Tensor]
+"""Returns the sum of a microbatch's losses, a 0-d tensor.
 
-class Runner(Protocol):
-    """Leaves in each `.grad` the gradient of the whole global batch.
+Of a stage of a pipeline that is not the last, it returns what the next one takes.
+"""
 
-    How the microbatches are scheduled, and when ranks reduce, is its own affair.
-    """
+ShareOf = Callable[[torch.Tensor], torch.Tensor]
+"""Makes of such a sum the microbatch's share of the loss, where backward begins."""
 
-    def __call__(
-        self,
-        microbatches: Sequence[Any],
-        forward: Callable[[Any], torch.Tensor],
-        share_of: Callable[[torch.Tensor], torch.Tensor],
-        phase: Phase = no_phase,
-    ) -> None:
-        """Run forward and backward of each microbatch, and reduce once.
+Runner = Callable[[Sequence[Any], Forward, ShareOf, Phase], None]
+"""Leaves in each `.grad` the gradient of the whole global batch, reduced once.
 
-        Args:
-            microbatches: of this rank.
-            forward: returns the sum of a microbatch's losses, a 0-d tensor; of a stage of a
-                pipeline that is not the last, what the next one takes.
-            share_of: makes of that sum the microbatch's share of the loss, where backward begins.
-            phase: is told "forward", "backward" and the phases of the reduction.
-        """
-        ...
+How this rank's microbatches are scheduled, and when ranks reduce, is its own affair. The phase is
+told "forward", "backward" and the phases of the reduction.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +43,8 @@ class Accumulate:
     def __call__(
         self,
         microbatches: Sequence[Any],
-        forward: Callable[[Any], torch.Tensor],
-        share_of: Callable[[torch.Tensor], torch.Tensor],
+        forward: Forward,
+        share_of: ShareOf,
         phase: Phase = no_phase,
     ) -> None:
         """Run them one after the other; the last backward reduces."""

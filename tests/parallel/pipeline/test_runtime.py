@@ -71,7 +71,7 @@ def run_each(
             for each in split(batch, rank, comm.size("data"), num_microbatches)
         ]
         num_valid = sum(int(NextToken().num_valid(each)) for each in every)
-        _, expected = gradients(decoder(), Accumulate(), every, num_valid)
+        loss_of_one, expected = gradients(decoder(), Accumulate(), every, num_valid)
         model = decoder()
         schedule = build_schedule(kind, comm.size("pp"), 1, chunks)
         cut = partition([1.0] * (SHAPE.num_layers + 2), schedule.num_stages)
@@ -82,6 +82,9 @@ def run_each(
         worst = max(float((ours[name] - expected[name]).abs().max()) for name in ours)
         names = {name for name, _ in model.named_parameters()}
         assert set(ours) == names
+        total = float(comm.all_reduce(torch.tensor(loss, dtype=torch.float64), "data"))
+        is_last = schedule.num_stages - 1 in schedule.stages_of(comm.coord("pp"))
+        assert total == pytest.approx(loss_of_one if is_last else 0.0, rel=1e-14)
         found.append((loss, worst, len(ours)))
     return found
 
@@ -107,13 +110,13 @@ def test_beside_data_parallelism() -> None:
 def most_held(num_microbatches: int) -> int:
     """Return the most messages that this rank holds because they may not have been received."""
     held: list[int] = []
-    right = runtime._Flight._start
+    right = runtime._Step._start
 
     def counted(self: Any, *args: Any) -> None:
         right(self, *args)
         held.append(sum(map(len, self.sent.values())))
 
-    runtime._Flight._start = counted
+    runtime._Step._start = counted
     run_each({"pp": 2}, [("1f1b", 1, num_microbatches)])
     return max(held)
 

@@ -140,7 +140,7 @@ def test_what_is_not_legal_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_two_actions_of_a_rank_changed_about_are_refused_or_still_end(kind: str) -> None:
-    """The simulator refuses exactly those orders in which an action comes before what it needs."""
+    """Refused where the later one needs the other; what is not refused still runs to its end."""
     schedule = build_schedule(kind, 2, 3, 2)
     num_refused = 0
     for rank, order in enumerate(schedule.orders):

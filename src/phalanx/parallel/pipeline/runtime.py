@@ -11,7 +11,7 @@ header with their shape; afterwards both sides know it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.comm import Comm, Pending
 from phalanx.comm.ledger import Phase, no_phase
-from phalanx.parallel.pipeline.halves import Halves, input_half, weight_half
+from phalanx.parallel.accumulate import Forward, ShareOf
 from phalanx.parallel.pipeline.schedule import Action, Schedule, build_schedule
+from phalanx.parallel.pipeline.split_backward import (
+    Groups,
+    backward_input,
+    backward_weights,
+)
 from phalanx.parallel.pipeline.stage import Stages
 from phalanx.parallel.reduce import GradientReducer
 
@@ -46,7 +51,7 @@ class Message(NamedTuple):
     microbatch: int
 
 
-def message_of(action: Action, last_stage: int) -> Message | None:
+def sent_after(action: Action, last_stage: int) -> Message | None:
     """Return what an action's stage sends when it has run, if anything."""
     op, stage, microbatch = action
     if op == "F" and stage < last_stage:
@@ -78,46 +83,39 @@ class Pipeline:
         self._reducer = reducer
         self._known: dict[tuple[int, Any], tuple[torch.Size, torch.dtype]] = {}
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of a step."""
-        return build_schedule(self._kind, self._comm.size("pp"), num_microbatches, self._chunks)
-
     def __call__(
         self,
         microbatches: Sequence[Any],
-        forward: Callable[[Any], Tensor],
-        share_of: Callable[[Tensor], Tensor],
+        forward: Forward,
+        share_of: ShareOf,
         phase: Phase = no_phase,
     ) -> None:
-        """Leave in each `.grad` the gradient of the whole global batch.
+        """Take this rank's actions of the schedule, see `Runner`.
 
-        Args:
-            microbatches: of this rank, the same for all ranks of the pipeline.
-            forward: returns the sum of the losses of a microbatch, or the stage's output.
-            share_of: makes of that sum the microbatch's share of the loss, where backward begins.
-            phase: is told "forward", "backward" and the phases of the reduction.
+        The microbatches are the same on all ranks of the pipeline.
         """
-        schedule = self.schedule(len(microbatches))
+        p, m = self._comm.size("pp"), len(microbatches)
+        schedule = build_schedule(self._kind, p, m, self._chunks)
         order = schedule.orders[self._comm.coord("pp")]
-        flight = _Flight(schedule, self.stages, self._comm, self._known, microbatches)
+        step = _Step(schedule, self.stages, self._comm, self._known, microbatches)
         ends = {a.stage: at for at, a in enumerate(order) if a.op in ("B", "W")}
         for at, action in enumerate(order):
             if action.op == "F":
                 with phase("forward"):
-                    flight.forward(action, forward, share_of)
+                    step.forward(action, forward, share_of)
                 continue
             with phase("backward"):
                 if self._reducer is not None:
                     self._reducer.before_backward(is_last=ends[action.stage] == at)
-                flight.backward(action)
+                step.backward(action)
         with phase("backward"):
-            flight.land()
+            step.finish_sends()
         if self._reducer is not None:
             self._reducer.finish(phase)
 
 
 @dataclass
-class _Flight:
+class _Step:
     """The microbatches of one step on their way through this rank's stages."""
 
     schedule: Schedule
@@ -127,7 +125,7 @@ class _Flight:
     microbatches: Sequence[Any]
     kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     arrived: dict[Message, Tensor | Pending] = field(default_factory=dict)
-    halves: dict[tuple[int, int], Halves] = field(default_factory=dict)
+    weight_work: dict[tuple[int, int], Groups] = field(default_factory=dict)
     sent: dict[int, list[tuple[int, Pending]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -145,7 +143,7 @@ class _Flight:
                 [
                     message
                     for action in order
-                    if (message := message_of(action, last))
+                    if (message := sent_after(action, last))
                     and self.schedule.rank_of[message.stage] == here
                 ]
             )
@@ -155,8 +153,8 @@ class _Flight:
     def forward(
         self,
         action: Action,
-        forward: Callable[[Any], Tensor],
-        share_of: Callable[[Tensor], Tensor],
+        forward: Forward,
+        share_of: ShareOf,
     ) -> None:
         """Run a stage on a microbatch, and send what comes out."""
         _, stage, number = action
@@ -172,11 +170,11 @@ class _Flight:
         self.kept[stage, number] = received, output
 
     def backward(self, action: Action) -> None:
-        """Run the backward of a stage or a half of it, and send the gradient of its input."""
+        """Run the backward of a stage or a pass of it, and send the gradient of its input."""
         op, stage, number = action
         at = stage, number
         if op == "W":
-            weight_half(self.halves.pop(at), self.stages.weights(stage))
+            backward_weights(self.weight_work.pop(at), self.stages.weights(stage))
             return
         received, output = self.kept[at]
         gradient = None
@@ -186,19 +184,21 @@ class _Flight:
         if op == "B":
             output.backward(gradient)
         else:
-            self.halves[at] = input_half(output, gradient, received, self.stages.weights(stage))
+            self.weight_work[at] = backward_input(
+                output, gradient, received, self.stages.weights(stage)
+            )
         if received is not None:
             assert received.grad is not None, "a stage depends on what it received"
             self._send(action, received.grad)
 
-    def land(self) -> None:
+    def finish_sends(self) -> None:
         """Return when all that was sent has been received."""
         for pairs in self.sent.values():
             for _, pending in pairs:
                 pending.wait()
 
     def _send(self, action: Action, tensor: Tensor) -> None:
-        message = message_of(action, self._last)
+        message = sent_after(action, self._last)
         assert message is not None
         target = self.schedule.rank_of[message.stage]
         if target == self.comm.coord("pp"):
@@ -218,8 +218,8 @@ class _Flight:
         pending = self.comm.send_start(tensor, "pp", target)
         self.sent.setdefault(target, []).append((self._position[message], pending))
 
-    def _let_go(self, source: int, message: Message) -> None:
-        """Let go of what a rank had received when it sent a message."""
+    def _release(self, source: int, message: Message) -> None:
+        """Release what a rank had received when it sent a message."""
         side = -1 if not message.is_gradient else 1
         came_from = self._position[message.is_gradient, message.stage + side, message.microbatch]
         held = self.sent.get(source, [])
@@ -238,15 +238,15 @@ class _Flight:
         while message not in self.arrived:
             coming = next(self._due[source])
             self.arrived[coming] = self.comm.recv_start(
-                self._room_for(coming, source), "pp", source
+                self._buffer_for(coming, source), "pp", source
             )
         pending = self.arrived.pop(message)
         assert isinstance(pending, Pending)
         tensor = pending.wait()
-        self._let_go(source, message)
+        self._release(source, message)
         return tensor
 
-    def _room_for(self, message: Message, source: int) -> Tensor:
+    def _buffer_for(self, message: Message, source: int) -> Tensor:
         """Return an empty tensor for a message."""
         if message.is_gradient:
             return torch.empty_like(self.kept[message.stage, message.microbatch][1])

@@ -6,13 +6,13 @@ chunks. A schedule is a list of actions for each rank:
 
     F   forward of one microbatch through one stage
     B   its backward: the gradients of the input and of the weights
-    I   the half of B that the stage before waits for: the gradient of the input
-    W   the half that nobody waits for: the gradients of the weights
+    I   the part of B that the stage before waits for: the gradient of the input
+    W   the part that nobody waits for: the gradients of the weights
 
-Below, a rank's list is written as phases: how often, and what. `F I W` stands for one forward, one
-input half and the oldest weight half that is due; `F1` names the second chunk. Microbatches are
-counted from 0 by each kind of action and chunk. The same list is validated, simulated and drawn
-(simulate.py), and run (runtime.py).
+Below, a rank's list is written as phases: how often, and what. `F I W` stands for one forward, the
+gradient of one input, and those of the weights that have waited longest; `F1` names the second
+chunk. Microbatches are counted from 0 by each kind of action and chunk. The same list is validated,
+simulated and drawn (simulate.py), and run (runtime.py).
 
 naive          one microbatch at a time: plain inter-layer model parallelism
 gpipe          Huang et al. 2019, arXiv 1811.06965
@@ -20,11 +20,12 @@ gpipe          Huang et al. 2019, arXiv 1811.06965
 interleaved/v  Narayanan et al. 2021, arXiv 2104.04473, section 2.2
 zb/v           Qi et al. 2023, arXiv 2401.10241: ZB-H1; with v > 1 its order is the interleaved one
 zbv            Qi et al. 2024, arXiv 2405.15362: ZB-V
-dualpipev      DeepSeek-AI 2025, arXiv 2412.19437; the half of DualPipe that Sea AI Lab named V
+dualpipev      DeepSeek-AI 2024, arXiv 2412.19437: DualPipe, cut in half to a V
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -58,11 +59,6 @@ class Schedule:
     num_microbatches: int
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
-        return len(self.orders)
-
-    @property
     def num_stages(self) -> int:
         """Stages that the model is cut into."""
         return len(self.rank_of)
@@ -89,30 +85,30 @@ def gpipe(rank: int, p: int, m: int, v: int) -> Phases:
 
 def one_f_one_b(rank: int, p: int, m: int, v: int) -> Phases:
     """A backward as soon as there is one. Rank r holds p - r microbatches."""
-    ahead = p - rank - 1
-    yield ahead, "F"
-    yield m - ahead, "F B"
-    yield ahead, "B"
+    warmup = p - rank - 1
+    yield warmup, "F"
+    yield m - warmup, "F B"
+    yield warmup, "B"
 
 
 def interleaved(rank: int, p: int, m: int, v: int) -> Phases:
     """1F1B over v chunks a rank: v times as many messages, 1/v of the bubble."""
-    ahead = _ahead_of_interleaved(rank, p, v)
-    yield ahead, "F"
-    yield m * v - ahead, "F B"
-    yield ahead, "B"
+    warmup = _warmup_of_interleaved(rank, p, v)
+    yield warmup, "F"
+    yield m * v - warmup, "F B"
+    yield warmup, "B"
 
 
 def zero_bubble(rank: int, p: int, m: int, v: int) -> Phases:
-    """1F1B whose weight halves wait, so that they fill the bubble at the end.
+    """1F1B whose gradients of weights wait, so that they fill the bubble at the end.
 
-    Rank r keeps r of them back, so that all ranks hold as much as the first.
+    Those of r microbatches wait on rank r: with one chunk all ranks hold as much as the first.
     """
-    ahead = p - rank - 1 if v == 1 else _ahead_of_interleaved(rank, p, v)
-    yield ahead, "F"
+    warmup = p - rank - 1 if v == 1 else _warmup_of_interleaved(rank, p, v)
+    yield warmup, "F"
     yield rank, "F I"
-    yield m * v - ahead - rank, "F I W"
-    yield ahead, "I W"
+    yield m * v - warmup - rank, "F I W"
+    yield warmup, "I W"
     yield rank, "W"
 
 
@@ -131,7 +127,7 @@ def zbv(rank: int, p: int, m: int, v: int) -> Phases:
 def dualpipev(rank: int, p: int, m: int, v: int) -> Phases:
     """As zbv, in pairs of a forward and a backward that a GPU may run at once.
 
-    The backwards of the pairs are not cut in halves.
+    The backwards of the pairs are whole: B, not I and W.
     """
     after = p - rank - 1
     yield 2 * after, "F0"
@@ -148,7 +144,7 @@ def dualpipev(rank: int, p: int, m: int, v: int) -> Phases:
     yield rank + 1, "W"
 
 
-def _ahead_of_interleaved(rank: int, p: int, v: int) -> int:
+def _warmup_of_interleaved(rank: int, p: int, v: int) -> int:
     """Return the forwards of a rank before its first backward, of all chunks."""
     return 2 * (p - rank - 1) + (v - 1) * p
 
@@ -181,6 +177,7 @@ KINDS: Final = {
 """Kind of pp in a strategy -> its schedule."""
 
 
+@functools.lru_cache
 def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """Return the schedule of a kind of pp.
 

@@ -37,9 +37,8 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """From the first begin to the last end."""
-        ends = [span.end for lane in self.lanes for span in lane]
-        return max(ends) - min(span.begin for lane in self.lanes for span in lane)
+        """From the begin of the first action, 0, to the end of the last."""
+        return max(span.end for lane in self.lanes for span in lane)
 
     @property
     def bubble(self) -> float:
@@ -66,11 +65,12 @@ def simulate(schedule: Schedule, cost: Callable[[Action], float] | None = None) 
         moved = False
         for lane, order in zip(lanes, left, strict=True):
             while order:
-                ready = [_end(ends, needed) for needed in needs(order[-1], last_stage)]
-                if None in ready:
+                needed = [_end(ends, each) for each in _needs(order[-1], last_stage)]
+                ready = [when for when in needed if when is not None]
+                if len(ready) < len(needed):
                     break
-                action, free = order.pop(), lane[-1].end if lane else 0.0
-                begin = max(free, *(when or 0.0 for when in ready), 0.0)
+                action = order.pop()
+                begin = max([0.0, *ready, *(span.end for span in lane[-1:])])
                 ends[action] = begin + cost(action)
                 lane.append(Span(action, begin, ends[action]))
                 moved = True
@@ -80,7 +80,7 @@ def simulate(schedule: Schedule, cost: Callable[[Action], float] | None = None) 
     return Timeline(tuple(map(tuple, lanes)))
 
 
-def needs(action: Action, last_stage: int) -> Iterator[Action]:
+def _needs(action: Action, last_stage: int) -> Iterator[Action]:
     """Yield what must have run before an action, wherever; of a backward in one form."""
     op, stage, microbatch = action
     if op == "F":

@@ -45,11 +45,6 @@ class Stages:
         if last not in kept:
             model.norm, model.output = Absent(), Absent()  # pyright: ignore[reportAttributeAccessIssue]
 
-    @property
-    def num_stages(self) -> int:
-        """Stages of the whole model."""
-        return len(self.cut)
-
     def weights(self, stage: int) -> list[nn.Parameter]:
         """Return the parameters that a stage reads."""
         model, links = self.model, self.cut[stage]

@@ -1,11 +1,11 @@
-"""Backward in two halves: first the gradient of the input, later those of the weights.
+"""Backward in two passes: first the gradient of the input, later those of the weights.
 
 The stage before waits for the gradient of its output, and nobody for the gradients of the weights
-(Qi et al. 2023, arXiv 2401.10241). Autograd does both in one pass, so the graph is cut:
+(Qi et al. 2023, arXiv 2401.10241). Autograd makes both in one, so the graph is cut:
 
-    output <- ... <- node <-+- ... <- input      the input half walks this path, and keeps the
-                            |                    gradient that reaches each node which also
-                            +- weight            leads to a weight; the weight half starts there
+    output <- ... <- node <-+- ... <- input      `backward_input` walks this path, and keeps the
+                            |                    gradient that reaches each node which also leads
+                            +- weight            to a weight; `backward_weights` starts there
 
 PyTorch finds those nodes (torch.distributed.pipelining). The weights get their gradients through
 their own nodes, so that hooks on them run as in any backward.
@@ -21,23 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-# Private, of a part that is public; tests/parallel/pipeline/test_halves.py pins it.
+# Private, of a part that is public; tests/parallel/pipeline/test_split_backward.py pins it.
 from torch.distributed.pipelining._backward import stage_backward_input
 
-Halves = Sequence[dict[str, Any]]
-"""What is left to do for the weights: nodes of the graph, and what reached them."""
+Groups = Sequence[dict[str, Any]]
+"""What `backward_weights` needs: nodes of the graph, what reached them, and their weights."""
 
 
-def input_half(
+def backward_input(
     output: Tensor,
     gradient: Tensor | None,
     received: Tensor | None,
     weights: Iterable[nn.Parameter],
-) -> Halves:
-    """Leave the gradient in `received.grad`, and return what `weight_half` needs.
+) -> Groups:
+    """Leave the gradient in `received.grad`, and return what `backward_weights` needs.
 
     Args:
-        output: of the stage; its graph is only good for `weight_half` afterwards.
+        output: of the stage; its graph is only good for `backward_weights` afterwards.
         gradient: of the output; None for a loss.
         received: the stage's input, a leaf; None in the first stage, which has only weights.
         weights: of the stage.
@@ -53,7 +53,7 @@ def input_half(
     return groups
 
 
-def weight_half(groups: Halves, weights: Iterable[nn.Parameter]) -> None:
+def backward_weights(groups: Groups, weights: Iterable[nn.Parameter]) -> None:
     """Add the gradients of the weights to their `.grad`."""
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights}
     for group in groups:

@@ -1,4 +1,4 @@
-"""Backward in two halves against autograd's own in one."""
+"""Backward in two passes against autograd's own in one."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.parallel.pipeline.halves import input_half, weight_half
+from phalanx.parallel.pipeline.split_backward import backward_input, backward_weights
 
 
 class Net(nn.Module):
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("is_loss", [True, False])
-def test_both_halves_make_what_one_backward_makes(is_first: bool, is_loss: bool) -> None:
+def test_both_passes_make_what_one_backward_makes(is_first: bool, is_loss: bool) -> None:
     torch.manual_seed(0)
     ours = Net().double()
     theirs = copy.deepcopy(ours)
@@ -40,12 +40,12 @@ def test_both_halves_make_what_one_backward_makes(is_first: bool, is_loss: bool)
         weights = [p for name, p in ours.named_parameters() if not name.startswith("unused")]
         received = None if is_first else inputs[0]
         before = [None if p.grad is None else p.grad.clone() for p in weights]
-        halves = input_half(outputs[0], None if is_loss else gradient, received, weights)
+        groups = backward_input(outputs[0], None if is_loss else gradient, received, weights)
         for p, grad in zip(weights, before, strict=True):  # nothing yet
             assert (p.grad is None) if grad is None else torch.equal(p.grad, grad)
         if not is_first:
             torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-14, atol=1e-14)
-        weight_half(halves, weights)
+        backward_weights(groups, weights)
     assert len(calls) >= 2
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if name.startswith("unused"):
