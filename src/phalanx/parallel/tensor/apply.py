@@ -61,10 +61,10 @@ def layout_of(strategy: Strategy, comm: Comm | None = None) -> Layout:
 
 def _shard(placed: Placed, layout: Layout) -> nn.Parameter:
     """Return this rank's shard of a parameter, as a DTensor of the job's mesh."""
-    full, spec, mesh = placed.parameter.detach(), placed.spec, cast(Ranks, layout.comm).mesh
+    full, spec, mesh = placed.parameter.detach(), placed.spec, cast(Ranks, layout.comm).model_mesh
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
-    stride, placements = full.stride(), spec.placements(layout.comm.axes)
+    stride, placements = full.stride(), spec.placements(mesh.mesh_dim_names or ())
     if placed.binding.num_maps > 1:
         full, placements = _interleaved(full, placed, layout)
     held = (spec.shard(dim, size, layout.comm) for dim, size in enumerate(full.shape))
@@ -89,14 +89,15 @@ def _interleaved(
     Returns:
         The reordered tensor, and the placements by which DTensor knows the shards of `full` itself.
     """
-    axes, num_maps = layout.comm.axes, placed.binding.num_maps
+    mesh, num_maps = cast(Ranks, layout.comm).model_mesh, placed.binding.num_maps
+    axes = mesh.mesh_dim_names or ()
     known = list(placed.spec.placements(axes))
     for dim, names in enumerate(placed.spec.axes):
         for axis in set(names).intersection(layout.column.axes[0]):
             split = full.unflatten(dim, (num_maps, layout.comm.size(axis), -1))
             full = split.transpose(dim, dim + 1).flatten(dim, dim + 2)
             # Private; tests/parallel/tensor/test_transformers.py pins it.
-            known[list(axes).index(axis)] = _StridedShard(dim, split_factor=num_maps)
+            known[axes.index(axis)] = _StridedShard(dim, split_factor=num_maps)
     return full, tuple(known)
 
 
