@@ -94,12 +94,19 @@ class ShardedSplit(Split):
         """Return what is gathered and reduced."""
         groups, degree = self._groups, self._degree
         num_ranks, times = degree["fsdp"], len(microbatches)
-        gathered = [g.gathered_bytes(num_ranks) for g in groups]
-        again = [g.gathered_bytes(num_ranks) for g in groups if g.is_gathered_again]
-        shares = [size for g in groups if (size := g.share_bytes(num_ranks))]
-        reduced = [size * num_ranks for size in shares]
+        gathered, again, shares, reduced = list[int](), list[int](), list[int](), list[int]()
+        is_zero3 = self._kind == "zero3"
+        for g in groups:
+            # The rest is gathered whenever a stage runs, and reduced after those that read it.
+            is_rest = g.place == "rest"
+            runs, ends = (self.target.num_stages, self.target.num_ends) if is_rest else (1, 1)
+            gathered += [g.gathered_bytes(num_ranks)] * (runs if is_zero3 else 1)
+            again += [g.gathered_bytes(num_ranks)] * (runs if g.is_gathered_again else 0)
+            if share := g.share_bytes(num_ranks):
+                shares += [share]
+                reduced += [share * num_ranks] * (1 if self._kind == "zero1" else ends)
         flags = sum(p.is_trained for g in groups for p in g.parameters)
-        times_gathered, times_again = (times, times) if self._kind == "zero3" else (1, 0)
+        times_gathered, times_again = (times, times) if is_zero3 else (1, 0)
         times_reduced = 1 if self._kind == "zero1" else times
         rows = [
             ("forward", "fsdp", "all_gather", gathered * times_gathered),

@@ -54,6 +54,8 @@ class Target:
             before those that are known for the model.
         pp_rank: coordinate on pp of the rank whose shards are meant.
         num_stages: how many stages that rank runs of the model.
+        num_ends: how many of them are the first or the last, which read what is in no block; 1
+            where the model is not cut.
         shapes: what the axes before this one leave the first rank of those parameters that they
             have split.
     """
@@ -64,6 +66,7 @@ class Target:
     roles: Mapping[str, str] | None = None
     pp_rank: int = 0
     num_stages: int = 1
+    num_ends: int = 1
     shapes: Shapes = field(default_factory=dict[nn.Parameter, tuple[int, ...]])
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:

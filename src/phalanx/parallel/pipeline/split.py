@@ -62,7 +62,10 @@ class PipelineSplit(Split):
 
     @override
     def remaining(self) -> Target:
-        return dataclasses.replace(self.target, num_stages=len(self.stages.here))
+        here, ends = self.stages.here, {0, self.stages.num_stages - 1}
+        return dataclasses.replace(
+            self.target, num_stages=len(here), num_ends=len(ends.intersection(here))
+        )
 
     @override
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
@@ -100,8 +103,7 @@ class PipelineSplit(Split):
     def _tied(self) -> nn.Parameter | None:
         """Return the weight of which another rank has a copy, if there is one here."""
         stages = self.stages
-        ends = {0, stages.num_stages - 1}
-        if not stages.is_tied or len(ends.intersection(stages.here)) != 1:
+        if not stages.is_tied or self.remaining().num_ends != 1:
             return None
         return stages.model.embedding.weight
 

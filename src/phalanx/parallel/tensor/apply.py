@@ -22,6 +22,7 @@ from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.placed import Placed
 from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
 from phalanx.parallel.tensor.scope import batch_scope
+from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.parallel.tensor.three_d import ThreeD
 from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
 from phalanx.parallel.tensor.two_d import TwoD
@@ -107,7 +108,9 @@ def _bind_model(model: nn.Module) -> None:
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with batch_scope():
+        # A stage of a pipeline may have no embedding that would see the ids.
+        is_stage = getattr(model, "stage", None) is not None
+        with batch_scope(BatchShape(*args[0].shape) if is_stage else None):
             return own(*args, **kwargs)
 
     model.forward = forward
