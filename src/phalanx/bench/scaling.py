@@ -227,7 +227,9 @@ def _check(strategy: Strategy, config: ScalingConfig) -> None:
             f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has {num_devices}"
         )
     num_parts = plan_decoder(strategy, config.model_shape).row_shards
-    batch = solve_batch(BatchConfig(global_size=config.global_size), strategy.data_ranks)
+    batch = solve_batch(
+        BatchConfig(global_size=config.global_size), strategy.data_ranks, strategy.pp.degree
+    )
     if batch.microbatch % num_parts:
         raise ConfigError(
             f"global_size is {config.global_size}, which gives each rank of {strategy} "

@@ -84,7 +84,12 @@ def open_session(job: Job) -> Session:
     """
     config = job.config
     comm = Ranks(job.strategy, job.device)
-    saver = Saver(job.out, keep=config.keep_checkpoints, timeout_s=config.timeout_s)
+    saver = Saver(
+        job.out,
+        keep=config.keep_checkpoints,
+        timeout_s=config.timeout_s,
+        num_stages=comm.size("pp"),
+    )
     # Another run may have saved to it, and ended, since the job was resolved.
     on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
     precision = resolve(config.precision, job.device)

@@ -136,13 +136,18 @@ def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
     return with_whole_backwards(schedule)
 
 
+def num_stages(strategy: Strategy) -> int:
+    """Return how many stages a strategy cuts a model into."""
+    return schedule_of(strategy, 1).num_stages
+
+
 def cut_of(strategy: Strategy, shape: ModelShape) -> list[range]:
     """Return the links of each stage: 0 is the embedding, then the blocks, and the head.
 
     Raises:
         StrategyError: there are more stages than links.
     """
-    return partition(chain_flops(shape), schedule_of(strategy, 1).num_stages)
+    return partition(chain_flops(shape), num_stages(strategy))
 
 
 class TiedReducer(GradientReducer):
