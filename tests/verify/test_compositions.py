@@ -52,8 +52,8 @@ OF_EIGHT = (
     "pp2,fsdp4,recompute:sqrt",
     "dp2,tp4:2d",
     "fsdp2,tp4:2d",
-    "fsdp2:zero1,tp4",
-    "fsdp2:zero2,tp2,dp2",
+    "dp2,fsdp2:zero1,tp2",
+    "dp2,fsdp2:zero2,tp2",
 )  # fmt: skip
 
 
