@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.choices import preset_help, strategy_help
@@ -79,24 +78,12 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
 
 def _announce(job: Job, console: Console) -> None:
     """Say what is about to run, and how that differs from the run it goes on with."""
+    from phalanx.cli.layout import tables_of
     from phalanx.train.job.resolve import remarks_on, words_of
 
     for line in words_of(job):
         console.print(Text(line), soft_wrap=True)
     for line in remarks_on(job):
         console.print(Text(line, style="yellow"), soft_wrap=True)
-    if job.strategy.tp.degree > 1:
-        console.print(_split_table(job))
-
-
-def _split_table(job: Job) -> Table:
-    """Draw what tp does to each parameter."""
-    from phalanx.parallel.plan import plan_decoder
-
-    columns = ("parameter", "role", "full shape, split over", "a rank's shard")
-    title = "What tp does to each parameter"
-    table = Table(*columns, title=title, title_justify="left", box=None)
-    for row in plan_decoder(job.strategy, job.shape).table():
-        shard = " x ".join(map(str, row.shard))
-        table.add_row(Text(row.name), row.role, Text(row.notation), shard)
-    return table
+    for table in tables_of(job.strategy, job.shape, job.batch.accumulation):
+        console.print(table)

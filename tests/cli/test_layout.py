@@ -1,0 +1,58 @@
+"""What a run says of its strategy before it begins."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from phalanx.cli.layout import crossings, tables_of
+from phalanx.models.registry import shape_of
+from phalanx.strategy import Strategy
+
+
+def said(text: str, num_microbatches: int = 4, model: str = "gpt2-124m") -> str:
+    console = Console(width=100, record=True, quiet=True)
+    for table in tables_of(Strategy.parse(text), shape_of(model), num_microbatches):
+        console.print(table)
+    return console.export_text()
+
+
+def test_one_axis_without_stages_needs_no_words() -> None:
+    assert said("dp2") == ""
+
+
+def test_every_rank_is_named_with_its_coordinates() -> None:
+    lines = [line.split() for line in said("dp2,fsdp2").splitlines()]
+    assert lines[1] == ["rank", "dp", "fsdp", "host"]
+    assert lines[2:] == [
+        ["0", "0", "0", "0"], ["1", "0", "1", "0"], ["2", "1", "0", "0"], ["3", "1", "1", "0"],
+    ]  # fmt: skip
+
+
+def test_stages_are_told_with_their_layers_and_cost() -> None:
+    text = said("pp2")
+    assert "embedding, blocks 0-7" in text
+    assert "blocks 8-11, norm and head" in text
+    assert "slowest stage / mean: 1.05" in text
+    # 2 stages, 4 microbatches: 1/5 of bubble, were they alike.
+    assert "4 microbatches a step: ranks wait 22.5 % of it" in text
+    assert "would fill" not in text
+    assert "batch.accumulation 8 would fill the pipeline" in said("pp4", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_here", "axes"),
+    [("tp8", 8, []), ("tp8", 4, ["tp8"]), ("dp2,tp4", 4, []), ("cp2,tp4", 4, ["cp2"])],
+)
+def test_an_inner_axis_on_several_hosts_is_warned_of(
+    text: str, num_here: int, axes: list[str]
+) -> None:
+    lines = [*crossings(Strategy.parse(text), num_here)]
+    assert [line.split()[0] for line in lines] == axes
+    if text == "tp8" and lines:
+        assert "at most tp4 stays on one" in lines[0]
+
+
+def test_lines_fit_a_hundred_columns() -> None:
+    text = said("pp4:interleaved/2,tp2", model="llama3-8b")
+    assert max(map(len, text.splitlines())) <= 100
