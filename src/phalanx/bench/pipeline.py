@@ -31,6 +31,9 @@ from phalanx.strategy import Axis, Strategy
 NUMBER_BYTES = 4
 """Of one number of a message, float32."""
 
+DISTURBED = 0.02
+"""Share by which waits may be too long before it is said."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(ResultConfig):
@@ -55,8 +58,13 @@ class PipelineConfig(ResultConfig):
 
 
 def run(config: PipelineConfig, say: Say) -> Found:
-    """Plan, measure, and show both."""
+    """Plan, measure, and show both.
+
+    Raises:
+        ConfigError: the schedule cannot be read, or memory is short for so many processes.
+    """
     axis = parse_schedule(config.schedule, config.ranks)
+    check_memory_for(config.ranks)
     chunks = axis.option or 1
     schedule = build_schedule(axis.kind, config.ranks, config.microbatches, chunks)
     times = stage_times(config, schedule)
@@ -77,12 +85,7 @@ def run(config: PipelineConfig, say: Say) -> Found:
         shown=[
             _table(outcomes),
             _table_of_ranks(schedule, outcomes),
-            "bubble = waiting / (step x ranks); highest MFU = 1 - bubble, if ranks that are busy reach "
-            "their peak",
-            "in flight = most microbatches whose activations a rank holds at a time; one in one of its "
-            "v stages counts 1/v",
-            f"measured: the median of {config.steps} steps, on processes whose stages wait instead of "
-            "computing; the messages are real",
+            *_remarks(config, measured),
         ],
         values={
             "schedule": config.schedule,
@@ -116,7 +119,7 @@ def parse_schedule(text: str, num_ranks: int) -> Axis:
 
 def stage_times(config: PipelineConfig, schedule: Schedule) -> StageTimes:
     """Return how long each stage takes: a rank's stages share its time evenly."""
-    chunks = len(schedule.stages_of(0))
+    chunks = _chunks(schedule)
     input_ms, weights_ms = config.input_ms, config.weights_ms
     of_rank_ms = (
         config.forward_ms,
@@ -129,16 +132,11 @@ def stage_times(config: PipelineConfig, schedule: Schedule) -> StageTimes:
 def plan(schedule: Schedule, times: StageTimes) -> Outcome:
     """Simulate the schedule; messages take no time."""
     timeline = simulate(schedule, times.of)
-    return Outcome("planned", timeline, tuple(most_in_flight(schedule)), _chunks(schedule))
+    return _outcome("planned", timeline, most_in_flight(schedule), schedule, times)
 
 
 def measure(config: PipelineConfig, schedule: Schedule, times: StageTimes) -> Outcome:
-    """Run the schedule on processes of this host.
-
-    Raises:
-        ConfigError: memory is short for so many processes.
-    """
-    check_memory_for(config.ranks)
+    """Run the schedule on processes of this host."""
     records: list[RankRecord] = run_ranks(
         run_rank,
         config.ranks,
@@ -151,8 +149,15 @@ def measure(config: PipelineConfig, schedule: Schedule, times: StageTimes) -> Ou
         threads=config.threads,
     )
     timeline = measured_timeline(schedule, records)
-    held = tuple(record.most_held for record in records)
-    return Outcome("measured", timeline, held, _chunks(schedule))
+    held = [record.most_held for record in records]
+    return _outcome("measured", timeline, held, schedule, times)
+
+
+def _outcome(
+    name: str, timeline: Timeline, held: Sequence[int], schedule: Schedule, times: StageTimes
+) -> Outcome:
+    work_s = sum(times.of(action) for order in schedule.orders for action in order)
+    return Outcome(name, timeline, tuple(held), _chunks(schedule), work_s)
 
 
 def _chunks(schedule: Schedule) -> int:
@@ -202,6 +207,22 @@ def parts_of(action: Action) -> list[Action]:
     if action.stage == 0:
         return {"F": [action], "I": []}.get(action.op, [action._replace(op="W")])
     return [action] if action.op != "B" else [action._replace(op=op) for op in ("I", "W")]
+
+
+def _remarks(config: PipelineConfig, measured: Outcome) -> list[str]:
+    lines = [
+        "bubble = idle time / (step x ranks); highest MFU = planned work / (step x ranks)",
+        "in flight: microbatches whose activations a rank holds; one in one of its v stages is 1/v",
+        f"measured: median of {config.steps} steps; stages only wait, messages are real",
+    ]
+    busy_s = sum(measured.busy) * measured.timeline.length
+    longer = busy_s / measured.work_s - 1
+    if longer > DISTURBED:
+        lines.append(
+            f"stages waited {percent(longer)} longer than they were told: other work disturbed the "
+            "machine, or --forward-ms is too short for its clock"
+        )
+    return lines
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:

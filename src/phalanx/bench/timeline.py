@@ -32,17 +32,19 @@ class Outcome:
         timeline: in seconds.
         held: for each rank, the most forwards of one stage whose activations it holds at a time.
         chunks: stages a rank.
+        work_s: what all actions together take as planned.
     """
 
     name: str
     timeline: Timeline
     held: tuple[int, ...]
     chunks: int
+    work_s: float
 
     @property
     def highest_mfu(self) -> float:
-        """The MFU if a rank reaches its peak whenever it is busy: the busy share of all time."""
-        return 1 - self.timeline.bubble
+        """The MFU if ranks do the planned work at their peak: work / (step x ranks)."""
+        return self.work_s / (self.timeline.length * len(self.timeline.lanes))
 
     @property
     def busy(self) -> list[float]:

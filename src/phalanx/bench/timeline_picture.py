@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 COLOURS: Final[dict[Op, str]] = {"F": "#2f6db5", "B": "#2e8b4f", "I": "#1a9aa0", "W": "#7d9c22"}
 """Forwards are blue and backwards green, as papers draw them; those of later chunks lighter."""
 IDLE: Final = "#e6e6e6"
+LIGHTEST = 0.6
+"""Share of white in the colour of the last chunk."""
 
 # In inches.
 LEFT, RIGHT, ABOVE, BETWEEN, BELOW = 0.95, 0.3, 0.65, 0.4, 1.05
@@ -47,8 +49,9 @@ def draw_outcomes(schedule: Schedule, outcomes: Sequence[Outcome], title: str, p
     height = ABOVE + len(outcomes) * (panel + BETWEEN) - BETWEEN + BELOW
     # Few families, since each text names them. A fixed salt and no date: the same timelines give
     # the same file.
-    settings = {"font.sans-serif": ["DejaVu Sans"], "svg.hashsalt": "phalanx"}
-    with rc_context({**settings, "svg.fonttype": "none"}):
+    with rc_context(
+        {"font.sans-serif": ["DejaVu Sans"], "svg.hashsalt": "phalanx", "svg.fonttype": "none"}
+    ):
         figure = Figure(figsize=(width, height))
         FigureCanvasAgg(figure)
         figure.text(LEFT / width, 1 - 0.28 / height, title, fontsize=10, weight="bold")
@@ -62,8 +65,7 @@ def draw_outcomes(schedule: Schedule, outcomes: Sequence[Outcome], title: str, p
                 axes.set_xlabel("ms", fontsize=8, labelpad=1)
             else:
                 axes.set_xticklabels([])
-        ops = {action.op for order in schedule.orders for action in order}
-        _draw_legend(figure, [op for op in COLOURS if op in ops], LEFT / width, 0.6 / height)
+        _draw_legend(figure, schedule, LEFT / width, 0.6 / height)
         for line, outcome in enumerate(outcomes):
             place = (0.1 + LINE * (len(outcomes) - 1 - line)) / height
             figure.text(LEFT / width, place, _figures_text(outcome), fontsize=8)
@@ -80,11 +82,18 @@ def _figures_text(outcome: Outcome) -> str:
     )
 
 
-def _draw_legend(figure: Figure, ops: Sequence[Op], left: float, middle: float) -> None:
+def _draw_legend(figure: Figure, schedule: Schedule, left: float, middle: float) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=COLOURS[op], label=f"{op}  {MEANINGS[op]}") for op in ops]
+    ops = {action.op for order in schedule.orders for action in order}
+    patches = [
+        Patch(color=colour, label=f"{op}  {MEANINGS[op]}")
+        for op, colour in COLOURS.items()
+        if op in ops
+    ]
     patches.append(Patch(color=IDLE, label="idle"))
+    if len(schedule.stages_of(0)) > 1:
+        patches.append(Patch(color=lighter("#444444", LIGHTEST), label="lighter: later stage"))
     figure.legend(
         handles=patches,
         loc="center left",
@@ -109,7 +118,7 @@ def _draw_lanes(axes: Axes, schedule: Schedule, outcome: Outcome, inches_per_s: 
             if end == begin:
                 continue
             chunk = schedule.stages_of(rank).index(action.stage)
-            colour = lighter(COLOURS[action.op], 0.6 * chunk / max(1, outcome.chunks - 1))
+            colour = lighter(COLOURS[action.op], LIGHTEST * chunk / max(1, outcome.chunks - 1))
             boxes[colour].append((1e3 * begin, 1e3 * (end - begin)))
             axes.text(
                 500 * (begin + end),
