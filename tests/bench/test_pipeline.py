@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,18 @@ def test_four_stages_and_four_microbatches(text: str, mfu: float, in_flight: lis
     assert found.highest_mfu == pytest.approx(mfu)
     assert found.timeline.bubble == pytest.approx(1 - mfu)
     assert found.in_flight == in_flight
+
+
+def test_the_table_in_the_document_has_the_planned_figures() -> None:
+    page = (Path(__file__).parents[2] / "docs/pipeline.md").read_text()
+    for text in SCHEDULES:
+        found = planned(text, 4, 4, forward_ms=100.0)
+        step = f"{1e3 * found.timeline.length:.1f}"
+        bubble, mfu = f"{100 * found.timeline.bubble:.1f} %", f"{100 * found.highest_mfu:.1f} %"
+        measured = r"[\d.]+( %)?"
+        cells = (f"`{text}`", step, measured, bubble, measured, mfu, measured)
+        row = " \\| ".join((*cells, f"{max(found.in_flight):g}"))
+        assert re.search(f"(?m)^\\| {row} \\|$", page), f"docs/pipeline.md should hold {row}"
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (3, 9)])
