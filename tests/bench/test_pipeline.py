@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -227,6 +228,28 @@ def test_the_verb_prints_draws_and_keeps(
     assert picture.startswith("<?xml")
     for text in ("zb/2, 2 ranks, 4 stages, 2 microbatches", "planned: step 13.0 ms, bubble 7.7 %"):
         assert text in picture
+
+
+@pytest.mark.parametrize(("factor", "is_said"), [(1.01, False), (1.1, True)])
+def test_waits_that_took_too_long_are_said(
+    factor: float,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def disturbed(config: PipelineConfig, schedule: Schedule, times: StageTimes) -> Outcome:
+        longer = plan(schedule, StageTimes(*(factor * time_s for time_s in times)))
+        work_s = plan(schedule, times).work_s
+        return dataclasses.replace(longer, name="measured", work_s=work_s)
+
+    monkeypatch.setattr("phalanx.bench.pipeline.measure", disturbed)
+    assert bench.run(["pipeline", "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert ("stages waited 10.0 % longer than they were told" in "\n".join(lines)) is is_said
+    # Time that was spent, and no work done in it, is not in the highest MFU.
+    measured = json.loads(last)["measured"]
+    assert measured["highest_mfu"] == pytest.approx(8 / 11 / factor)
+    assert measured["bubble"] == pytest.approx(3 / 11)
 
 
 @pytest.mark.parametrize(
