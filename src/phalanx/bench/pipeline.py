@@ -233,7 +233,7 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
             f"{1e3 * outcome.timeline.length:.1f}",
             percent(outcome.timeline.bubble),
             percent(outcome.highest_mfu),
-            f"{max(outcome.in_flight):g}",
+            f"{max(outcome.in_flight):.3g}",
         )
         for outcome in outcomes
     ]
@@ -249,7 +249,7 @@ def _table_of_ranks(schedule: Schedule, outcomes: Sequence[Outcome]) -> Table:
             str(rank),
             ", ".join(map(str, schedule.stages_of(rank))),
             *(percent(outcome.busy[rank]) for outcome in outcomes),
-            *(f"{outcome.in_flight[rank]:g}" for outcome in outcomes),
+            *(f"{outcome.in_flight[rank]:.3g}" for outcome in outcomes),
         )
         for rank in range(len(schedule.orders))
     ]

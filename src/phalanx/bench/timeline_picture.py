@@ -74,7 +74,7 @@ def draw_outcomes(schedule: Schedule, outcomes: Sequence[Outcome], title: str, p
 
 
 def _figures_text(outcome: Outcome) -> str:
-    numbers = ", ".join(f"{number:g}" for number in outcome.in_flight)
+    numbers = ", ".join(f"{number:.3g}" for number in outcome.in_flight)
     return (
         f"{outcome.name}: step {1e3 * outcome.timeline.length:.1f} ms, bubble "
         f"{percent(outcome.timeline.bubble)}, highest MFU {percent(outcome.highest_mfu)}, most "
