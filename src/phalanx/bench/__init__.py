@@ -1,1 +1,1 @@
-"""What a machine can do: matrix products, a perceptron, a block under tensor parallelism."""
+"""What a machine can do: matrix products, a perceptron, a block under tp, a pipeline."""

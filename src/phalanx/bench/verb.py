@@ -5,8 +5,8 @@ A verb is a module with the dataclass of its settings and `run(config, say) -> F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -56,12 +56,14 @@ class Found:
         shown: what a console prints of it, in this order.
         values: plain values for JSON.
         draw: draws it into a file; None if there is no picture of it.
+        files: ending of each further file -> what writes it.
     """
 
     name: str
     shown: Sequence[str | Table]
     values: dict[str, Any]
     draw: Callable[[Path], None] | None = None
+    files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 VERBS: Final[Mapping[str, tuple[str, str]]] = {
     "ceiling": ("ceiling:CeilingConfig", "the highest rate of matrix products on one device"),
     "mfu": ("mlp:MfuConfig", "the MFU and HFU of a plain perceptron"),
+    "pipeline": ("pipeline:PipelineConfig", "the bubble of a pipeline, as planned and as measured"),
     "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
     "tensor": (
         "tensor_table:TensorConfig",
@@ -85,6 +86,7 @@ def _measure(verb: str, run: Callable[[Any, Say], Found], config: ResultConfig) 
     if folder is not None:
         text = f"{json_text(document)}\n".encode()
         files: dict[str, Callable[[Path], object]] = {"json": lambda path: path.write_bytes(text)}
+        files |= found.files
         if found.draw is not None and has_matplotlib():
             files["svg"] = found.draw
         for ending, write in files.items():

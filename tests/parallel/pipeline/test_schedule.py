@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
-from phalanx.parallel.pipeline.simulate import draw, most_in_flight, simulate
+from phalanx.parallel.pipeline.simulate import check_complete, draw, most_in_flight, simulate
+from phalanx.strategy import Strategy
 
 GRIDS = {
     ("naive", 3, 2, 1): """
@@ -98,8 +99,20 @@ def test_bubbles_are_those_of_the_papers(p: int, m: int) -> None:
         assert bubble("dualpipev") < bubble("1f1b")
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 6), (4, 4), (4, 12), (4, 7), (8, 16)])
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 2 * p + 3)])
 def test_what_is_held_is_what_the_papers_say(p: int, m: int) -> None:
+    """In forwards of one stage, of which v are one microbatch on a rank of v stages.
+
+    gpipe         m (arXiv 1811.06965, without recomputation)
+    1f1b          p - r on rank r (arXiv 2006.09503, PipeDream-Flush)
+    interleaved   2 (p - r - 1) + (v - 1) p forwards go before the first pair of a forward and a
+                  backward (arXiv 2104.04473, section 2.2, as Megatron-LM counts them)
+    zb/1          p on every rank, what the first of 1f1b holds (arXiv 2401.10241, ZB-H1)
+    zbv           2 p, each of half a rank's layers: as that rank, too (arXiv 2405.15362, ZB-V)
+    dualpipev     2 p + 1, likewise (arXiv 2412.19437, table 2: PP + 1, where PP stages are two a
+                  rank)
+    """
+
     def held(kind: str, v: int = 1) -> list[int]:
         return most_in_flight(build_schedule(kind, p, m, v))
 
@@ -107,14 +120,48 @@ def test_what_is_held_is_what_the_papers_say(p: int, m: int) -> None:
     assert held("naive") == [1] * p
     assert held("gpipe") == [m] * p
     assert held("1f1b") == [min(p - rank, m) for rank in ranks]
-    assert held("zb", 1) == [min(p, m)] * p
-    if m % p == 0:
-        for v in (2, 3):
-            ahead = [2 * (p - rank - 1) + (v - 1) * p + 1 for rank in ranks]
-            assert held("interleaved", v) == [min(each, v * m) for each in ahead]
+    assert held("zb", 1) == [p] * p
+    for v in (2, 3, 4):
+        ahead = [2 * (p - rank - 1) + (v - 1) * p + 1 for rank in ranks]
+        assert held("interleaved", v) == [min(each, v * m) for each in ahead]
+        # No paper has it: the weights' gradients of r more microbatches wait on rank r.
+        waiting = [min(each + rank, v * m) for rank, each in enumerate(ahead)]
+        assert held("zb", v) == waiting
     if m >= 2 * p:
-        assert held("zbv", 2) == [2 * p] * p  # half a rank's layers each: p microbatches, as 1f1b
+        assert held("zbv", 2) == [2 * p] * p
         assert held("dualpipev", 2) == [2 * p + 1] * p
+    else:  # not as many as the V is written for: p forwards before the first backward, and r more
+        assert held("zbv", 2) == held("dualpipev", 2) == [p + 1 + rank for rank in ranks]
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from([*KINDS]),
+    st.integers(2, 8),
+    st.integers(1, 20),
+    st.none() | st.integers(1, 4),
+)
+def test_a_strategy_names_a_schedule_that_ends_or_is_refused(
+    kind: str, p: int, m: int, v: int | None
+) -> None:
+    """By the number of stages a rank: only interleaved and zb take one, from 2 and from 1 on."""
+    least = {"interleaved": 2, "zb": 1}.get(kind)
+    legal = v is None if least is None else v is not None and v >= least
+    text = f"pp{p}:{kind}" if v is None else f"pp{p}:{kind}/{v}"
+    if not legal:
+        with pytest.raises(StrategyError, match=rf"{kind}.*; write \S*{kind}") as caught:
+            Strategy.parse(text)
+        assert len(str(caught.value).splitlines()) == 1
+        return
+    axis = Strategy.parse(text).pp
+    schedule = build_schedule(axis.kind, axis.degree, m, axis.option or 1)
+    check_complete(schedule)
+    assert schedule.num_stages == p * (v or KINDS[kind].chunks or 1)
+    timeline = simulate(schedule)
+    assert 0 < timeline.bubble < 1
+    # What must run one after the other: all stages for the first microbatch, and a rank's work.
+    work = schedule.num_stages // p * m * 3
+    assert timeline.length >= max(work + (p - 1), schedule.num_stages * 2)
 
 
 def changed(schedule: Schedule, rank: int, order: list[Action]) -> Schedule:
