@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from rich.console import Console
 
@@ -11,7 +13,7 @@ from phalanx.strategy import Strategy
 
 
 def said(text: str, num_microbatches: int = 4, model: str = "gpt2-124m") -> str:
-    console = Console(width=100, record=True, quiet=True)
+    console = Console(width=100, record=True, file=io.StringIO())
     for table in tables_of(Strategy.parse(text), shape_of(model), num_microbatches):
         console.print(table)
     return console.export_text()

@@ -73,12 +73,14 @@ class TimedStages:
     """The stages of a rank: what `Pipeline` asks of `stage.Stages`, and a forward for it to run.
 
     Attributes:
+        here: numbers of the stages.
         waits: of the current step, in order.
         most_held: the most graphs of a forward of one stage that were there at a time.
     """
 
     def __init__(self, here: Sequence[int], times: StageTimes, message_size: int) -> None:
         """Make a weight for each of the stages `here`; messages have `message_size` numbers."""
+        self.here = list(here)
         self.waits: list[Span] = []
         self.most_held = 0
         self._times = times
@@ -92,8 +94,9 @@ class TimedStages:
         return [self._weights[stage]]
 
     @contextmanager
-    def running(self, stage: int, received: Tensor | None) -> Generator[None]:
+    def running(self, stage: int, received: Tensor | None, microbatch: int) -> Generator[None]:
         """Let `forward` be that of one stage, on what the one before has sent."""
+        _ = microbatch
         self._now = stage, received
         yield
 
@@ -177,7 +180,7 @@ def run_rank(
     comm = Ranks({"pp": torch.distributed.get_world_size()})
     schedule = build_schedule(kind, comm.size("pp"), num_microbatches, chunks)
     stages = TimedStages(schedule.stages_of(comm.coord("pp")), times, message_size)
-    pipeline = Pipeline(cast(Any, stages), comm, kind, chunks)
+    pipeline = Pipeline(cast(Any, stages), comm, lambda _: schedule)
     steps: list[list[Span]] = []
     for _ in range(1 + num_steps):
         stages.waits = []
