@@ -16,7 +16,6 @@ from itertools import groupby
 from pathlib import Path
 
 from overlap import overlap_rank
-
 from phalanx.bench.account import collectives, crossing_tokens, sent_line
 from phalanx.bench.tensor import LayoutPoint, TensorConfig, measure_tensor, parse_layout
 from phalanx.launch.local import run_ranks

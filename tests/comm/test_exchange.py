@@ -50,6 +50,45 @@ def test_equal_to_glooes_own_and_counted_as_one_collective(
         ]
 
 
+def many_at_once() -> list[bool]:
+    """Return whether transfers of many sizes give, waited for in reverse, what they give alone."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    pairs, transfers = [], []
+    for number, size in enumerate((1, 700_001, 5, 0, 90_000, 300_000)):
+        full = torch.arange(3.0 * size).sin() * (1 + rank + number)
+        alone, share = torch.full((size,), float("nan")), torch.full((size,), float("nan"))
+        exchange.reduce_scatter(alone, full, group)
+        transfers.append(exchange.reduce_scatter_start(share, full, group))
+        pairs.append((share, alone))
+        whole_alone, whole = torch.full((2, 3 * size), float("nan"))
+        exchange.all_gather(whole_alone, alone, group)
+        transfers.append(exchange.all_gather_start(whole, alone, group))
+        pairs.append((whole, whole_alone))
+    for transfer in reversed(transfers):
+        assert not transfer.is_waited_for
+        assert transfer.wait() and transfer.wait()  # the second does nothing
+        assert transfer.is_waited_for
+    assert not exchange._BEGUN
+    output = torch.empty(3)
+    gather = exchange.ExchangeAllGather()
+    assert gather(output, torch.ones(1), group) is None and not gather.is_under_way
+    transfer = gather(output, torch.ones(1), group, async_op=True)
+    assert isinstance(transfer, dist.Work) and gather.is_under_way
+    transfer.wait()
+    assert not gather.is_under_way
+    ones = torch.ones(3)
+    reduction = exchange.ExchangeReduceScatter()(
+        output[:1], ones, group, dist.ReduceOp.SUM, async_op=True
+    )
+    assert reduction is not None and reduction.wait() and output[0] == 3
+    assert exchange.ExchangeReduceScatter()(output[:1], ones, group, dist.ReduceOp.SUM) is None
+    return [torch.equal(pending, alone) for pending, alone in pairs]
+
+
+def test_transfers_at_one_time_are_kept_apart() -> None:
+    assert run_ranks(many_at_once, 3, threads=1) == [[True] * 12] * 3
+
+
 def refuse_another_reduction() -> None:
     group = dist.group.WORLD
     with pytest.raises(NotImplementedError, match="only sums"):

@@ -189,6 +189,8 @@ def _divided(right: Any) -> Any:
 def _swapped_shards(right: Any) -> Any:
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
         done = right(self, *args, **kwargs)
+        if done is not None:
+            done.wait()
         output = args[0] if args else kwargs["output_tensor"]
         output.copy_(output.roll(len(output) // 2, 0))
         return done

@@ -38,9 +38,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Ranks, local_shard
-from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import StrategyError
+from phalanx.parallel import overlap
 from phalanx.parallel.groups import Group, Sums, groups_of, most_gathered, most_gradients
 from phalanx.parallel.reduce import GradientReducer, Parameters, add_up_in_parts
 from phalanx.parallel.split import Split, StateBytes, Target
@@ -158,6 +158,10 @@ class ShardedSplit(Split):
 
     def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
         """Return what steers gathers and reductions."""
+        if comm.device.type == "cpu":
+            model, groups = self.target.model, self._groups
+            overlap.use_exchange(model, groups, has_copies=self._degree["dp"] > 1)
+            overlap.gather_ahead(model, groups)
         return ShardedReducer(self.target.model, comm, self._kind)
 
 
@@ -220,9 +224,6 @@ class ShardedReducer(GradientReducer):
         # torch 2.13 there is no such setting, and all ranks must use the same parameters.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        if self.comm.device.type == "cpu":
-            module.set_custom_all_gather(ExchangeAllGather())
-            module.set_custom_reduce_scatter(ExchangeReduceScatter())
         self._watch(cast(nn.Module, module))
 
     def _watch(self, module: nn.Module) -> None:

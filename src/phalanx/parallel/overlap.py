@@ -1,0 +1,94 @@
+"""What fsdp sends on a CPU travels while blocks compute.
+
+On a GPU FSDP2 puts collectives on streams of their own, and the host runs ahead of them. On a CPU
+there is neither: what is to travel beside the arithmetic must be begun before it and waited for
+after it.
+
+    forward    gather i+1 begins before block i computes, and is waited for before block i+1 does;
+               so does the gather of the head while the last block computes. Nothing is gathered
+               under the embedding, which computes next to nothing: its table and a block would be
+               held together.
+    backward   gather i-1 begins before block i computes, which is FSDP2's own order. reduce i
+               begins when block i is done, and is waited for before reduce i-1 begins.
+
+Beside a block at work one more is gathered at most, as `groups.most_gathered` says, and one
+reduction has its buffers. Every rank begins all this in one order, as it must.
+
+Some reductions are waited for at once, since FSDP2 reads what they leave: where it adds to what
+earlier microbatches have left, and under HSDP, where it all-reduces over dp.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+
+from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter, LastReduction
+from phalanx.parallel.groups import Group
+
+
+def use_exchange(model: nn.Module, groups: Sequence[Group], *, has_copies: bool) -> None:
+    """Have FSDP2 gather and reduce by direct exchange, and wait only where it must.
+
+    Args:
+        model: split by `fully_shard`, and with its parameters where they will stay; in place.
+        groups: what travels together.
+        has_copies: whether there are copies of the shards, across dp.
+    """
+    last, gathers = LastReduction(), dict[FSDPModule, ExchangeAllGather]()
+    # Private, and the only way to have FSDP2 ask for a gather that it waits for later;
+    # tests/parallel/test_overlap.py pins it.
+    cast(FSDPModule, model)._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+    for group in groups:
+        modules = [model.get_submodule(name) for name in group.names]
+        # Those of the rest are all of the model; nothing computes while the rest is reduced.
+        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        is_read_at_once = functools.partial(_is_read_at_once, trained, has_copies)
+        for module in cast(list[FSDPModule], modules):
+            gathers[module] = ExchangeAllGather()  # FSDP2 takes the last of a group
+            module.set_custom_all_gather(gathers[module])
+            module.set_custom_reduce_scatter(ExchangeReduceScatter(last, is_read_at_once))
+    model.register_forward_hook(functools.partial(_take_unused, gathers))
+
+
+def gather_ahead(model: nn.Module, groups: Sequence[Group]) -> None:
+    """Have forward gather each block, and the head, while the block before it computes.
+
+    Args:
+        model: split by `fully_shard`; in place. Its blocks run in the order of the groups.
+        groups: what travels together.
+    """
+    computing = [group.names for group in groups if group.place in ("block", "head")]
+    modules = [cast(FSDPModule, model.get_submodule(first)) for first, *_ in computing]
+    for module, following in itertools.pairwise(modules):
+        module.set_modules_to_forward_prefetch([following])
+
+
+def _take_unused(gathers: Mapping[FSDPModule, ExchangeAllGather], *_: Any) -> None:
+    """Wait for what was gathered for a block that inference left out: later it would be old.
+
+    What a step leaves out, FSDP2 drops as backward ends.
+    """
+    if not torch.is_grad_enabled():
+        for module, gather in gathers.items():
+            if gather.is_under_way:
+                cast(UnshardHandle, module.unshard(async_op=True)).wait()
+
+
+def _is_read_at_once(trained: Sequence[nn.Parameter], has_copies: bool) -> bool:
+    """Tell whether FSDP2 reads the sum of a group's gradients before it returns to backward.
+
+    So does a hook on a gradient, which FSDP2 calls at once.
+    """
+    return has_copies or any(p.grad is not None or _has_hooks(p) for p in trained)
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    # Private; FSDP2 calls the hooks that it finds there. tests/parallel/test_overlap.py pins it.
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
