@@ -161,7 +161,8 @@ class ShardedSplit(Split):
         if comm.device.type == "cpu":
             model, groups = self.target.model, self._groups
             overlap.use_exchange(model, groups, has_copies=self._degree["dp"] > 1)
-            overlap.gather_ahead(model, groups)
+            if self.target.num_stages == 1:  # else the block that follows may be of another stage
+                overlap.gather_ahead(model, groups)
         return ShardedReducer(self.target.model, comm, self._kind)
 
 
