@@ -35,7 +35,6 @@ from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
@@ -91,11 +90,11 @@ def measure(rows: int, rounds: int, is_traced: bool) -> tuple[dict[str, list], d
     comm = Ranks(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE)
-    reducer = Plan(strategy, model).build(comm, functools.partial(fill_initial, SHAPE, 5))
+    runner = Plan(strategy, model).build(comm, functools.partial(fill_initial, SHAPE, 5))
     config = OptimizerConfig(warmup_steps=0)
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        comm=comm, num_steps=10_000, run=Accumulate(reducer),
+        comm=comm, num_steps=10_000, run=runner,
     )  # fmt: skip
     batches = decoder_batches(SHAPE, 1, rows, SHAPE.max_seq_len, 0, 1 + comm.coord("data"))
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}

@@ -22,7 +22,6 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
@@ -128,7 +127,7 @@ class Timeline:
 
 def events_of_a_step() -> list[str]:
     timeline, model = Timeline(), Blocks()
-    reducer = Plan(Strategy.parse("fsdp2"), model).build(Ranks(Strategy.parse("fsdp2")))
+    reducer = Plan(Strategy.parse("fsdp2"), model).build(Ranks(Strategy.parse("fsdp2"))).reducer
     assert reducer is not None
 
     def stand(what: str, index: int, coming: int) -> Callable[..., None]:
@@ -147,7 +146,7 @@ def events_of_a_step() -> list[str]:
         block.up.register_full_backward_hook(stand("end backward", index, -1))
     with timeline.noting():
         loss = model(torch.ones(2, WIDTH).requires_grad_())
-        reducer.before_backward(is_last=True)
+        reducer.before_backward(reducer.parameters)
         loss.backward()
     timeline.events.append("end of backward")
     assert all(p.grad is not None for p in model.parameters())
@@ -185,11 +184,11 @@ def trained(text: str, num_microbatches: int) -> tuple[list[float], list[Tensor]
     plan = Plan(strategy, model)
     rows = 8 // strategy.data_ranks // num_microbatches
     predicted = plan.traffic([(rows, 12)] * num_microbatches)
-    reducer = plan.build(comm, lambda *a: fill_initial(SHAPE, 5, *a))
+    runner = plan.build(comm, lambda *a: fill_initial(SHAPE, 5, *a))
     config = OptimizerConfig(warmup_steps=0)
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        comm=comm, num_steps=20, run=Accumulate(reducer),
+        comm=comm, num_steps=20, run=runner,
     )  # fmt: skip
     place, losses, entries = comm.coord("data"), list[float](), list[Entry]()
     for batch in decoder_batches(SHAPE, 3, 8, 12, strategy.data_ranks, 1):
@@ -260,7 +259,7 @@ def gradients(order: tuple[int, ...], has_hook: bool) -> tuple[float, list[bool]
     torch.manual_seed(0)
     alone, model = Blocks().double(), Blocks().double()
     model.load_state_dict(alone.state_dict())
-    reducer = Plan(Strategy.parse("fsdp2"), model).build(Ranks(Strategy.parse("fsdp2")))
+    reducer = Plan(Strategy.parse("fsdp2"), model).build(Ranks(Strategy.parse("fsdp2"))).reducer
     assert reducer is not None
     seen: list[tuple[nn.Parameter, Tensor]] = []
     if has_hook:
@@ -270,7 +269,7 @@ def gradients(order: tuple[int, ...], has_hook: bool) -> tuple[float, list[bool]
             )
     xs = torch.randn(2, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     loss = model(xs[dist.get_rank()].clone().requires_grad_(), order)
-    reducer.before_backward(is_last=True)
+    reducer.before_backward(reducer.parameters)
     loss.backward()
     reducer.finish()
     sum(alone(x, order) for x in xs).backward()
