@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,12 +47,22 @@ class Norm(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask belongs to the position; see `models.random.dropout`."""
+    """Dropout whose mask belongs to the position; see `models.random.dropout`.
+
+    Attributes:
+        positions: called as `positions(T, device)` to return which positions of their row T tokens
+            stand at; whoever holds a share of the positions sets another. 0..T-1 if None.
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
+        self.positions: Callable[[int, torch.device], Tensor] | None = None
 
     def forward(self, x_BTD: Tensor, keys_B: Tensor | None, salt: int) -> Tensor:
         """Drop elements of x_BTD by the rows' keys; `salt` numbers this use of them."""
-        return x_BTD if keys_B is None else dropout(x_BTD, self.p, keys_B, salt)
+        if keys_B is None:
+            return x_BTD
+        if self.positions is None:
+            return dropout(x_BTD, self.p, keys_B, salt)
+        return dropout(x_BTD, self.p, keys_B, salt, self.positions(x_BTD.shape[1], x_BTD.device))

@@ -23,6 +23,7 @@ from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import data
+from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
 from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import GradientReducer, is_fused
@@ -37,10 +38,13 @@ Model = TypeVar("Model", bound=nn.Module)
 FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
 """Fills a shard of a parameter: (shard, name, full shape, where the shard begins in it)."""
 
-SPLITS: tuple[type[Split], ...] = (TensorSplit, RecomputeSplit, ShardedSplit, DataSplit)
+SPLITS: tuple[type[Split], ...] = (
+    *(ContextSplit, TensorSplit, RecomputeSplit),
+    *(ShardedSplit, DataSplit),
+)
 """The axes, in the order in which they split a model: each splits what those before it leave.
 
-Recomputation runs again what tp has made of a block, and fsdp gathers a block before that.
+The products of tp see the positions that cp leaves. Recomputation runs again what tp has made of a block, and fsdp gathers a block before that.
 """
 
 
@@ -99,7 +103,7 @@ class Plan(Generic[Model]):
         entries: list[Entry] = []
         for split in self._splits:
             entries += split.traffic(microbatches)
-            microbatches = [(rows, -(-t // split.position_shards)) for rows, t in microbatches]
+            microbatches = [split.leaves(microbatch) for microbatch in microbatches]
         return entries
 
     def table(self) -> list[Row]:

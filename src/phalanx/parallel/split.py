@@ -98,6 +98,10 @@ class Split:
         """Tell whether a strategy splits by this axis."""
         return getattr(strategy, cls.axis).degree > 1
 
+    def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and positions of a microbatch that it leaves to the axes after it."""
+        return microbatch
+
     def shapes(self) -> Shapes:
         """Return the shape of the first rank's shard of each parameter that some axis has split."""
         return self.target.shapes
