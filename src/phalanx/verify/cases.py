@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 
 import torch
 from torch import nn
@@ -32,10 +33,12 @@ MOST_RANKS = 6
 def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
     """Return two small shapes which between them have every layer of our decoders.
 
-    Sizes are odd where the strategy allows it: tp divides heads and widths, and beside fsdp some
-    layouts want an even vocabulary.
+    Sizes are odd where the strategy allows it: tp divides heads and widths, Ulysses heads, and
+    beside fsdp some layouts want an even vocabulary.
     """
-    unit = strategy.tp.degree if strategy.tp.degree > 1 else 3
+    of_tp = strategy.tp.degree if strategy.tp.degree > 1 else 3
+    by_heads = strategy.cp.degree if strategy.cp.kind == "ulysses" else 1
+    unit = next(u for u in count(of_tp, of_tp) if 2 * u % (strategy.tp.degree * by_heads) == 0)
     llama = ModelShape(
         vocab_size=67, num_layers=2, hidden=6 * unit, num_heads=2 * unit, num_kv_heads=unit,
         head_dim=4, ffn=11 * unit, max_seq_len=32, qk_norm=True, tied=True, dropout=0.1,
