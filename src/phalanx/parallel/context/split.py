@@ -132,12 +132,12 @@ def apply(model: nn.Module, comm: Comm, strategy: Strategy) -> None:
         model.check_length(length)
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
-        cut = functools.partial(_cut, attention=attention, comm=comm)
+        cut = functools.partial(cut_positions, attention=attention, comm=comm)
         out = own(
             cut(tokens_BT),
             None if labels_BT is None else cut(labels_BT, padding=IGNORE),
             positions_BT=cut(positions_BT),
-            documents_BT=_cut_documents(documents_BT, tokens_BT, attention, comm),
+            documents_BT=cut_documents(documents_BT, tokens_BT, attention, comm),
             dropout_keys_B=dropout_keys_B,
         )
         if labels_BT is not None or (model.stage is not None and not model.stage.is_last):
@@ -147,7 +147,7 @@ def apply(model: nn.Module, comm: Comm, strategy: Strategy) -> None:
     model.forward = forward
 
 
-def _cut(x_BT: Tensor, attention: Ring | Ulysses, comm: Comm, padding: int = 0) -> Tensor:
+def cut_positions(x_BT: Tensor, attention: Ring | Ulysses, comm: Comm, padding: int = 0) -> Tensor:
     """Return this rank's positions of x_BT, in their order."""
     order, length = attention.order, x_BT.shape[1]
     padded_BT = F.pad(x_BT, (0, order.padded(length) - length), value=padding)
@@ -155,7 +155,7 @@ def _cut(x_BT: Tensor, attention: Ring | Ulysses, comm: Comm, padding: int = 0) 
     return padded_BT.index_select(1, positions_T)
 
 
-def _cut_documents(
+def cut_documents(
     documents: Tensor | Documents | None,
     tokens_BT: Tensor,
     attention: Ring | Ulysses,
@@ -170,7 +170,7 @@ def _cut_documents(
     if isinstance(attention, Ulysses):
         return padded
     starts_BT1, ends_BN1, longest = padded
-    return _cut(starts_BT1[..., 0], attention, comm)[..., None], ends_BN1, longest
+    return cut_positions(starts_BT1[..., 0], attention, comm)[..., None], ends_BN1, longest
 
 
 def _gathered(logits_BTV: Tensor, attention: Ring | Ulysses, comm: Comm) -> Tensor:
