@@ -99,7 +99,8 @@ class Ring:
                 continue
             if arriving is not None:
                 d_kv += arriving.wait()
-            arriving = self._shift(d_kv)
+                arriving = None  # before the next is made: it holds two blocks
+            arriving = self._shift(d_kv, torch.empty_like(d_kv))
         assert own is not None
         if arriving is not None:
             own += arriving.wait()
@@ -120,18 +121,18 @@ class Ring:
     def _hops(self, kv: Tensor) -> Iterator[_Hop]:
         """Yield the block of every rank, this one's first; the next is on its way meanwhile."""
         num_ranks, rank = self.comm.size("cp"), self.comm.coord("cp")
+        other = torch.empty_like(kv) if num_ranks > 1 else kv
         for distance in range(num_ranks):
             is_last = distance == num_ranks - 1
-            coming = None if is_last else self._shift(kv)
+            coming = None if is_last else self._shift(kv, other)
             yield _Hop((rank - distance) % num_ranks, kv)
             if coming is not None:
-                kv = coming.wait()
+                kv, other = coming.wait(), kv
 
-    def _shift(self, tensor: Tensor) -> Pending:
+    def _shift(self, tensor: Tensor, received: Tensor) -> Pending:
         """Begin to send a contiguous tensor to the next rank, and to receive the one before's."""
         comm, rank, num_ranks = self.comm, self.comm.coord("cp"), self.comm.size("cp")
         after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-        received = torch.empty_like(tensor)
         # NCCL runs one after the other: ranks that all sent first would wait for each other.
         if rank % 2 == 0:
             sending = comm.send_start(tensor, "cp", after)
