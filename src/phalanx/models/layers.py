@@ -50,19 +50,24 @@ class Dropout(nn.Module):
     """Dropout whose mask belongs to the position; see `models.random.dropout`.
 
     Attributes:
-        positions: called as `positions(T, device)` to return which positions of their row T tokens
-            stand at; whoever holds a share of the positions sets another. 0..T-1 if None.
+        row_positions: called as `row_positions(T, device)` to return which positions of their row
+            T tokens stand at; whoever holds a share of the positions sets another.
     """
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        self.positions: Callable[[int, torch.device], Tensor] | None = None
+        self.row_positions: Callable[[int, torch.device], Tensor] = first_positions
 
     def forward(self, x_BTD: Tensor, keys_B: Tensor | None, salt: int) -> Tensor:
         """Drop elements of x_BTD by the rows' keys; `salt` numbers this use of them."""
         if keys_B is None:
             return x_BTD
-        if self.positions is None:
-            return dropout(x_BTD, self.p, keys_B, salt)
-        return dropout(x_BTD, self.p, keys_B, salt, self.positions(x_BTD.shape[1], x_BTD.device))
+        return dropout(
+            x_BTD, self.p, keys_B, salt, self.row_positions(x_BTD.shape[1], x_BTD.device)
+        )
+
+
+def first_positions(length: int, device: torch.device) -> Tensor:
+    """Return 0..length-1, the positions of a whole row."""
+    return torch.arange(length, device=device)

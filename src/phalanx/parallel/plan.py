@@ -44,7 +44,8 @@ SPLITS: tuple[type[Split], ...] = (
 )
 """The axes, in the order in which they split a model: each splits what those before it leave.
 
-The products of tp see the positions that cp leaves. Recomputation runs again what tp has made of a block, and fsdp gathers a block before that.
+The products of tp see the positions that cp leaves, recomputation runs again what tp has made of a
+block, and fsdp gathers a block before that.
 """
 
 

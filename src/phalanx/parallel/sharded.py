@@ -17,7 +17,8 @@ Cost      With P bytes of parameters, padded, and A microbatches a step, a rank 
               zero1  P + P              gathers once, reduces once: adds up whole gradients
               zero2  P + A P            gathers once, reduces each microbatch: adds up shares
               zero3  (2 P - K) A + A P  K: what is gathered once: all but the first blocks
-          and across dp, or cp, 2 (M-1)/M P/N. One byte a parameter besides, see `GradientReducer.agree`.
+          and across M ranks of dp, or of cp, 2 (M-1)/M P/N. One byte a parameter besides, see
+          `GradientReducer.agree`.
           With a narrower data type of the arithmetic, gathers of blocks shrink to it.
 Limits    Any N and M. A parameter that two groups share is refused; where weights are tied, the
           embedding is of the rest. Every rank must run the same blocks, and before torch 2.13 use
@@ -255,7 +256,7 @@ class ShardedReducer(GradientReducer):
             self._root.set_reshard_after_backward(is_last)
 
     def finish(self, phase: Phase = no_phase) -> None:
-        """Drop the gradients, all zeros, of parameters that no rank used; sum the others over cp."""
+        """Drop the gradients, all zeros, of what no rank used, and sum the others over cp."""
         with phase("agree"):
             is_used = self.agree([parameter in self._used for parameter in self.parameters])
         for parameter in itertools.compress(self.parameters, map(operator.not_, is_used)):

@@ -48,7 +48,7 @@ def traffic(
 
 
 def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
-    """Return what a rank has of a microbatch where it attends: tp splits heads, and perhaps rows."""
+    """Return what a rank has of a microbatch where it attends: tp splits heads too."""
     layout, shape = layout_of(target.strategy), cast(Decoder, target.model).shape
     rows = layout.rows(layout.inner, BatchShape(num_rows, num_held))
     num_shards = layout.column.num_shards(0, layout.comm)
@@ -72,9 +72,7 @@ def _entries(
     comm = Counting({"cp": num_ranks})
     rows, positions, num_heads, num_groups, width = shape
     q_BTHK, k_BTGK, v_BTGK = (
-        torch.empty(
-            rows, positions, heads, width, dtype=dtype, device="meta", requires_grad=True
-        )
+        torch.empty(rows, positions, heads, width, dtype=dtype, device="meta", requires_grad=True)
         for heads in (num_heads, num_groups, num_groups)
     )
     with comm.phase("forward"):

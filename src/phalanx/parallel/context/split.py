@@ -116,7 +116,7 @@ def apply(model: nn.Module, comm: Comm, strategy: Strategy) -> None:
         if isinstance(module, Attention):
             module.attend = attention
         elif isinstance(module, Dropout):
-            module.positions = positions
+            module.row_positions = positions
     own = model.forward
 
     @functools.wraps(own)

@@ -204,8 +204,7 @@ def bind_dropout(module: nn.Module, layout: Layout) -> None:
         if keys_B is None:
             return x
         shape = batch_shape()
-        of_row = cast(Dropout, self).positions or (lambda num, device: torch.arange(num, device=device))
-        positions_T = of_row(shape.length, x.device)  # cp may have cut the row before
+        positions_T = cast(Dropout, self).row_positions(shape.length, x.device)
         positions_T = layout.positions_of(positions_T, layout.residual, 0)
         keys = layout.rows_of(keys_B, layout.residual, shape)
         axis = layout.residual.features
