@@ -46,7 +46,7 @@ def _norm_without_weight(right: Any) -> Any:
 
 
 def _shifted_dropout(right: Any) -> Any:
-    return lambda x, p, keys, salt: right(x, p, keys, salt, torch.arange(x.shape[1]) + 1)
+    return lambda x, p, keys, salt, places: right(x, p, keys, salt, places + 1)
 
 
 def _gelu_gate(right: Any) -> Any:

@@ -63,9 +63,8 @@ class Dropout(nn.Module):
         """Drop elements of x_BTD by the rows' keys; `salt` numbers this use of them."""
         if keys_B is None:
             return x_BTD
-        return dropout(
-            x_BTD, self.p, keys_B, salt, self.row_positions(x_BTD.shape[1], x_BTD.device)
-        )
+        positions_T = self.row_positions(x_BTD.shape[1], x_BTD.device)
+        return dropout(x_BTD, self.p, keys_B, salt, positions_T)
 
 
 def first_positions(length: int, device: torch.device) -> Tensor:

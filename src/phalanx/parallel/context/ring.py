@@ -80,7 +80,7 @@ class Ring:
         mixed = Mixed(q_BTHK)
         for hop in self._hops(torch.stack((k_BTGK, v_BTGK))):
             for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]):
-                mixed.add(q_BTHK, *hop.kv, queries, keys, sight)
+                mixed.add(q_BTHK, hop.kv[0], hop.kv[1], queries, keys, sight)
         return mixed.o_BTHK.to(q_BTHK.dtype), mixed.lse_BTH
 
     def backward(
@@ -93,7 +93,7 @@ class Ring:
         for hop in self._hops(kv):
             d_kv = torch.zeros_like(kv, dtype=state.dq_BTHK.dtype)
             for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]):
-                state.add(*hop.kv, *d_kv, queries, keys, sight)
+                state.add(hop.kv[0], hop.kv[1], d_kv[0], d_kv[1], queries, keys, sight)
             if own is None:
                 own = d_kv  # of this rank's own block, which stays
                 continue
@@ -104,7 +104,8 @@ class Ring:
         assert own is not None
         if arriving is not None:
             own += arriving.wait()
-        return state.dq_BTHK.to(state.q_BTHK.dtype), *own.to(kv.dtype)
+        d_k_BTGK, d_v_BTGK = own.to(kv.dtype)
+        return state.dq_BTHK.to(state.q_BTHK.dtype), d_k_BTGK, d_v_BTGK
 
     def pairs(self, source: int, num_held: int) -> Iterator[tuple[Chunk, Chunk]]:
         """Yield this rank's chunks of queries, each with those of `source`'s keys it looks at.
