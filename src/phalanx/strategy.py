@@ -36,13 +36,13 @@ class Kind:
 
 KINDS: Final = {
     "pp": {
-        "1f1b": Kind(),
-        "gpipe": Kind(),
-        "naive": Kind(),
-        "interleaved": Kind(option="CHUNKS", least=2),
-        "zb": Kind(option="CHUNKS", least=1),
-        "zbv": Kind(),
-        "dualpipev": Kind(),
+        "1f1b": Kind("each process has some layers; a backward as soon as there is one"),
+        "gpipe": Kind("the same, all forwards first"),
+        "naive": Kind("the same, one microbatch at a time"),
+        "interleaved": Kind("1f1b over CHUNKS stages a process", "CHUNKS", 2),
+        "zb": Kind("zero bubble: gradients of weights wait", "CHUNKS", 1),
+        "zbv": Kind("zero bubble, two stages a process in a V"),
+        "dualpipev": Kind("as zbv, forwards and backwards in pairs"),
     },
     "dp": {
         "bucketed": Kind("each process takes a share of the batch; all hold the model"),

@@ -245,6 +245,42 @@ def test_tensor_layouts_beside_recomputation(
     check_parity(subtests, tensor_pairs(LLAMA, texts, num_layers))
 
 
+CONTEXT = ("cp2", "cp2:ulysses")
+"""Both kinds of cp. 17 positions are padded to 18 and to 20, and 4 heads of keys repeated for 8."""
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *jobs(*CONTEXT, "cp4", "cp4:ulysses", "dp2,cp2", "fsdp2,cp2:ulysses", "cp2,tp2"),
+        *jobs("fsdp2,cp2,tp2", "fsdp2:zero1,cp2,tp2:megatron", marks=pytest.mark.slow),
+        *jobs("cp8:ulysses", "cp2,tp4:2d", "cp2:ulysses,tp4:2d", marks=pytest.mark.slow),
+        *jobs("pp2,cp2", "pp2,cp2:ulysses,tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_context_kinds(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    check_parity(subtests, tensor_pairs(LLAMA, texts))
+
+
+@pytest.mark.parametrize("texts", jobs(*CONTEXT, "fsdp2:zero1,cp2", "cp2:ulysses,tp2"))
+def test_context_kinds_of_the_gpt2_family(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    """A table of positions, of which padding asks for none beyond the row."""
+    check_parity(subtests, tensor_pairs(GPT2, texts))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [f"{cp},recompute:{kind}" for cp in CONTEXT for kind in ("full", "selective")],
+        by_hand(["cp2,tp2,recompute:full", "cp2:ulysses,tp2,recompute:selective"]),
+    ],
+)
+def test_context_kinds_beside_recomputation(
+    texts: Sequence[str], subtests: pytest.Subtests
+) -> None:
+    check_parity(subtests, tensor_pairs(LLAMA, texts))
+
+
 def initial_weights() -> dict[str, bytes]:
     model = Decoder(LLAMA)
     model.initialize(SEED)

@@ -32,7 +32,6 @@ from phalanx.measure.utilization import percent
 from phalanx.models.initial import fill_initial
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import plan_decoder
 from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Strategy, require_built
@@ -228,7 +227,9 @@ def _check(strategy: Strategy, config: ScalingConfig) -> None:
             f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has {num_devices}"
         )
     num_parts = plan_decoder(strategy, config.model_shape).row_shards
-    batch = solve_batch(BatchConfig(global_size=config.global_size), strategy.data_ranks)
+    batch = solve_batch(
+        BatchConfig(global_size=config.global_size), strategy.data_ranks, strategy.pp.degree
+    )
     if batch.microbatch % num_parts:
         raise ConfigError(
             f"global_size is {config.global_size}, which gives each rank of {strategy} "
@@ -243,7 +244,7 @@ def time_rank(text: str, config: ScalingConfig, *, compile: bool = False) -> flo
     comm = Ranks(strategy, config.device)
     device, precision = comm.device, resolve(config.precision, config.device)
     plan = plan_decoder(strategy, shape, precision.master, precision.compute)
-    reducer = plan.build(comm, functools.partial(fill_initial, shape, 0))
+    runner = plan.build(comm, functools.partial(fill_initial, shape, 0))
     model = plan.model
     if compile:
         compile_blocks(model)
@@ -255,7 +256,7 @@ def time_rank(text: str, config: ScalingConfig, *, compile: bool = False) -> flo
         optimizer,
         comm=comm,
         num_steps=WARMUP_STEPS + config.steps,
-        run=Accumulate(reducer),
+        run=runner,
     )
     num_rows = config.global_size // strategy.data_ranks
     size = (num_rows, config.seq_len)

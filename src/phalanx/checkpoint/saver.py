@@ -31,10 +31,10 @@ from phalanx.checkpoint.host_copy import HostCopy, in_pieces
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.progress import SaveProgress
-from phalanx.checkpoint.sharding import WritePlan, file_of
-from phalanx.checkpoint.state import Held, held_by, held_once_trained
+from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
+from phalanx.checkpoint.state import Held, held_by, held_once_trained, is_of_job
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
-from phalanx.comm.together import all_or_none, on_first_rank, reason_of
+from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of
 from phalanx.errors import CheckpointError
 from phalanx.storage import Checksum
 
@@ -59,13 +59,21 @@ class Saver:
     Every rank makes one, and calls `begin` and `finish` when the others do.
     """
 
-    def __init__(self, run: Path, *, keep: int | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        run: Path,
+        *,
+        keep: int | None = None,
+        timeout_s: float = 600.0,
+        num_stages: int = 1,
+    ) -> None:
         """Keep other processes from saving to the same run, as long as the context or this lasts.
 
         Args:
             run: folder of the run, the same on all hosts.
             keep: checkpoints to keep, the latest; all if None.
             timeout_s: longest time in which a save may stand still, on any rank.
+            num_stages: of a pipeline, whose ranks each hold a stage, one after the other.
 
         Raises:
             CheckpointError: another process saves to it, its folder cannot be made, or is not the
@@ -80,6 +88,8 @@ class Saver:
         all_or_none(lambda: self._lock.check_shared(mark), doing)  # also: all have met
         self._copy = HostCopy()
         self._plan = WritePlan({}, dist.get_world_size())
+        self._num_stages = num_stages
+        self._own: dict[str, Sharding] = {}
         self._thread: threading.Thread | None = None
         self._final = run
         self._failure: CheckpointError | None = None
@@ -181,15 +191,32 @@ class Saver:
     def _ours(self, held: dict[str, Held]) -> dict[str, TensorInfo]:
         """Return what this rank writes of what the ranks hold; plan anew only if that changes."""
         shardings = {name: each.sharding for name, each in held.items()}
-        if shardings != self._plan.shardings:
+        if shardings != self._own:
+            self._own = shardings
             for name, sharding in shardings.items():
                 if sharding.dtype not in NAMES:
                     raise CheckpointError(
                         f"cannot save {name}: it is of {sharding.dtype}; expected one of "
                         f"{', '.join(map(str, NAMES))}"
                     )
-            self._plan = WritePlan(shardings, self._plan.num_ranks)
+            self._plan = WritePlan(self._of_all_stages(shardings), self._plan.num_ranks)
         return self._plan.writes_of(self._progress.rank)
+
+    def _of_all_stages(self, shardings: dict[str, Sharding]) -> dict[str, Sharding]:
+        """Return how the tensors of all stages lie; of one that two stages hold, by the first."""
+        if self._num_stages == 1:
+            return shardings
+        size = self._plan.num_ranks // self._num_stages
+        stage, number = divmod(self._progress.rank, size)
+        ranks = range(stage * size, (stage + 1) * size)
+        own = {
+            name: sharding if is_of_job(name) else dataclasses.replace(sharding, ranks=ranks)
+            for name, sharding in shardings.items()
+        }
+        every: dict[str, Sharding] = {}
+        for of_stage in gather_objects(own if number == 0 else None):
+            every = {**(of_stage or {}), **every}
+        return every
 
     def _failed(self, words: str) -> CheckpointError:
         """Return the error of a save that came to nothing, and what there is instead."""

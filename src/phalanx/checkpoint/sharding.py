@@ -59,11 +59,13 @@ class Sharding:
         shape: of the full tensor.
         dtype: of its elements.
         axes: that it is split over, in the order of the splits; none if each rank holds it whole.
+        ranks: that hold it, those of a stage of a pipeline; all if None.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     axes: tuple[ShardedAxis, ...] = ()
+    ranks: range | None = None
 
     def box(self, rank: int) -> Box:
         """Return the shard that a rank holds."""
@@ -163,13 +165,15 @@ def _dealt(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[str, froze
     dealt: dict[str, frozenset[int]] = {}
     by_size = sorted(shardings.items(), key=lambda item: (-item[1].shard_bytes, item[0]))
     for name, sharding in by_size:
+        here = ranks if sharding.ranks is None else np.array(sharding.ranks)
         if not sharding.axes:  # a reader wants all scalars, so one file has them
-            chosen = np.array([loads.argmin() if sharding.shape else 0])
+            first = int(loads[here].argmin()) if sharding.shape else 0
+            chosen = here[first : first + 1]
         else:
-            number = numbers(tuple((axis.size, axis.stride) for axis in sharding.axes))
-            order = np.lexsort((ranks, loads, number))  # by shard, then load, then rank
-            _, first = np.unique(number[order], return_index=True)
-            chosen = np.sort(order[first])
+            number = numbers(tuple((axis.size, axis.stride) for axis in sharding.axes))[here]
+            order = np.lexsort((here, loads[here], number))  # by shard, then load, then rank
+            _, firsts = np.unique(number[order], return_index=True)
+            chosen = np.sort(here[order[firsts]])
         loads[chosen] += sharding.shard_bytes
         dealt[name] = interned.setdefault(chosen.tobytes(), frozenset(map(int, chosen)))
     return dealt

@@ -25,7 +25,7 @@ from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
 from phalanx.comm.comm import local_shard
-from phalanx.comm.together import all_or_none, on_first_rank
+from phalanx.comm.together import all_or_none, first_object, gather_objects, on_first_rank
 from phalanx.errors import CheckpointError
 from phalanx.parallel.reduce import is_fused
 
@@ -68,6 +68,11 @@ def _held(tensor: torch.Tensor) -> Held:
     return Held(sharding_of(tensor), local_shard(tensor.detach()))
 
 
+def is_of_job(name: str) -> bool:
+    """Tell whether every rank has a share of this, whichever stage of a pipeline it runs."""
+    return name.startswith("generators.")
+
+
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the weights and the optimizer's state: the tensors themselves, not copies.
 
@@ -102,12 +107,13 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     doing = f"cannot load {folder}"
     about, tensors = _open(folder, doing)
     weights = weights_of(model)
+    elsewhere = _elsewhere(tensors, weights)
     trained = _trained(weights, optimizer)
 
     def make_room() -> dict[str, torch.Tensor]:
         about.check_optimizer()
-        _check_weights(tensors, weights)
-        return _empty_moments(tensors, trained, optimizer)
+        _check_weights(tensors, weights, elsewhere)
+        return _empty_moments(tensors, trained, optimizer, elsewhere)
 
     moments = all_or_none(make_room, doing)
     state = {f"model.{name}": tensor for name, tensor in weights.items()} | moments
@@ -137,7 +143,8 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     doing = f"cannot load the weights in {folder}"
     _, tensors = _open(folder, doing)
     weights = weights_of(model)
-    all_or_none(lambda: _check_weights(tensors, weights), doing)
+    elsewhere = _elsewhere(tensors, weights)
+    all_or_none(lambda: _check_weights(tensors, weights, elsewhere), doing)
     held = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
     _read(folder, tensors, held, doing)
 
@@ -217,7 +224,16 @@ def _read(folder: Path, tensors: Index, held: dict[str, Held], doing: str) -> No
     all_or_none(lambda: index.load(folder, tensors, wanted), doing)
 
 
-def _check_weights(tensors: Index, weights: dict[str, torch.Tensor]) -> None:
+def _elsewhere(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:
+    """Return the names of weights that only ranks of other stages hold; all ranks call this."""
+    stored = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
+    missing = stored.difference(weights)
+    if first_object("some" if missing else None) is None:
+        return set()
+    return set[str]().union(*gather_objects(list(weights))).difference(weights)
+
+
+def _check_weights(tensors: Index, weights: dict[str, torch.Tensor], elsewhere: set[str]) -> None:
     """Refuse the weights of another model.
 
     Raises:
@@ -227,7 +243,7 @@ def _check_weights(tensors: Index, weights: dict[str, torch.Tensor]) -> None:
         _check_tensor(tensors, f"model.{name}", name, tensor)
     for stored_name in sorted(tensors):
         name = stored_name.removeprefix("model.")
-        if name != stored_name and name not in weights:
+        if name != stored_name and name not in weights and name not in elsewhere:
             raise CheckpointError(f"it is of another model: this one has no tensor {name}")
 
 
@@ -250,7 +266,10 @@ def _check_tensor(tensors: Index, stored_name: str, what: str, tensor: torch.Ten
 
 
 def _empty_moments(
-    tensors: Index, trained: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
+    tensors: Index,
+    trained: dict[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    elsewhere: set[str],
 ) -> dict[str, torch.Tensor]:
     """Return room for the optimizer's state that the checkpoint has, split as the parameters are.
 
@@ -271,6 +290,8 @@ def _empty_moments(
         if not stored_name.startswith("optimizer."):
             continue
         name, key = _parameter_and_key(stored_name)
+        if name in elsewhere:
+            continue
         if name not in trained:
             raise CheckpointError(
                 f"it has optimizer state of {name}, which this run does not train"

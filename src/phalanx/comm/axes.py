@@ -7,13 +7,14 @@ from typing import Final
 
 AXIS_SETS: Final[dict[str, tuple[str, ...]]] = {
     "data": ("dp", "fsdp"),
-    "loss": ("dp", "fsdp", "cp"),
+    "loss": ("pp", "dp", "fsdp", "cp"),
     "grad": ("dp", "fsdp", "cp"),
     "job": ("pp", "dp", "fsdp", "cp", "tp"),
 }
 """Name of a set -> its axes.
 
-`data` holds different samples. `loss` holds different tokens: cp splits the positions of a sample.
+`data` holds different samples. `loss` holds terms of the loss: cp splits the positions of a sample,
+and of a pipeline the last stage alone has a loss.
 `grad` holds terms of the gradient of one parameter. `job` is every axis.
 """
 

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from phalanx.comm import exchange
 from phalanx.comm.axes import axes_of
-from phalanx.comm.join import open_mesh
+from phalanx.comm.join import inner_mesh, open_mesh
 from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.waits import waiting
 from phalanx.comm.watch import Phases
@@ -213,7 +213,8 @@ class Ranks(Comm):
     """The ranks of a job, which have joined, over process groups.
 
     Attributes:
-        mesh: for FSDP2, DTensor, the ledger and the debugger; all else names axes.
+        mesh: of all ranks, for the ledger and the debugger; all else names axes.
+        model_mesh: of the ranks that share each tensor, for FSDP2 and DTensor: those of one stage.
     """
 
     def __init__(self, split: Strategy | Mapping[str, int], device: str = "cpu") -> None:
@@ -229,6 +230,7 @@ class Ranks(Comm):
             check_ranks(split, dist.get_world_size())
             split = split.mesh_axes()
         self.mesh = open_mesh(split, device)
+        self.model_mesh = inner_mesh(self.mesh)
         coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
         super().__init__(split, coords, torch.device(here))

@@ -41,6 +41,9 @@ RESERVED_FILES = 192
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 """By the job's group of all ranks, the axes and the device."""
 
+_inner_meshes: dict[DeviceMesh, DeviceMesh] = {}
+"""By the mesh that has pp, too."""
+
 
 def join(
     rank: int,
@@ -184,6 +187,20 @@ def open_mesh(axes: Mapping[str, int], device: str = "cpu") -> DeviceMesh:
     if asked not in _meshes:
         _meshes[asked] = _new_mesh(axes, device)
     return _meshes[asked]
+
+
+def inner_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of this rank's stage of a pipeline: the axes within pp, if there are any.
+
+    It is one object a mesh, as FSDP2 requires.
+    """
+    names = mesh.mesh_dim_names or ()
+    inner = tuple(name for name in names if name != "pp")
+    if inner in ((), names):
+        return mesh
+    if mesh not in _inner_meshes:
+        _inner_meshes[mesh] = mesh[inner]
+    return _inner_meshes[mesh]
 
 
 def _new_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:

@@ -126,11 +126,13 @@ class Stage(NamedTuple):
         blocks: which.
         received: the residual stream from the stage before; None in the first stage, which embeds.
         is_last: whether the norm and the output projection run.
+        microbatch: its number in the step.
     """
 
     blocks: range
     received: Tensor | None
     is_last: bool
+    microbatch: int
 
 
 class Decoder(nn.Module):
@@ -169,8 +171,13 @@ class Decoder(nn.Module):
         """What runs before the blocks and after them; nothing where both read one weight."""
         if self.shape.tied:
             return [], []
-        embeddings = [self.embedding, self.position_embedding]
-        return [module for module in embeddings if module is not None], [self.norm, self.output]
+        here = dict(self.named_children())  # a stage of a pipeline may lack some
+        embeddings, head = ("embedding", "position_embedding"), ("norm", "output")
+        return [here[n] for n in embeddings if n in here], [here[n] for n in head if n in here]
+
+    def remove(self, name: str) -> None:
+        """Take a module off, which other ranks of a pipeline have."""
+        self._modules[name] = None
 
     def initialize(self, seed: int) -> None:
         """Draw every weight from (seed, parameter name, flat index); see `fill_initial`."""

@@ -1,21 +1,23 @@
-"""Forward and backward over the microbatches of a step, one after the other; gradients add up.
+"""How the microbatches of a step are scheduled: the base of runners, and one after the other.
 
-This is the runner of a step without pipelines; pipeline/runtime.py has the other.
+A pipeline schedules them otherwise: pipeline/runtime.py.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from typing_extensions import override
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.parallel.reduce import GradientReducer
 
 Forward = Callable[[Any], torch.Tensor]
-"""Returns the sum of a microbatch's losses, a 0-d tensor.
+"""Returns what the model makes of a microbatch; in training the sum of its losses, a 0-d tensor.
 
 Of a stage of a pipeline that is not the last, it returns what the next one takes.
 """
@@ -23,23 +25,22 @@ Of a stage of a pipeline that is not the last, it returns what the next one take
 ShareOf = Callable[[torch.Tensor], torch.Tensor]
 """Makes of such a sum the microbatch's share of the loss, where backward begins."""
 
-Runner = Callable[[Sequence[Any], Forward, ShareOf, Phase], None]
-"""Leaves in each `.grad` the gradient of the whole global batch, reduced once.
 
-How this rank's microbatches are scheduled, and when ranks reduce, is its own affair. The phase is
-told "forward", "backward" and the phases of the reduction.
-"""
+class Runner(ABC):
+    """Runs the model over this rank's microbatches.
 
-
-@dataclass(frozen=True)
-class Accumulate:
-    """The runner that finishes each microbatch before it begins the next.
-
-    Without a reducer, one rank computes all.
+    Attributes:
+        reducer: sums the gradients over ranks; None where there is nothing to sum.
+        copies: parameters that are a copy of what a rank of another stage holds, and counts.
     """
 
-    reducer: GradientReducer | None = None
+    def __init__(
+        self, reducer: GradientReducer | None = None, copies: Sequence[nn.Parameter] = ()
+    ) -> None:
+        self.reducer = reducer
+        self.copies = frozenset(copies)
 
+    @abstractmethod
     def __call__(
         self,
         microbatches: Sequence[Any],
@@ -47,13 +48,42 @@ class Accumulate:
         share_of: ShareOf,
         phase: Phase = no_phase,
     ) -> None:
-        """Run them one after the other; the last backward reduces."""
+        """Leave in each `.grad` the gradient of the whole global batch, reduced once.
+
+        The phase is told "forward", "backward" and the phases of the reduction.
+        """
+
+    @abstractmethod
+    def infer(self, microbatch: Any, forward: Forward) -> torch.Tensor | None:
+        """Return what the model makes of a microbatch, without gradients.
+
+        None on ranks that do not hold the last stage of a pipeline.
+        """
+
+
+class Accumulate(Runner):
+    """The runner that finishes each microbatch before it begins the next."""
+
+    @override
+    def __call__(
+        self,
+        microbatches: Sequence[Any],
+        forward: Forward,
+        share_of: ShareOf,
+        phase: Phase = no_phase,
+    ) -> None:
         for number, microbatch in enumerate(microbatches, start=1):
             with phase("forward"):
                 loss = share_of(forward(microbatch))
             with phase("backward"):
                 if self.reducer is not None:
-                    self.reducer.before_backward(is_last=number == len(microbatches))
+                    is_last = number == len(microbatches)
+                    self.reducer.before_backward(self.reducer.parameters if is_last else ())
                 loss.backward()
         if self.reducer is not None:
             self.reducer.finish(phase)
+
+    @override
+    def infer(self, microbatch: Any, forward: Forward) -> torch.Tensor:
+        with torch.no_grad():
+            return forward(microbatch)

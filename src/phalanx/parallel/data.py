@@ -31,7 +31,7 @@ from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Comm, Pending, Ranks, local_shard
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import TrainingError
-from phalanx.parallel.reduce import GradientReducer, buckets
+from phalanx.parallel.reduce import GradientReducer, Parameters, buckets
 from phalanx.parallel.split import Split, StateBytes, Target
 from phalanx.strategy import Strategy
 
@@ -121,7 +121,7 @@ class _Bucket:
         members: the parameters.
         views: of the buffer, one a member; there from the first gradient of a step to its end.
         flat: the buffer, likewise. Only gradients hold it afterwards, so it goes where they do.
-        missing: members without a gradient in the last backward of the step.
+        missing: members whose last backward of the step has not made a gradient yet.
         pending: the reduction under way.
     """
 
@@ -162,7 +162,7 @@ class BucketedReducer(GradientReducer):
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._num_started = 0
-        self._is_last = False
+        self._last = frozenset[nn.Parameter]()
         sizes = [local_shard(parameter).nbytes for parameter in parameters]
         for indices in buckets(sizes):
             self._add_bucket([parameters[index] for index in indices])
@@ -173,15 +173,13 @@ class BucketedReducer(GradientReducer):
         dtypes = {member.dtype for member in members}
         for dtype in sorted(dtypes, key=str):  # one buffer a data type; nearly always one
             bucket = _Bucket([member for member in members if member.dtype == dtype])
+            bucket.missing = set(bucket.members)
             self._buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(bucket.members, bucket)
 
-    def before_backward(self, *, is_last: bool) -> None:
-        """Arm the buckets before the last backward."""
-        self._is_last = is_last
-        self._num_started = 0
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.members)
+    def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
+        """Arm the buckets of those that are reached for the last time."""
+        self._last = frozenset(last)
 
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -194,7 +192,7 @@ class BucketedReducer(GradientReducer):
         if local_shard(grad).data_ptr() != view.data_ptr():
             view.copy_(local_shard(grad))
             parameter.grad = _like(grad, view)
-        if self._is_last:
+        if parameter in self._last:
             if bucket.pending is not None:
                 raise TrainingError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} was added to "
@@ -235,6 +233,7 @@ class BucketedReducer(GradientReducer):
             if member.grad is None:
                 member.grad = _like(member, self._bucket_of[member].views[member])
         for bucket in self._buckets:
+            bucket.missing = set(bucket.members)
             bucket.close()
 
 

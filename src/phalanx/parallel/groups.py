@@ -83,7 +83,11 @@ class Group:
 
 
 def groups_of(
-    model: nn.Module, compute: torch.dtype | None = None, shapes: Shapes | None = None
+    model: nn.Module,
+    compute: torch.dtype | None = None,
+    shapes: Shapes | None = None,
+    *,
+    keeps: bool = True,
 ) -> list[Group]:
     """Return the groups of a model that is not split yet, in the order of forward, then the rest.
 
@@ -93,6 +97,7 @@ def groups_of(
             no block is gathered as it is: the rows of an embedding add up many small gradients,
             which a narrow type would lose.
         shapes: of the shards that other axes have made of parameters, where they have.
+        keeps: whether groups whose backward is near are kept until then.
 
     Raises:
         StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
@@ -134,7 +139,7 @@ def groups_of(
                 ),
                 master=master,
                 gathered=compute if compute is not None and place == "block" else master,
-                is_kept=place in ("head", "rest") or names in blocks[-1:],
+                is_kept=keeps and (place in ("head", "rest") or names in blocks[-1:]),
             )
         )
     return groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,10 @@ from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import data
+from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
+from phalanx.parallel.pipeline.split import PipelineSplit
 from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import GradientReducer, is_fused
 from phalanx.parallel.sharded import ShardedSplit
@@ -39,19 +40,20 @@ FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
 """Fills a shard of a parameter: (shard, name, full shape, where the shard begins in it)."""
 
 SPLITS: tuple[type[Split], ...] = (
-    *(ContextSplit, TensorSplit, RecomputeSplit),
-    *(ShardedSplit, DataSplit),
+    *(ContextSplit, PipelineSplit, TensorSplit),
+    *(RecomputeSplit, ShardedSplit, DataSplit),
 )
 """The axes, in the order in which they split a model: each splits what those before it leave.
 
-The products of tp see the positions that cp leaves, recomputation runs again what tp has made of a
-block, and fsdp gathers a block before that.
+Stages of a pipeline send the positions that cp leaves, and tp multiplies them. Recomputation runs
+again what tp has made of a block, and fsdp gathers a block before that.
 """
 
 
 class Plan(Generic[Model]):
-    """A strategy on a model: what each rank holds and sends, and how the model is split.
+    """A strategy on a model: what a rank holds and sends, and how the model is split.
 
+    Of a pipeline it is a plan of the ranks at `pp_rank`, and leaves them their stages of the model.
     For the arguments see `Target`.
 
     Raises:
@@ -65,16 +67,17 @@ class Plan(Generic[Model]):
         *,
         compute: torch.dtype | None = None,
         roles: Mapping[str, str] | None = None,
+        pp_rank: int = 0,
     ) -> None:
         require_built(strategy)
         self.strategy = strategy
         self.model = model
-        target = Target(strategy, model, compute, roles)
+        target = Target(strategy, model, compute, roles, pp_rank)
         self._splits: list[Split] = []
         for split in SPLITS:
             if split.is_asked(strategy):
                 self._splits.append(split(target))
-                target = dataclasses.replace(target, shapes=self._splits[-1].shapes())
+                target = self._splits[-1].remaining()
         self._unsharded = data.layout(target.sizes(), sum(target.sizes(is_trained=False)))
 
     @property
@@ -111,9 +114,7 @@ class Plan(Generic[Model]):
         """Return what tp does to each parameter; empty without tp."""
         return [row for split in self._splits for row in split.table()]
 
-    def build(
-        self, comm: Ranks, first_weights: FirstWeights | None = None
-    ) -> GradientReducer | None:
+    def build(self, comm: Ranks, first_weights: FirstWeights | None = None) -> Runner:
         """Split the model, in place; every rank calls this together, once.
 
         Args:
@@ -123,17 +124,20 @@ class Plan(Generic[Model]):
                 first weights already.
 
         Returns:
-            What reduces the gradients, or None where there is nothing to reduce.
+            What runs the model and reduces the gradients.
         """
         for split in self._splits:
             split.apply(comm)
         if first_weights is not None:
             self.model.to_empty(device=comm.device)
             _fill(self.model, first_weights)
-        reducer = None
+        reducer: GradientReducer | None = None
         for split in reversed(self._splits):
             reducer = split.reducer(comm, reducer)
-        return reducer
+        runner: Runner = Accumulate(reducer)
+        for split in reversed(self._splits):
+            runner = split.runner(comm, runner)
+        return runner
 
 
 def plan_decoder(
@@ -141,12 +145,13 @@ def plan_decoder(
     shape: ModelShape,
     master: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
+    pp_rank: int = 0,
 ) -> Plan[Decoder]:
     """Return the plan of a decoder on the meta device, whose parameters are of type `master`."""
     with torch.device("meta"):
         model = Decoder(shape).to(dtype=master)
     model.compute_dtype = compute
-    return Plan(strategy, model, compute=compute)
+    return Plan(strategy, model, compute=compute, pp_rank=pp_rank)
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

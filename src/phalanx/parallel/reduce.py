@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ from phalanx.comm.ledger import Phase, no_phase
 from phalanx.models.attention import to_device
 
 BUCKET_BYTES = 25 * 1024 * 1024
+
+Parameters = Collection[nn.Parameter]
 
 
 def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
@@ -62,8 +64,13 @@ class GradientReducer:
         self.parameters = parameters
         self.comm = comm
 
-    def before_backward(self, *, is_last: bool) -> None:
-        """Say that a backward follows, and whether it is the last of this global batch."""
+    def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
+        """Say that a backward follows.
+
+        Args:
+            last: the parameters that it reaches for the last time in this global batch.
+            reached: all parameters that it reaches, in a stage of a pipeline; every one if None.
+        """
 
     def finish(self, phase: Phase = no_phase) -> None:
         """Return when every gradient is the sum over dp; None where no rank used the parameter."""
@@ -97,10 +104,10 @@ class ReplicaReducer(GradientReducer):
         is_sharded = comm.size("fsdp") > 1
         self._adders = add_up_in_parts([] if is_sharded else self.parameters)
 
-    def before_backward(self, *, is_last: bool) -> None:
+    def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
         """Tell the reducer over data."""
         if self._inner is not None:
-            self._inner.before_backward(is_last=is_last)
+            self._inner.before_backward(last, reached)
 
     @torch.no_grad()
     def finish(self, phase: Phase = no_phase) -> None:

@@ -45,7 +45,13 @@ from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import StrategyError
 from phalanx.parallel.groups import Group, Sums, groups_of, most_gathered, most_gradients
-from phalanx.parallel.reduce import GradientReducer, add_up_in_parts, buckets, sum_in_buckets
+from phalanx.parallel.reduce import (
+    GradientReducer,
+    Parameters,
+    add_up_in_parts,
+    buckets,
+    sum_in_buckets,
+)
 from phalanx.parallel.split import Split, StateBytes, Target
 
 Kind = Literal["zero1", "zero2", "zero3"]
@@ -59,7 +65,9 @@ class ShardedSplit(Split):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         strategy = target.strategy
-        self._groups = groups_of(target.model, target.compute, target.shapes)
+        # Between forward and backward of a microbatch, a stage of a pipeline runs others.
+        keeps = strategy.pp.degree == 1
+        self._groups = groups_of(target.model, target.compute, target.shapes, keeps=keeps)
         self._kind: Kind = cast(Kind, strategy.fsdp.kind)
         self._degree = {axis: getattr(strategy, axis).degree for axis in ("fsdp", "dp", "cp")}
         if strategy.tp.degree > 1:
@@ -95,10 +103,17 @@ class ShardedSplit(Split):
         """Return what is gathered and reduced."""
         groups, degree = self._groups, self._degree
         num_ranks, times = degree["fsdp"], len(microbatches)
-        gathered = [g.gathered_bytes(num_ranks) for g in groups]
-        again = [g.gathered_bytes(num_ranks) for g in groups if g.is_gathered_again]
-        shares = [size for g in groups if (size := g.share_bytes(num_ranks))]
-        reduced = [size * num_ranks for size in shares]
+        gathered, again, shares, reduced = list[int](), list[int](), list[int](), list[int]()
+        is_zero3 = self._kind == "zero3"
+        for g in groups:
+            # The rest is gathered whenever a stage runs, and reduced after those that read it.
+            is_rest = g.place == "rest"
+            runs, ends = (self.target.num_stages, self.target.num_ends) if is_rest else (1, 1)
+            gathered += [g.gathered_bytes(num_ranks)] * (runs if is_zero3 else 1)
+            again += [g.gathered_bytes(num_ranks)] * (runs if g.is_gathered_again else 0)
+            if share := g.share_bytes(num_ranks):
+                shares += [share]
+                reduced += [share * num_ranks] * (1 if self._kind == "zero1" else ends)
         of_each = [
             p.padded(num_ranks) // num_ranks * g.master.itemsize
             for g in groups
@@ -107,7 +122,7 @@ class ShardedSplit(Split):
         ]
         copies = [sum(of_each[at] for at in bucket) for bucket in buckets(of_each)]
         flags = len(of_each)
-        times_gathered, times_again = (times, times) if self._kind == "zero3" else (1, 0)
+        times_gathered, times_again = (times, times) if is_zero3 else (1, 0)
         times_reduced = 1 if self._kind == "zero1" else times
         rows = [
             ("forward", "fsdp", "all_gather", gathered * times_gathered),
@@ -144,6 +159,20 @@ class ShardedSplit(Split):
                 module.set_unshard_in_backward(group.place != "embedding")
         if not isinstance(model, FSDPModule):  # no parameter is of the rest
             fully_shard(model, **where)
+        if self.target.strategy.pp.degree > 1:
+            self._prefetch_in_stage(model)
+
+    def _prefetch_in_stage(self, model: nn.Module) -> None:
+        """Gather in backward, while a group is at work, the one before it in its stage alone.
+
+        By itself FSDP2 takes the one that ran before it, which may be of another microbatch. Where
+        a rank has several stages, nothing is gathered ahead.
+        """
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for before, module in zip([None, *modules], modules, strict=False):
+            # What is there already, as the group at work itself, is not gathered again.
+            ahead = module if before is None or self.target.num_stages > 1 else before
+            module.set_modules_to_backward_prefetch([ahead])
 
     def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
         """Return what steers gathers and reductions."""
@@ -156,7 +185,7 @@ def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return {"mesh": comm.mesh["fsdp"] if axes == ("fsdp",) else comm.mesh[axes]}
     copies = "dp" if "dp" in axes else None
-    return {"mesh": comm.mesh, "dp_mesh_dims": mesh_dims()(shard="fsdp", replicate=copies)}
+    return {"mesh": comm.model_mesh, "dp_mesh_dims": mesh_dims()(shard="fsdp", replicate=copies)}
 
 
 def mesh_dims() -> type[Any]:
@@ -194,7 +223,9 @@ class ShardedReducer(GradientReducer):
         self._root = cast(FSDPModule, model)
         self._kind = kind
         self._used: set[nn.Parameter] = set()
+        self._left = set(trained)
         self._adders: list[Node] = []
+        self._own: dict[FSDPModule, frozenset[nn.Parameter]] = {}
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._set_up(module)
@@ -232,6 +263,7 @@ class ShardedReducer(GradientReducer):
             for name, parameter in submodule.named_parameters(recurse=False)
             if parameter.requires_grad and parameter not in elsewhere
         ]
+        self._own[cast(FSDPModule, module)] = frozenset(parameter for *_, parameter in places)
 
         def on_first_forward(*_: Any) -> None:
             handle.remove()
@@ -246,14 +278,18 @@ class ShardedReducer(GradientReducer):
     def _note_used(self, parameter: nn.Parameter, _gathered: torch.Tensor) -> None:
         self._used.add(parameter)
 
-    def before_backward(self, *, is_last: bool) -> None:
-        """Say that a backward follows, and whether it is the last of this global batch."""
-        if self._kind == "zero1":
-            self._root.set_requires_gradient_sync(is_last)
-        else:
-            self._root.set_requires_all_reduce(is_last)
-        if self._kind != "zero3":
-            self._root.set_reshard_after_backward(is_last)
+    def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
+        """Say what FSDP2 is to reduce, and to free, in the backward that follows."""
+        self._left.difference_update(last)
+        if reached is not None:  # else FSDP2 takes each backward for the last, as it does by itself
+            self._root.set_is_last_backward(not self._left)
+        for module, own in self._own.items():
+            here = own if reached is None else own.intersection(reached)
+            is_last = here.issubset(last) if here else not (own or self._left)
+            is_reduced = is_last if self._kind == "zero1" else bool(here)
+            module.set_requires_gradient_sync(is_reduced, recurse=False)
+            module.set_requires_all_reduce(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last or self._kind == "zero3", recurse=False)
 
     def finish(self, phase: Phase = no_phase) -> None:
         """Drop the gradients, all zeros, of what no rank used, and sum the others over cp."""
@@ -262,6 +298,7 @@ class ShardedReducer(GradientReducer):
         for parameter in itertools.compress(self.parameters, map(operator.not_, is_used)):
             parameter.grad = None
         self._used.clear()
+        self._left = set(self.parameters)
         if self.comm.size("cp") > 1:
             with phase("reduce"), torch.no_grad():
                 self._sum_over_copies()

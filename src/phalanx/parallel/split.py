@@ -12,6 +12,7 @@ from torch import nn
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
+from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.reduce import GradientReducer
 from phalanx.strategy import Strategy
 
@@ -51,6 +52,10 @@ class Target:
         compute: data type of the arithmetic; that of the parameters if None.
         roles: patterns of module names to roles for tp, see `parallel.tensor.roles`; they come
             before those that are known for the model.
+        pp_rank: coordinate on pp of the rank whose shards are meant.
+        num_stages: how many stages that rank runs of the model.
+        num_ends: how many of them are the first or the last, which read what is in no block; 1
+            where the model is not cut.
         shapes: what the axes before this one leave the first rank of those parameters that they
             have split.
     """
@@ -59,6 +64,9 @@ class Target:
     model: nn.Module
     compute: torch.dtype | None = None
     roles: Mapping[str, str] | None = None
+    pp_rank: int = 0
+    num_stages: int = 1
+    num_ends: int = 1
     shapes: Shapes = field(default_factory=dict[nn.Parameter, tuple[int, ...]])
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -102,9 +110,9 @@ class Split:
         """Return the rows and positions of a microbatch that it leaves to the axes after it."""
         return microbatch
 
-    def shapes(self) -> Shapes:
-        """Return the shape of the first rank's shard of each parameter that some axis has split."""
-        return self.target.shapes
+    def remaining(self) -> Target:
+        """Return what this axis leaves the axes after it to split."""
+        return self.target
 
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
         """Return what the first rank holds, given what it would without this axis.
@@ -141,3 +149,8 @@ class Split:
         """
         _ = comm
         return inner
+
+    def runner(self, comm: Ranks, runner: Runner) -> Runner:
+        """Return what runs the model, where that is not `runner`."""
+        _ = comm
+        return runner

@@ -2,8 +2,9 @@
 
 ||g||_p = (sum over all elements of the model |g_i|^p)^(1/p), or max |g_i| for p = inf. Each element
 of the model counts once, however many ranks hold it: a sharded gradient (DTensor) is summed over
-exactly the axes it is sharded on, a replicated one over none (Pascanu et al., On the difficulty of
-training recurrent neural networks, 2013, section 3.2, for the clipping).
+exactly the axes it is sharded on, a replicated one over none, and all are summed over the stages of
+a pipeline, which hold different parameters (Pascanu et al., On the difficulty of training recurrent
+neural networks, 2013, section 3.2, for the clipping).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0)
     """Return the p-norm of all gradients taken as one vector; equal on every rank.
 
     Args:
-        gradients: plain tensors that every rank holds in full, or DTensors.
-        comm: the ranks that hold the DTensors.
+        gradients: plain tensors that every rank of a pipeline's stage holds in full, or DTensors;
+            none that another stage counts.
+        comm: the ranks that hold the DTensors, and the stages.
         p: 1, 2 or inf (any p > 0 is right).
     """
     by_axes: dict[tuple[str, ...] | None, list[torch.Tensor]] = defaultdict(list)
@@ -37,10 +39,10 @@ def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0)
         for axis in axes or ():
             comm.all_reduce(norm, axis, "max" if math.isinf(p) else "sum")
         norms.append(norm)
-    if not norms:
-        return torch.zeros(())
-    every = torch.stack(norms)
-    return every.max() if math.isinf(p) else every.sum().pow(1 / p)
+    every = torch.stack(norms or [torch.zeros((), device=comm.device)])
+    total = every.max() if math.isinf(p) else every.sum()
+    comm.all_reduce(total, "pp", "max" if math.isinf(p) else "sum")
+    return total if math.isinf(p) else total.pow(1 / p)
 
 
 def _power_sum(shards: list[torch.Tensor], p: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.data.batch import Batch
 from phalanx.data.loader import evaluation_batches, evaluation_rows
 from phalanx.train.notice import said_if_long
 from phalanx.train.session import Session
@@ -40,17 +41,21 @@ def evaluate(session: Session) -> Evaluation | None:
     batches = evaluation_batches(
         session.validation, rows, microbatch=job.batch.microbatch, rank=rank, num_ranks=num_ranks
     )
-    objective = session.step.objective
+
+    def forward(batch: Batch) -> torch.Tensor:
+        return session.step.objective.loss_sum(session.model, batch, 0)
+
     session.model.eval()
     with said_if_long(f"evaluating on {len(rows):,} samples"):
         for batch in batches:
-            nats += objective.loss_sum(session.model, batch.to(session.comm.device), 0)
+            loss_sum = session.step.run.infer(batch.to(session.comm.device), forward)
+            nats += 0 if loss_sum is None else loss_sum  # the last stage of a pipeline has it
             num_tokens += batch.count_valid()
     session.model.train()
-    loss_sum = session.comm.all_reduce(nats, "loss").item()
+    total = session.comm.all_reduce(nats, "loss").item()
     num_valid = session.comm.all_reduce(num_tokens, "data").item()
     num_bytes = session.validation.count_bytes(rows, job.tokens.token_bytes())
     return Evaluation(
-        loss=loss_sum / num_valid,
-        bits_per_byte=loss_sum / math.log(2) / num_bytes,
+        loss=total / num_valid,
+        bits_per_byte=total / math.log(2) / num_bytes,
     )

@@ -26,7 +26,6 @@ from phalanx.data.token_file import TokenFile
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan, plan_decoder
 from phalanx.train.job.resolve import Job, manifest_of
 from phalanx.train.job.run_folder import check_unused, keep_origin
@@ -85,7 +84,12 @@ def open_session(job: Job) -> Session:
     """
     config = job.config
     comm = Ranks(job.strategy, job.device)
-    saver = Saver(job.out, keep=config.keep_checkpoints, timeout_s=config.timeout_s)
+    saver = Saver(
+        job.out,
+        keep=config.keep_checkpoints,
+        timeout_s=config.timeout_s,
+        num_stages=comm.size("pp"),
+    )
     # Another run may have saved to it, and ended, since the job was resolved.
     on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
     precision = resolve(config.precision, job.device)
@@ -93,11 +97,13 @@ def open_session(job: Job) -> Session:
     config = dataclasses.replace(config, **settled)
     job = dataclasses.replace(job, config=config)
     on_first_rank(lambda: keep_origin(job), f"cannot write to {job.out}")
-    plan = plan_decoder(job.strategy, job.shape, precision.master, precision.compute)
+    plan = plan_decoder(
+        job.strategy, job.shape, precision.master, precision.compute, comm.coord("pp")
+    )
     model = plan.model.train()
     with said_if_long("building the model"):
         fill = functools.partial(fill_initial, job.shape, config.seed)
-        reducer = plan.build(comm, fill)
+        runner = plan.build(comm, fill)
     if job.init is not None:
         with said_if_long(f"reading weights from {job.init.folder}"):
             state.load_weights(job.init.folder, model)
@@ -108,7 +114,7 @@ def open_session(job: Job) -> Session:
         config.optimizer,
         comm=comm,
         num_steps=job.num_steps,
-        run=Accumulate(reducer),
+        run=runner,
         scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
         nonfinite=config.nonfinite,
     )

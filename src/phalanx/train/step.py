@@ -33,6 +33,7 @@ TERMS: dict[str, Term] = {
     "count": "communication",
     "forward": "forward",
     "backward": "backward",
+    "sizes": "communication",
     "agree": "communication",
     "reduce": "communication",
     "metrics": "communication",
@@ -143,7 +144,7 @@ class Step:
         """
         with self.phase("clip"):
             self.scaler.unscale_(self.optimizer)
-            norm = gradient_norm(self.gradients(), self.comm, self.config.clip_p)
+            norm = self.norm(self.config.clip_p)
             # `get_scale` would wait for the device.
             found = _read(loss, norm, num_valid, self.scaler.scale(torch.ones_like(loss)))
         is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)
@@ -169,6 +170,11 @@ class Step:
         """Return the gradients that there are."""
         grads = [parameter.grad for parameter in self.model.parameters()]
         return [grad for grad in grads if grad is not None]
+
+    def norm(self, p: float) -> torch.Tensor:
+        """Return the p-norm of the whole gradient; every rank calls this together."""
+        counted = [q.grad for q in self.model.parameters() if q not in self.run.copies]
+        return gradient_norm([grad for grad in counted if grad is not None], self.comm, p)
 
     @contextmanager
     def watched(self, watcher: Phase) -> Generator[None]:

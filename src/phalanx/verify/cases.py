@@ -18,6 +18,7 @@ from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.pipeline.split import num_stages
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
@@ -39,9 +40,12 @@ def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
     of_tp = strategy.tp.degree if strategy.tp.degree > 1 else 3
     by_heads = strategy.cp.degree if strategy.cp.kind == "ulysses" else 1
     unit = next(u for u in count(of_tp, of_tp) if 2 * u % (strategy.tp.degree * by_heads) == 0)
+    # Of a pipeline every stage has a block, and some have two.
+    num_layers = 2 if strategy.pp.degree == 1 else num_stages(strategy) + 1
     llama = ModelShape(
-        vocab_size=67, num_layers=2, hidden=6 * unit, num_heads=2 * unit, num_kv_heads=unit,
-        head_dim=4, ffn=11 * unit, max_seq_len=32, qk_norm=True, tied=True, dropout=0.1,
+        vocab_size=67, num_layers=num_layers, hidden=6 * unit, num_heads=2 * unit,
+        num_kv_heads=unit, head_dim=4, ffn=11 * unit, max_seq_len=32, qk_norm=True, tied=True,
+        dropout=0.1,
     )  # fmt: skip
     gpt2 = dataclasses.replace(
         llama, num_kv_heads=2 * unit, norm="layer", position="learned", mlp="gelu", bias=True,
@@ -118,13 +122,15 @@ def decoder_case(
 
 def configured_case(shape: ModelShape, strategy: Strategy, config: VerifyConfig) -> Case:
     """Return the case of a decoder that is asked for, on awkward batches."""
-    num_rows = config.global_size or 3 * config.accumulation * strategy.data_ranks // 2 * 2 + 1
+    # A pipeline is filled, runs and is emptied.
+    accumulation = config.accumulation or (2 if strategy.pp.degree == 1 else strategy.pp.degree + 1)
+    num_rows = config.global_size or 3 * accumulation * strategy.data_ranks // 2 * 2 + 1
     batches = decoder_batches(
         shape, config.steps, num_rows, config.seq_len, strategy.data_ranks, config.seed
     )
     return dataclasses.replace(
         decoder_case(shape, batches, config.seed, config.optimizer),
-        accumulation=config.accumulation,
+        accumulation=accumulation,
         dtype=config.dtype,
         device=config.device,
     )

@@ -167,7 +167,7 @@ def _compare_steps(
 ) -> tuple[list[Difference], list[Place], list[RankFacts], list[Entry], list[Sent]]:
     """Compare step by step, to the end of the first that differs; all ranks return the same."""
     run = SplitRun(case, strategy, comm)
-    ours = full_tensors(dict(run.model.named_parameters()))
+    ours = full_tensors(dict(run.model.named_parameters()), comm)
     differences, unequal, facts = list[Difference](), list[Place](), list[RankFacts]()
     expected = moved = None
     if dist.get_rank() == 0:

@@ -147,7 +147,7 @@ def _compare(
     for made, _ in expected:
         key, reference = made.key, made.tensor
         for event in ours.get(key, []):
-            if reference.ndim == 0 and key.kind in (Kind.INPUT, Kind.OUTPUT):
+            if event.tensor.ndim == reference.ndim == 0 and key.kind in (Kind.INPUT, Kind.OUTPUT):
                 sums[key] = sums.get(key, 0.0) + float(event.tensor)
             elif pair := aligner.pair(event, reference, rows[event.microbatch]):
                 found = gap(*pair), event.microbatch

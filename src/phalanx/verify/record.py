@@ -9,23 +9,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.comm.comm import Ranks, local_shard
+from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.ledger import Ledger, Phase, no_phase
 from phalanx.comm.together import gather_on_first
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.reduce import is_fused
 from phalanx.strategy import Strategy
-from phalanx.train.clip import gradient_norm
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step
@@ -90,7 +87,8 @@ class SplitRun:
         self._shard = comm.coord("data"), comm.size("data"), case.accumulation
         self.model = case.build().to(comm.device, case.torch_dtype).train()
         # Before the optimizer takes the parameters.
-        reducer = Plan(strategy, self.model, roles=case.roles).build(comm)
+        plan = Plan(strategy, self.model, roles=case.roles, pp_rank=comm.coord("pp"))
+        runner = plan.build(comm)
         self._step = Step(
             self.model,
             build_optimizer(self.model, case.optimizer),
@@ -98,7 +96,7 @@ class SplitRun:
             case.optimizer,
             comm=comm,
             num_steps=len(case.batches),
-            run=Accumulate(reducer),
+            run=runner,
             nonfinite="skip",  # what is not finite is compared and named
         )
 
@@ -117,9 +115,9 @@ class SplitRun:
                     watching.enter_context(step.watched(self.ledger.phase))
                 watching.enter_context(step.watched(phase))
                 loss, num_valid = step.compute_gradients(split(moved, *self._shard))
-            norms = {f"{p:g}": float(gradient_norm(step.gradients(), step.comm, p)) for p in NORMS}
+            norms = {f"{p:g}": float(step.norm(p)) for p in NORMS}
             gradients = gradients_of(model)
-            bits, before_clipping = _bits("gradient", gradients), full_tensors(gradients)
+            bits, before_clipping = _bits("gradient", gradients), full_tensors(gradients, step.comm)
             nonfinite = [n for n, g in gradients.items() if not local_shard(g).isfinite().all()]
             result = step.apply_gradients(loss, num_valid)
             norms[f"{step.config.clip_p:g}"] = result.grad_norm
@@ -127,7 +125,7 @@ class SplitRun:
             record |= {"gradient": before_clipping, "norm": norms}
             for quantity, tensors in state_of(model, step.optimizer).items():
                 bits |= _bits(quantity, tensors)
-                record[quantity] = full_tensors(tensors)
+                record[quantity] = full_tensors(tensors, step.comm)
             yield record, RankFacts(result.loss, norms, bits, nonfinite)
 
 
@@ -145,9 +143,13 @@ def check_rows(case: Case, num_data_ranks: int) -> None:
 def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Place]:
     """Return in what ranks differ that should be alike, roughly in the order of a step."""
     found = _unequal_numbers(step, "the loss", [rank.loss for rank in facts])
-    trained = [{name for kind, name, _ in rank.bits if kind == "gradient"} for rank in facts]
+    # A stage of a pipeline holds some of the parameters.
+    held, trained = (
+        [{name for kind, name, _ in rank.bits if kind == wanted} for rank in facts]
+        for wanted in ("weight", "gradient")
+    )
     for name in sorted(set[str]().union(*trained)):
-        without = [rank for rank, names in enumerate(trained) if name not in names]
+        without = [r for r, names in enumerate(trained) if name in held[r] and name not in names]
         if without:
             text = f"{name} has a gradient on some ranks, but none on rank {without[0]}"
             found.append(Place(owner(name), text, step, without[0]))
@@ -213,39 +215,55 @@ def _bytes_of(shard: Tensor) -> bytes:
     return shard.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+class Part(NamedTuple):
+    """A shard on its way to rank 0.
+
+    Attributes:
+        shape: of the full tensor.
+        dtype: of its elements.
+        place: where the shard is in it.
+        data: the bytes of the shard.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: tuple[slice, ...]
+    data: bytes
+
+
+def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:
     """Return copies on the CPU on rank 0, and nothing of use elsewhere; every rank calls this.
 
     Rank 0 holds what all ranks bring at once, besides what it makes of it.
     """
-    full: dict[str, Tensor] = {}
-    parts: dict[str, tuple[tuple[slice, ...], bytes]] = {}
-    is_first = dist.get_rank() == 0
+    parts: dict[str, Part] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        if not isinstance(tensor, DTensor):
-            full[name] = tensor.cpu().clone()
-        elif is_fused(tensor) or not tensor.is_floating_point():
-            full[name] = tensor.full_tensor().cpu().clone()
-        else:
-            if is_first:  # what no rank brings stays NaN, which passes no comparison
-                full[name] = torch.full(tensor.shape, math.nan, dtype=tensor.dtype)
-            shard, offset = shard_of(tensor)
-            if shard.numel() and _brings(tensor):
-                ends = zip(offset, shard.shape, strict=True)
-                parts[name] = tuple(slice(i, i + size) for i, size in ends), _bytes_of(shard)
+        if isinstance(tensor, DTensor) and (is_fused(tensor) or not tensor.is_floating_point()):
+            tensor = tensor.full_tensor()
+        shard, offset = shard_of(tensor)
+        if shard.numel() and _brings(tensor, comm):
+            ends = zip(offset, shard.shape, strict=True)
+            place = tuple(slice(i, i + size) for i, size in ends)
+            parts[name] = Part(tuple(tensor.shape), shard.dtype, place, _bytes_of(shard))
+    full: dict[str, Tensor] = {}
     for of_rank in gather_on_first(parts):
-        for name, (place, data) in of_rank.items():
-            if name in full:
-                part = full[name][place]
-                part.copy_(torch.frombuffer(bytearray(data), dtype=part.dtype).view_as(part))
+        for name, (shape, dtype, place, data) in of_rank.items():
+            if name not in full:
+                # What no rank brings stays NaN, which passes no comparison.
+                nothing = math.nan if dtype.is_floating_point else 0
+                full[name] = torch.full(shape, nothing, dtype=dtype)
+            part = full[name][place]
+            part.copy_(torch.frombuffer(bytearray(data), dtype=dtype).view_as(part))
     return full
 
 
-def _brings(tensor: DTensor) -> bool:
-    """Tell whether this rank is the first that holds its shard, on the mesh that has rank 0."""
-    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    assert place is not None
-    assert not any(p.is_partial() for p in tensor.placements), "a sum over ranks is still owed"
-    pairs = zip(place, tensor.placements, strict=True)
-    return 0 in mesh.mesh and all(i == 0 for i, p in pairs if p.is_replicate())
+def _brings(tensor: Tensor, comm: Comm) -> bool:
+    """Tell whether this rank is the first of its stage that holds its shard."""
+    shards: set[str] = set()
+    if isinstance(tensor, DTensor):
+        assert not any(p.is_partial() for p in tensor.placements), "a sum over ranks is still owed"
+        names = tensor.device_mesh.mesh_dim_names or ()
+        pairs = zip(names, tensor.placements, strict=True)
+        shards = {name for name, placement in pairs if not placement.is_replicate()}
+    return all(comm.coord(axis) == 0 for axis in comm.axes if axis != "pp" and axis not in shards)

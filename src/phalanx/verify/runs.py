@@ -50,7 +50,9 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
     }
     if given.batch == BatchConfig():
         row_shards = plan_decoder(strategy, awkward_shapes(strategy)["llama"]).row_shards
-        own["batch"] = BatchConfig(microbatch=max(2, row_shards), accumulation=2)
+        own["batch"] = BatchConfig(
+            microbatch=max(2, row_shards), accumulation=max(2, strategy.pp.degree + 1)
+        )
     given_values = {field.name: getattr(given, field.name) for field in fields(TrainConfig)}
     return TrainConfig(**(given_values | own))
 

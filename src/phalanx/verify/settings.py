@@ -43,8 +43,9 @@ class VerifyConfig:
     """Data type of weights and arithmetic; float64 shows whether the strategy is exact."""
     global_size: Annotated[int | None, Range(1)] = None
     """Sequences in one step; an odd number, so that shares are uneven, if unset."""
-    accumulation: Annotated[int, Range(1)] = 2
-    """Microbatches that each rank cuts its share into."""
+    accumulation: Annotated[int | None, Range(1)] = None
+    """Microbatches that each rank cuts its share into; 2 if unset, or one more than there are
+    ranks on pp."""
     seq_len: Annotated[int, Range(1)] = 17
     """Tokens of a sequence."""
     seed: Annotated[int, Range(0, 2**63 - 1, "[]")] = 0

@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from phalanx.models.decoder import Stage
 from phalanx.parallel.context.order import Order
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import BatchShape, Spec
@@ -85,6 +86,7 @@ class Recorder:
                 placeholders by where they lie, so there it is views.
             suspect: parameter whose gradient is to be recorded before it is reduced.
         """
+        self._model = model
         self.events: list[Event] = []
         self.is_on = False
         self.contribution: Tensor | None = None
@@ -148,7 +150,9 @@ class Recorder:
         """Return what records a tensor; nothing while a forward runs again for backward."""
         if not (self.is_on and self._is_forward):
             return lambda tensor: None
-        microbatch = self._microbatch
+        # Stages of a pipeline run microbatches in an order of their own.
+        stage: Stage | None = getattr(self._model, "stage", None)
+        microbatch = self._microbatch if stage is None else stage.microbatch
 
         def note(tensor: Tensor) -> None:
             copy = tensor.detach().cpu().clone()

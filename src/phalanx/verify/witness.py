@@ -46,13 +46,14 @@ class Witness(Watcher):
         self._weights = self._shards()
         self.history = History(self._state())
         session.step.objective = _Noting(session.step.objective, self.history.rows)
-        session.model.blocks[0].register_forward_hook(self._note_output)
+        for block in session.model.blocks:  # those of other stages are never called
+            block.register_forward_hook(self._note_output)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Take down the gradients once they are reduced, before they are clipped."""
         if name == "clip":
-            self._gradients = full_tensors(gradients_of(self._session.model))
+            self._gradients = full_tensors(gradients_of(self._session.model), self._session.comm)
         yield
 
     def keep(self, result: StepResult) -> None:
@@ -89,7 +90,7 @@ class Witness(Watcher):
     def _state(self) -> StepRecord:
         """Gather weights and moments for rank 0; every rank calls this together."""
         state = state_of(self._session.model, self._session.step.optimizer)
-        full = {what: full_tensors(tensors) for what, tensors in state.items()}
+        full = {what: full_tensors(tensors, self._session.comm) for what, tensors in state.items()}
         return full if self._session.is_first else {}
 
     def _note_output(self, module: nn.Module, args: object, output: Tensor) -> None:

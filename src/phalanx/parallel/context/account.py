@@ -15,7 +15,7 @@ import torch
 
 from phalanx.comm.comm import Counting
 from phalanx.comm.ledger import Entry, sent_bytes
-from phalanx.models.decoder import Decoder
+from phalanx.models.decoder import Block, Decoder
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses
 from phalanx.parallel.split import Target
@@ -32,6 +32,7 @@ def traffic(
     """Return what the first rank of cp sends over it in one step."""
     strategy, model = target.strategy, cast(Decoder, target.model)
     num_ranks = strategy.cp.degree
+    num_blocks = sum(isinstance(block, Block) for block in model.blocks)  # of this rank's stages
     dtype = target.compute or next(model.parameters()).dtype
     sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for (num_rows, length), times in Counter(microbatches).items():
@@ -39,8 +40,8 @@ def traffic(
         for entry in _entries(type(attention), num_ranks, shape, dtype):
             for phase in _phases(entry.phase, strategy.recompute.kind, attention):
                 pair = sums[phase, entry.op]
-                pair[0] += times * len(model.blocks) * entry.calls
-                pair[1] += times * len(model.blocks) * entry.payload_bytes
+                pair[0] += times * num_blocks * entry.calls
+                pair[1] += times * num_blocks * entry.payload_bytes
     return [
         Entry(phase, "cp", op, calls, payload, sent_bytes(op, payload, num_ranks))
         for (phase, op), (calls, payload) in sums.items()

@@ -28,6 +28,8 @@ from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses, padded_documents
 from phalanx.parallel.split import Split, Target
 from phalanx.parallel.tensor.apply import layout_of
+from phalanx.parallel.tensor.scope import batch_scope
+from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Axis, Strategy
 
 KINDS: dict[str, type[Ring] | type[Ulysses]] = {"ring": Ring, "ulysses": Ulysses}
@@ -133,13 +135,15 @@ def apply(model: nn.Module, comm: Comm, strategy: Strategy) -> None:
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
         cut = functools.partial(cut_positions, attention=attention, comm=comm)
-        out = own(
-            cut(tokens_BT),
-            None if labels_BT is None else cut(labels_BT, padding=IGNORE),
-            positions_BT=cut(positions_BT),
-            documents_BT=cut_documents(documents_BT, tokens_BT, attention, comm),
-            dropout_keys_B=dropout_keys_B,
-        )
+        here_BT = cut(tokens_BT)
+        with batch_scope(BatchShape(*here_BT.shape)):  # for tp, whose rows are these
+            out = own(
+                here_BT,
+                None if labels_BT is None else cut(labels_BT, padding=IGNORE),
+                positions_BT=cut(positions_BT),
+                documents_BT=cut_documents(documents_BT, tokens_BT, attention, comm),
+                dropout_keys_B=dropout_keys_B,
+            )
         if labels_BT is not None or (model.stage is not None and not model.stage.is_last):
             return out
         return _gathered(out, attention, comm)[:, :length]

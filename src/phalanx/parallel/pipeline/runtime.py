@@ -11,18 +11,19 @@ header with their shape; afterwards both sides know it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from phalanx.comm.comm import Comm, Pending
 from phalanx.comm.ledger import Phase, no_phase
-from phalanx.parallel.accumulate import Forward, ShareOf
-from phalanx.parallel.pipeline.schedule import Action, Schedule, build_schedule
+from phalanx.parallel.accumulate import Forward, Runner, ShareOf
+from phalanx.parallel.pipeline.schedule import Action, Schedule
 from phalanx.parallel.pipeline.split_backward import (
     Groups,
     backward_input,
@@ -61,7 +62,45 @@ def sent_after(action: Action, last_stage: int) -> Message | None:
     return None
 
 
-class Pipeline:
+class Sizes:
+    """Shapes and data types of activations: announced by a header once, known afterwards."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._known: dict[tuple[int, Any], tuple[torch.Size, torch.dtype]] = {}
+
+    def header(self, stage: int, microbatch: Any, tensor: Tensor) -> Tensor | None:
+        """Return what to send before the first activation of these sizes; None later on.
+
+        The tensor is what `stage` is to receive of the microbatch.
+        """
+        key = _key(stage, microbatch)
+        if key in self._known:
+            return None
+        self._known[key] = tensor.shape, tensor.dtype
+        sizes = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+        header = torch.tensor(sizes + [0] * (HEADER_SIZE - len(sizes)))
+        return header.to(self._comm.device)
+
+    def buffer(self, stage: int, microbatch: Any, source: int) -> Tensor:
+        """Return an empty tensor for what `stage` is to receive of the microbatch."""
+        key = _key(stage, microbatch)
+        if key not in self._known:
+            header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._comm.device)
+            numbers = self._comm.recv_start(header, "pp", source).wait().tolist()
+            shape = torch.Size(numbers[2 : 2 + numbers[1]])
+            self._known[key] = shape, DTYPES[numbers[0]]
+        shape, dtype = self._known[key]
+        return torch.empty(shape, dtype=dtype, device=self._comm.device)
+
+
+def _key(stage: int, microbatch: Any) -> tuple[int, Any]:
+    """Return what the sizes of an activation depend on."""
+    leaves = tree_leaves(vars(microbatch) if is_dataclass(microbatch) else microbatch)
+    return stage, tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+
+
+class Pipeline(Runner):
     """The runner of the stages of one rank.
 
     Attributes:
@@ -72,17 +111,20 @@ class Pipeline:
         self,
         stages: Stages,
         comm: Comm,
-        kind: str,
-        chunks: int = 1,
+        schedule_of: Callable[[int], Schedule],
         reducer: GradientReducer | None = None,
+        copies: Sequence[nn.Parameter] = (),
     ) -> None:
+        """Run stages by the schedules that `schedule_of` has for a number of microbatches."""
+        super().__init__(reducer, copies)
         self.stages = stages
         self._comm = comm
-        self._kind = kind
-        self._chunks = chunks
-        self._reducer = reducer
-        self._known: dict[tuple[int, Any], tuple[torch.Size, torch.dtype]] = {}
+        self._schedule_of = schedule_of
+        self._sizes = Sizes(comm)
+        # Once all axes have split the model: what fsdp gathers has other parameters for a while.
+        self._weights = {stage: stages.weights(stage) for stage in stages.here}
 
+    @override
     def __call__(
         self,
         microbatches: Sequence[Any],
@@ -90,28 +132,61 @@ class Pipeline:
         share_of: ShareOf,
         phase: Phase = no_phase,
     ) -> None:
-        """Take this rank's actions of the schedule, see `Runner`.
-
-        The microbatches are the same on all ranks of the pipeline.
-        """
-        p, m = self._comm.size("pp"), len(microbatches)
-        schedule = build_schedule(self._kind, p, m, self._chunks)
+        schedule = self._schedule_of(len(microbatches))
         order = schedule.orders[self._comm.coord("pp")]
-        step = _Step(schedule, self.stages, self._comm, self._known, microbatches)
-        ends = {a.stage: at for at, a in enumerate(order) if a.op in ("B", "W")}
+        step = _Step(
+            schedule, self.stages, self._weights, self._comm, self._sizes, microbatches, phase
+        )
+        lasts = self._lasts(order)
         for at, action in enumerate(order):
             if action.op == "F":
                 with phase("forward"):
                     step.forward(action, forward, share_of)
                 continue
             with phase("backward"):
-                if self._reducer is not None:
-                    self._reducer.before_backward(is_last=ends[action.stage] == at)
+                if self.reducer is not None and action.op != "I":
+                    self.reducer.before_backward(lasts[at], self._weights[action.stage])
                 step.backward(action)
         with phase("backward"):
             step.finish_sends()
-        if self._reducer is not None:
-            self._reducer.finish(phase)
+        if self.reducer is not None:
+            self.reducer.finish(phase)
+
+    @override
+    @torch.no_grad()
+    def infer(self, microbatch: Any, forward: Forward) -> Tensor | None:
+        schedule, here = self._schedule_of(1), self._comm.coord("pp")
+        output: Tensor | None = None
+        for stage in self.stages.here:
+            received = None
+            if stage > 0:
+                source = schedule.rank_of[stage - 1]
+                if source == here:
+                    received = output
+                else:
+                    buffer = self._sizes.buffer(stage, microbatch, source)
+                    received = self._comm.recv_start(buffer, "pp", source).wait()
+            with self.stages.running(stage, received, 0):
+                output = forward(microbatch)
+            if stage + 1 < self.stages.num_stages:
+                target = schedule.rank_of[stage + 1]
+                if target != here:
+                    for part in (self._sizes.header(stage + 1, microbatch, output), output):
+                        if part is not None:
+                            self._comm.send_start(part.contiguous(), "pp", target).wait()
+        return output if self.stages.num_stages - 1 in self.stages.here else None
+
+    def _lasts(self, order: Sequence[Action]) -> list[list[nn.Parameter]]:
+        """Return of each action the parameters that get no gradient after it."""
+        ends = {action.stage: at for at, action in enumerate(order) if action.op in ("B", "W")}
+        last_at: dict[nn.Parameter, int] = {}
+        for stage, at in ends.items():
+            for weight in self._weights[stage]:
+                last_at[weight] = max(at, last_at.get(weight, at))
+        lasts: list[list[nn.Parameter]] = [[] for _ in order]
+        for weight, at in last_at.items():
+            lasts[at].append(weight)
+        return lasts
 
 
 @dataclass
@@ -120,9 +195,11 @@ class _Step:
 
     schedule: Schedule
     stages: Stages
+    weights: Mapping[int, Sequence[nn.Parameter]]
     comm: Comm
-    known: dict[tuple[int, Any], tuple[torch.Size, torch.dtype]]
+    sizes: Sizes
     microbatches: Sequence[Any]
+    phase: Phase
     kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     arrived: dict[Message, Tensor | Pending] = field(default_factory=dict)
     weight_work: dict[tuple[int, int], Groups] = field(default_factory=dict)
@@ -161,7 +238,7 @@ class _Step:
         received = None
         if stage > 0:
             received = self._receive(Message(False, stage, number), stage - 1).requires_grad_()
-        with self.stages.running(stage, received):
+        with self.stages.running(stage, received, number):
             output = forward(self.microbatches[number])
         if stage == self._last:
             output = share_of(output)
@@ -174,7 +251,7 @@ class _Step:
         op, stage, number = action
         at = stage, number
         if op == "W":
-            backward_weights(self.weight_work.pop(at), self.stages.weights(stage))
+            backward_weights(self.weight_work.pop(at), self._trained(stage))
             return
         received, output = self.kept[at]
         gradient = None
@@ -184,9 +261,7 @@ class _Step:
         if op == "B":
             output.backward(gradient)
         else:
-            self.weight_work[at] = backward_input(
-                output, gradient, received, self.stages.weights(stage)
-            )
+            self.weight_work[at] = backward_input(output, gradient, received, self._trained(stage))
         if received is not None:
             assert received.grad is not None, "a stage depends on what it received"
             self._send(action, received.grad)
@@ -205,12 +280,11 @@ class _Step:
             self.arrived[message] = tensor
             return
         if not message.is_gradient:
-            key = self._key(message)
-            if key not in self.known:
-                self.known[key] = tensor.shape, tensor.dtype
-                sizes = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-                header = torch.tensor(sizes + [0] * (HEADER_SIZE - len(sizes)))
-                self._start(header.to(tensor.device), message, target)
+            of = self.microbatches[message.microbatch]
+            header = self.sizes.header(message.stage, of, tensor)
+            if header is not None:
+                with self.phase("sizes"):
+                    self._start(header, message, target)
         self._start(tensor.contiguous(), message, target)
 
     def _start(self, tensor: Tensor, message: Message, target: int) -> None:
@@ -250,17 +324,7 @@ class _Step:
         """Return an empty tensor for a message."""
         if message.is_gradient:
             return torch.empty_like(self.kept[message.stage, message.microbatch][1])
-        key = self._key(message)
-        if key not in self.known:
-            header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.comm.device)
-            numbers = self.comm.recv_start(header, "pp", source).wait().tolist()
-            shape = torch.Size(numbers[2 : 2 + numbers[1]])
-            self.known[key] = shape, DTYPES[numbers[0]]
-        shape, dtype = self.known[key]
-        return torch.empty(shape, dtype=dtype, device=self.comm.device)
+        return self.sizes.buffer(message.stage, self.microbatches[message.microbatch], source)
 
-    def _key(self, message: Message) -> tuple[int, Any]:
-        """Return what the sizes of an activation depend on."""
-        microbatch = self.microbatches[message.microbatch]
-        leaves = tree_leaves(vars(microbatch) if is_dataclass(microbatch) else microbatch)
-        return message.stage, tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+    def _trained(self, stage: int) -> list[nn.Parameter]:
+        return [weight for weight in self.weights[stage] if weight.requires_grad]

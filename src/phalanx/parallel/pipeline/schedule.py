@@ -25,6 +25,7 @@ dualpipev      DeepSeek-AI 2024, arXiv 2412.19437: DualPipe, cut in half to a V
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -200,6 +201,16 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
         actions = _unrolled(of.phases(rank, p, most, v), stages, p)
         orders.append(tuple(each for each in actions if each.microbatch < num_microbatches))
     return Schedule(kind, tuple(rank_of), tuple(orders), num_microbatches)
+
+
+@functools.lru_cache
+def with_whole_backwards(schedule: Schedule) -> Schedule:
+    """Return the schedule with B for each I, and nothing for W."""
+    orders = (
+        tuple(a._replace(op="B") if a.op == "I" else a for a in order if a.op != "W")
+        for order in schedule.orders
+    )
+    return dataclasses.replace(schedule, orders=tuple(orders))
 
 
 def _unrolled(phases: Iterable[tuple[int, str]], stages: list[int], p: int) -> Iterator[Action]:

@@ -17,7 +17,7 @@ from phalanx.models.decoder import Decoder, Stage
 
 
 class Absent(nn.Module):
-    """Stands for a module that other ranks have."""
+    """Stands for a block that other ranks have."""
 
 
 class Stages:
@@ -26,45 +26,56 @@ class Stages:
     Attributes:
         model: the decoder, of which only what these stages need is left.
         cut: the links of the chain in each stage of the whole model; see above.
+        here: numbers of the stages of this rank.
     """
 
     def __init__(self, model: Decoder, cut: Sequence[range], here: Sequence[int]) -> None:
         """Remove from `model`, in place, what the stages `here` do not run."""
         self.model = model
         self.cut = list(cut)
-        self._num_links = len(model.blocks) + 2
+        self.here = list(here)
+        self._last_link = len(model.blocks) + 1
         kept = {link for stage in here for link in cut[stage]}
-        last = self._num_links - 1
-        if 0 not in kept and not (model.shape.tied and last in kept):
-            model.embedding = Absent()  # pyright: ignore[reportAttributeAccessIssue]
-        if 0 not in kept and model.position_embedding is not None:
+        if 0 not in kept:
             model.position_embedding = None
+            if not (model.shape.tied and self._last_link in kept):
+                model.remove("embedding")
         for index in range(len(model.blocks)):
             if index + 1 not in kept:
                 model.blocks[index] = Absent()
-        if last not in kept:
-            model.norm, model.output = Absent(), Absent()  # pyright: ignore[reportAttributeAccessIssue]
+        if self._last_link not in kept:
+            model.remove("norm")
+            model.remove("output")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return len(self.cut)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the first and the last stage hold one weight."""
+        return self.model.shape.tied and self.num_stages > 1
 
     def weights(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters that a stage reads."""
+        """Return the parameters that a stage of this rank reads."""
         model, links = self.model, self.cut[stage]
-        modules: list[nn.Module] = [
-            model.blocks[link - 1] for link in links if 0 < link < self._num_links - 1
+        modules: list[nn.Module | None] = [
+            model.blocks[link - 1] for link in links if 0 < link < self._last_link
         ]
         if 0 in links:
-            modules += [model.embedding]
-            modules += [model.position_embedding] if model.position_embedding is not None else []
-        if self._num_links - 1 in links:
-            modules += [model.norm, model.output, *([model.embedding] if model.shape.tied else [])]
-        found = [p for module in modules for p in module.parameters() if p.requires_grad]
+            modules += [model.embedding, model.position_embedding]
+        if self._last_link in links:
+            modules += [model.norm, model.output, model.embedding if model.shape.tied else None]
+        found = [p for m in modules if m is not None for p in m.parameters()]
         return list(dict.fromkeys(found))
 
     @contextmanager
-    def running(self, stage: int, received: Tensor | None) -> Generator[None]:
+    def running(self, stage: int, received: Tensor | None, microbatch: int) -> Generator[None]:
         """Let a forward of the model be that of one stage, on what the one before has sent."""
-        links, last = self.cut[stage], self._num_links - 1
+        links, last = self.cut[stage], self._last_link
         blocks = range(max(links.start - 1, 0), min(links.stop, last) - 1)
-        self.model.stage = Stage(blocks, received, last in links)
+        self.model.stage = Stage(blocks, received, last in links, microbatch)
         try:
             yield
         finally:

@@ -201,8 +201,10 @@ def _replicas(parameters: Sequence[Placed], num_shares: int) -> dict[tuple[str, 
 
 def _width(bindings: Sequence[RoleBinding]) -> int:
     """Return the number of features of the residual."""
-    binding = next(binding for binding in bindings if binding.role in ("row", "embedding"))
-    return _matrix_shape(binding.module)[1 if binding.role == "embedding" else 0]
+    roles = ("row", "embedding", "head")  # the last stage of a pipeline may have the head alone
+    binding = next(binding for role in roles for binding in bindings if binding.role == role)
+    table = _table(binding, bindings) if binding.role == "head" else binding.module
+    return _matrix_shape(table)[0 if binding.role == "row" else 1]
 
 
 def _matrix_shape(module: nn.Module) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.placed import Placed
 from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
 from phalanx.parallel.tensor.scope import batch_scope
+from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.parallel.tensor.three_d import ThreeD
 from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
 from phalanx.parallel.tensor.two_d import TwoD
@@ -61,10 +62,10 @@ def layout_of(strategy: Strategy, comm: Comm | None = None) -> Layout:
 
 def _shard(placed: Placed, layout: Layout) -> nn.Parameter:
     """Return this rank's shard of a parameter, as a DTensor of the job's mesh."""
-    full, spec, mesh = placed.parameter.detach(), placed.spec, cast(Ranks, layout.comm).mesh
+    full, spec, mesh = placed.parameter.detach(), placed.spec, cast(Ranks, layout.comm).model_mesh
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
-    stride, placements = full.stride(), spec.placements(layout.comm.axes)
+    stride, placements = full.stride(), spec.placements(mesh.mesh_dim_names or ())
     if placed.binding.num_maps > 1:
         full, placements = _interleaved(full, placed, layout)
     held = (spec.shard(dim, size, layout.comm) for dim, size in enumerate(full.shape))
@@ -89,14 +90,15 @@ def _interleaved(
     Returns:
         The reordered tensor, and the placements by which DTensor knows the shards of `full` itself.
     """
-    axes, num_maps = layout.comm.axes, placed.binding.num_maps
+    mesh, num_maps = cast(Ranks, layout.comm).model_mesh, placed.binding.num_maps
+    axes = mesh.mesh_dim_names or ()
     known = list(placed.spec.placements(axes))
     for dim, names in enumerate(placed.spec.axes):
         for axis in set(names).intersection(layout.column.axes[0]):
             split = full.unflatten(dim, (num_maps, layout.comm.size(axis), -1))
             full = split.transpose(dim, dim + 1).flatten(dim, dim + 2)
             # Private; tests/parallel/tensor/test_transformers.py pins it.
-            known[list(axes).index(axis)] = _StridedShard(dim, split_factor=num_maps)
+            known[axes.index(axis)] = _StridedShard(dim, split_factor=num_maps)
     return full, tuple(known)
 
 
@@ -106,7 +108,9 @@ def _bind_model(model: nn.Module) -> None:
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with batch_scope():
+        # A stage of a pipeline may have no embedding that would see the ids.
+        is_stage = getattr(model, "stage", None) is not None
+        with batch_scope(BatchShape(*args[0].shape) if is_stage else None):
             return own(*args, **kwargs)
 
     model.forward = forward

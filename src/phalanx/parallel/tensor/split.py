@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.reduce import GradientReducer, ReplicaReducer
-from phalanx.parallel.split import Shapes, Split, Target
+from phalanx.parallel.split import Split, Target
 from phalanx.parallel.tensor import account, apply
 from phalanx.parallel.tensor.check import check
 from phalanx.parallel.tensor.placed import placed
@@ -33,9 +34,10 @@ class TensorSplit(Split):
         self.row_shards = self.layout.residual.num_shards(0, self.layout.comm)
         check(self.bindings, self.placed, self.layout, target.strategy)
 
-    def shapes(self) -> Shapes:
-        """Return the shards of all parameters."""
-        return {row.parameter: row.shard_shape for row in self.placed}
+    def remaining(self) -> Target:
+        """Return the model with the shards of all parameters."""
+        shapes = {row.parameter: row.shard_shape for row in self.placed}
+        return dataclasses.replace(self.target, shapes=shapes)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return what layers and replicas send."""

@@ -111,7 +111,7 @@ def settle(config: TrainConfig) -> Request:
             f"{shape.max_seq_len}; set corpus.seq_len to at most {shape.max_seq_len}, or "
             "shape.max_seq_len higher"
         )
-    batch = solve_batch(config.batch, strategy.data_ranks)
+    batch = solve_batch(config.batch, strategy.data_ranks, strategy.pp.degree)
     load = Load(
         shape=shape,
         strategy=strategy,

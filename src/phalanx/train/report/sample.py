@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from tokenizers import Tokenizer
 
-from phalanx.comm.together import broadcast_object
+from phalanx.comm.together import first_object
 from phalanx.data.tokens import TokenFiles
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import key, uniform
+from phalanx.parallel.accumulate import Runner
 
 _PROMPT_CHARACTERS = 24
 _OPENING_TOKENS = 64
@@ -30,6 +31,7 @@ def opening(tokens: TokenFiles, tokenizer: Tokenizer) -> str:
 @torch.no_grad()
 def write_text(
     model: Decoder,
+    run: Runner,
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -42,20 +44,26 @@ def write_text(
 
     Each token is computed from the whole text before it: fine for a sample of a small model, and
     what any faster way must agree with. Every rank of the job calls this together, since the
-    weights may be spread over them; rank 0 draws, so that all go on alike.
+    weights may be spread over them; the first that has the logits draws, so that all go on alike.
 
-    `first_id` is the token that opens a document; `temperature` divides the logits before the draw.
+    `run` is what runs the model. `first_id` is the token that opens a document; `temperature`
+    divides the logits before the draw.
     """
     device = next(model.parameters()).device
+    num_ids = tokenizer.get_vocab_size()
     ids = [first_id, *tokenizer.encode(prompt, add_special_tokens=False).ids]
     model.eval()
     for position in range(num_tokens):
         window = torch.tensor([ids[-model.shape.max_seq_len :]], device=device)
-        logits_V = model(window)[0, -1].double()[: tokenizer.get_vocab_size()]
-        weights_V = torch.softmax(logits_V / temperature, dim=-1).cumsum(0)
-        draw = uniform(key(seed, "sample"), torch.tensor([position], device=device))
-        chosen = broadcast_object(int(torch.searchsorted(weights_V, draw * weights_V[-1])))
-        if chosen in (first_id, len(weights_V)):  # the latter where all weights are nan
+        logits_BTV = run.infer(window, model)
+        chosen = None
+        if logits_BTV is not None:
+            logits_V = logits_BTV[0, -1].double()[:num_ids]
+            weights_V = torch.softmax(logits_V / temperature, dim=-1).cumsum(0)
+            draw = uniform(key(seed, "sample"), torch.tensor([position], device=device))
+            chosen = int(torch.searchsorted(weights_V, draw * weights_V[-1]))
+        chosen = first_object(chosen)
+        if chosen in (first_id, num_ids):  # the latter where all weights are nan
             break
         ids.append(chosen)
     model.train()

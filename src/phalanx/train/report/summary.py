@@ -172,6 +172,7 @@ def _sample(records: Records) -> str:
     with said_if_long("the model writes a sample"), is_eager:
         return write_text(
             records.session.model,
+            records.session.step.run,
             tokenizer,
             prompt,
             first_id=job.tokens.train.end_id,
