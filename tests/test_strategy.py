@@ -187,7 +187,7 @@ def test_a_kind_of_what_splits_nothing_is_refused(text: str) -> None:
         require_built(Strategy.parse(text))
 
 
-@pytest.mark.parametrize("text", ["dp2:ps", "pp2", "dp2,cp4:ulysses"])
+@pytest.mark.parametrize("text", ["dp2:ps", "dp2:async", "cp2,dp4:local/2"])
 def test_what_is_not_built_is_named(text: str) -> None:
     missing = text.rsplit(",", maxsplit=1)[-1]
     with pytest.raises(
