@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx import strategy
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
@@ -19,7 +18,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel import plan
 from phalanx.parallel.plan import SPLITS, Plan, plan_decoder
 from phalanx.parallel.split import Shapes, Split, StateBytes
-from phalanx.strategy import KINDS, Kind, Strategy
+from phalanx.strategy import KINDS, Strategy
 
 SHAPE = ModelShape(
     vocab_size=68, num_layers=2, hidden=32, num_heads=8, num_kv_heads=4, head_dim=4, ffn=48,

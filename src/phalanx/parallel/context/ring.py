@@ -13,7 +13,7 @@ Backward  k, v go round again. p = exp(q k^T - lse) is made again, dq stays, and
           block: a rank adds its terms and hands them on, until they are home.
 Cost      With S = 2 B T/N G K elements, keys and values of one rank, it sends (N-1) S forward and
           (N-1) S backward, and (N-1) S of gradients in float32 or float64. It holds two blocks at a
-          time, and in backward three blocks of gradients. Nothing here grows with T^2: scores are
+          time, and in backward up to four of gradients. Nothing here grows with T^2: scores are
           made for 256 queries at a time.
 Limits    Any N, any number of heads. 2N divides T, or rows are padded. Each hop is a message of
           S elements, which at few positions takes longer to start than its products take.
