@@ -227,12 +227,12 @@ def with_dp(dtype: torch.dtype = torch.float32) -> tuple[Counts, dict[str, Tenso
     memory, ledger = LiveBytes(), Ledger(comm.mesh)
     with memory:
         model = make_model(dtype)
-        reducer = Plan(strategy, model).build(comm)
+        reducer = Plan(strategy, model).build(comm).reducer
         optimizer = torch.optim.AdamW(model.parameters())
         tokens_BT, labels_BT = (x.chunk(num_ranks)[rank].clone() for x in batch())
         with ledger:
             logits = model(tokens_BT)
-            reducer.before_backward(is_last=True)
+            reducer.before_backward(reducer.parameters)
             mean_loss(logits, labels_BT, labels_BT.numel() * num_ranks).backward()
             reducer.finish()
         del logits

@@ -15,7 +15,6 @@ from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
@@ -103,11 +102,11 @@ def two_steps(
     comm = Ranks(strategy)
     model = Decoder(SHAPE).double()
     model.initialize(3 + steps_done)  # other weights than those in the checkpoint
-    reducer = Plan(strategy, model).build(comm)
+    runner = Plan(strategy, model).build(comm)
     config = OptimizerConfig(warmup_steps=1)
     step = Step(
         model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
-        comm=comm, num_steps=2 * len(CHAIN), run=Accumulate(reducer),
+        comm=comm, num_steps=2 * len(CHAIN), run=runner,
     )  # fmt: skip
     loaded: State = {}
     if steps_done:

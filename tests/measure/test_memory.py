@@ -16,7 +16,6 @@ from phalanx.measure.memory import KINDS, MemoryAccount, MemoryLedger
 from phalanx.measure.memory_report import MemoryReport, predicted_bytes, resident_peak_bytes
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.split import StateBytes
 from phalanx.strategy import Strategy
@@ -223,7 +222,7 @@ def measure(
     plan = Plan(strategy, model, compute=compute)
     step = Step(
         model,
-        run=Accumulate(plan.build(comm, lambda shard, *_: shard.normal_())),
+        run=plan.build(comm, lambda shard, *_: shard.normal_()),
         optimizer=build_optimizer(model, OptimizerConfig()),
         objective=NextToken(),
         config=OptimizerConfig(),

@@ -68,7 +68,7 @@ def reduce_branches(kind: data.Kind) -> tuple[dict[str, torch.Tensor | None], li
     samples = torch.arange(24, dtype=torch.float64).view(2, 2, 6).sin()
     with Ledger(comm.mesh) as ledger:
         for index, sample in enumerate(samples[coordinate]):
-            reducer.before_backward(is_last=index == 1)
+            reducer.before_backward(reducer.parameters if index == 1 else ())
             with ledger.phase("backward"):
                 model(sample, coordinate).sum().backward()
         reducer.finish(ledger.phase)
@@ -106,7 +106,7 @@ def pending_before_finish() -> list[bool]:
     seen: list[bool] = []
     model[0].weight.register_hook(lambda grad: seen.append(reducer._buckets[0].pending is not None))
     for is_last in (False, True):
-        reducer.before_backward(is_last=is_last)
+        reducer.before_backward(reducer.parameters if is_last else ())
         model(torch.ones(1, 64)).sum().backward()
     reducer.finish()
     return seen
@@ -127,7 +127,7 @@ def held_between_steps() -> tuple[int, int, int]:
         with MemoryLedger(model, nothing, "cpu") as forward:
             loss = model(torch.ones(1, 256)).sum()
         with MemoryLedger(model, nothing, "cpu") as backward:
-            reducer.before_backward(is_last=True)
+            reducer.before_backward(reducer.parameters)
             loss.backward()
             reducer.finish()
     total = sum(p.nbytes for p in model.parameters())
@@ -151,7 +151,7 @@ def reduce_sharded() -> tuple[float, bool]:
     model.weight = weight
     reducer = data.apply(model, comm)
     inputs = torch.randn(2, 4, dtype=torch.float64)
-    reducer.before_backward(is_last=True)
+    reducer.before_backward(reducer.parameters)
     (weight.to_local() @ inputs[comm.coord("dp")]).square().sum().backward()
     reducer.finish()
     expected = sum(2 * torch.outer(whole @ x, x) for x in inputs)
@@ -184,7 +184,7 @@ def reduce_shared(use_reentrant: bool, kind: data.Kind) -> torch.Tensor | str:
     torch.manual_seed(0)
     model = Shared(use_reentrant).double()
     reducer = data.apply(model, comm, kind)
-    reducer.before_backward(is_last=True)
+    reducer.before_backward(reducer.parameters)
     x = torch.full((3, 4), 1.0 + dist.get_rank(), dtype=torch.float64, requires_grad=True)
     try:
         model(x).sum().backward()

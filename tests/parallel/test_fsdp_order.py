@@ -73,7 +73,7 @@ def events_of(text: str) -> list[str]:
     model = Blocks()
     sizes = {sum(p.numel() for p in b.parameters()): str(i) for i, b in enumerate(model.blocks)}
     order = Order(sizes | {2: "rest", 2 * WIDTH: "head", VOCABULARY * WIDTH: "embedding"})
-    reducer = Plan(strategy, model).build(comm)
+    reducer = Plan(strategy, model).build(comm).reducer
     optimizer = torch.optim.SGD(model.parameters())
     for index, block in enumerate(model.blocks):
         # Inside the block: after its parameters were gathered for it.
@@ -89,7 +89,7 @@ def events_of(text: str) -> list[str]:
     optimizer.register_step_pre_hook(lambda *_: order.events.append("update"))
     with order:
         loss = model(torch.arange(2)).sum()
-        reducer.before_backward(is_last=True)
+        reducer.before_backward(reducer.parameters)
         loss.backward()
         reducer.finish()
     optimizer.step()

@@ -17,7 +17,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import plan
 from phalanx.parallel.plan import SPLITS, Plan, plan_decoder
-from phalanx.parallel.split import Shapes, Split, StateBytes
+from phalanx.parallel.split import Split, StateBytes, Target
 from phalanx.strategy import KINDS, Strategy
 
 SHAPE = ModelShape(
@@ -86,8 +86,9 @@ class Context(Split):
 
     axis = "cp"
 
-    def shapes(self) -> Shapes:
-        return {p: (1, *self.target.shape(p)[1:]) for p in self.target.model.parameters()}
+    def remaining(self) -> Target:
+        shapes = {p: (1, *self.target.shape(p)[1:]) for p in self.target.model.parameters()}
+        return dataclasses.replace(self.target, shapes=shapes)
 
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
         return dataclasses.replace(held, gradient_bytes=2 * accumulation * held.gradient_bytes)

@@ -19,7 +19,6 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import reduce
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
@@ -45,11 +44,11 @@ def trained(text: str, num_steps: int, is_spoiled: bool = False) -> Parts:
     model.initialize(3)
     if is_spoiled:
         reduce.ReplicaReducer.finish = finish_data_alone
-    reducer = Plan(strategy, model).build(comm)
+    runner = Plan(strategy, model).build(comm)
     config = OptimizerConfig(warmup_steps=1)
     step = Step(
         model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
-        comm=comm, num_steps=num_steps, run=Accumulate(reducer),
+        comm=comm, num_steps=num_steps, run=runner,
     )  # fmt: skip
     for batch in decoder_batches(SHAPE, num_steps, 4, 9, 0, 3):
         step(split(batch, comm.coord("data"), comm.size("data"), 1))

@@ -26,7 +26,6 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import sharded
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.groups import Group, Parameter, Place
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.split import StateBytes, Target
@@ -65,7 +64,7 @@ P, ONCE = 4 * 3600, 4 * (800 + 400)
 
 def over_groups(text: str, groups: Sequence[Group] = GROUPS) -> sharded.ShardedSplit:
     """Return the axis over groups that no model has."""
-    with patch.object(sharded, "groups_of", lambda *_: groups):
+    with patch.object(sharded, "groups_of", lambda *_, **__: groups):
         return sharded.ShardedSplit(Target(Strategy.parse(text), nn.Module()))
 
 
@@ -126,12 +125,12 @@ def fill(part: torch.Tensor, name: str, whole: tuple[int, ...], offset: tuple[in
 
 
 def new_decoder(strategy: Strategy, dtype: torch.dtype = torch.float64):
-    """Create a decoder on the meta device and split it; return it, its ranks and its reducer."""
+    """Create a decoder on the meta device and split it; return it, its ranks and its runner."""
     comm = Ranks(strategy)
     with torch.device("meta"):
         model = Decoder(SHAPE).to(dtype)
-    reducer = Plan(strategy, model).build(comm, fill)
-    return model, comm, reducer
+    runner = Plan(strategy, model).build(comm, fill)
+    return model, comm, runner
 
 
 def created_in_parts(text: str) -> tuple[int, dict[str, torch.Tensor]]:
@@ -186,11 +185,11 @@ def bfloat16_losses(text: str, num_steps: int) -> tuple[list[float], list[Entry]
     model.compute_dtype = torch.bfloat16
     plan = Plan(strategy, model, compute=torch.bfloat16)
     predicted = plan.traffic([(8 // strategy.data_ranks // 2, 12)] * 2)
-    reducer = plan.build(comm, fill)
+    runner = plan.build(comm, fill)
     config = OptimizerConfig(warmup_steps=0)
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        comm=comm, num_steps=20, run=Accumulate(reducer),
+        comm=comm, num_steps=20, run=runner,
     )  # fmt: skip
     place, losses = comm.coord("data"), []
     for batch in decoder_batches(SHAPE, num_steps, 8, 12, strategy.data_ranks, 1):
@@ -256,14 +255,14 @@ def gradients_of_mixed(text: str, when: str) -> tuple[dict[str, float | None], b
     model = Mixed().double()
     plan = Plan(strategy, model)
     predicted = plan.traffic([(2, 6)] * 2)
-    reducer = plan.build(comm)
+    reducer = plan.build(comm).reducer
     samples = torch.arange(48, dtype=torch.float64).view(4, 2, 6).sin()
     with Ledger(comm.mesh) as ledger:
         for index in range(2):
             with ledger.phase("forward"):
                 is_used = uses(when, dist.get_rank(), index)
                 loss = model(samples[dist.get_rank(), index], is_used).sum()
-            reducer.before_backward(is_last=index == 1)
+            reducer.before_backward(reducer.parameters if index == 1 else ())
             with ledger.phase("backward"):
                 loss.backward()
         reducer.finish(ledger.phase)
@@ -317,12 +316,12 @@ def test_nothing_stays_gathered_after_inference(text: str) -> None:
 
 def overflow(text: str) -> tuple[float, float]:
     """Return the scale of a loss before and after a step whose gradient overflows on one rank."""
-    model, comm, reducer = new_decoder(Strategy.parse(text), torch.float32)
+    model, comm, runner = new_decoder(Strategy.parse(text), torch.float32)
     config = OptimizerConfig(warmup_steps=0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        comm=comm, num_steps=20, run=Accumulate(reducer), scaler=scaler,
+        comm=comm, num_steps=20, run=runner, scaler=scaler,
     )  # fmt: skip
     batch = decoder_batches(SHAPE, 1, 4, 12, 2, 1)[0]
     loss, num_valid = step.compute_gradients(split(batch, dist.get_rank(), 2, 1))

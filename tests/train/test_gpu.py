@@ -23,7 +23,6 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.loss import IGNORE, token_loss_sum
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.job.resolve import Job, resolve
@@ -57,13 +56,13 @@ def train(text: str, device: str, dtype: torch.dtype, compute: str, is_compiled:
         model = Decoder(SHAPE).to(dtype)
     model.compute_dtype = getattr(torch, compute)
     model.train()
-    reducer = Plan(strategy, model, compute=model.compute_dtype).build(
+    runner = Plan(strategy, model, compute=model.compute_dtype).build(
         comm, functools.partial(fill_initial, SHAPE, 3)
     )
     config = OptimizerConfig(warmup_steps=0, clip_norm=0.5)
     step = Step(
         model, build_optimizer(model, config), NextToken(0, SHAPE.dropout), config,
-        comm=comm, num_steps=9, run=Accumulate(reducer),
+        comm=comm, num_steps=9, run=runner,
         scaler=torch.amp.GradScaler(device) if compute == "float16" else None,
     )  # fmt: skip
     if is_compiled:

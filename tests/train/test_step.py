@@ -277,11 +277,11 @@ def reads_of_a_step(text: str, needs_scaler: bool) -> tuple[int, list[int]]:
     comm = Ranks(strategy)
     model = Decoder(TINY)
     model.initialize(0)
-    reducer = Plan(strategy, model).build(comm)
+    runner = Plan(strategy, model).build(comm)
     config = OptimizerConfig(clip_norm=1e-3)
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        comm=comm, num_steps=2, run=Accumulate(reducer),
+        comm=comm, num_steps=2, run=runner,
         scaler=torch.amp.GradScaler("cpu", init_scale=2.0) if needs_scaler else None,
     )  # fmt: skip
     together: list[int] = []
@@ -331,11 +331,11 @@ def tensors_in_cycles(text: str, compute: torch.dtype | None) -> list[str]:
     model = Decoder(TINY)
     model.initialize(0)
     model.compute_dtype = compute
-    reducer = Plan(strategy, model, compute=compute).build(comm)
+    runner = Plan(strategy, model, compute=compute).build(comm)
     config = OptimizerConfig()
     step = Step(
         model, build_optimizer(model, config), NextToken(), config,
-        comm=comm, num_steps=2, run=Accumulate(reducer),
+        comm=comm, num_steps=2, run=runner,
     )  # fmt: skip
     batches = decoder_batches(TINY, 2, 8, 12, strategy.data_ranks, 1)
     first, second = (split(batch, comm.coord("data"), comm.size("data"), 2) for batch in batches)

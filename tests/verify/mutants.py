@@ -125,9 +125,9 @@ def _nan_in_gradient(right: Any) -> Any:
 
 
 def _forgets_microbatches(right: Any) -> Any:
-    def wrong(self: Any, *, is_last: bool) -> None:
-        right(self, is_last=is_last)
-        if is_last:
+    def wrong(self: Any, last: Any, reached: Any = None) -> None:
+        right(self, last, reached)
+        if last:
             for parameter in self.parameters:
                 parameter.grad = None
 

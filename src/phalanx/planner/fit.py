@@ -23,6 +23,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.planner import host
 from phalanx.planner.activations import activations
 from phalanx.planner.model_shape import num_parameters
+from phalanx.planner.stages import held_of, parameters_of
 from phalanx.strategy import Axis, Recompute, Strategy
 
 
@@ -64,23 +65,32 @@ class Need:
 
 
 def need_of(load: Load) -> Need:
-    """Count what one rank must hold."""
+    """Count what one rank must hold; of a pipeline, the one that must hold the most."""
     strategy, shape = load.strategy, load.shape
     precision = "bfloat16" if load.precision == "auto" else load.precision
     master_bytes = 8 if precision == "float64" else 4
-    split = num_parameters(shape).total // strategy.tp.degree * master_bytes
-    share = split // strategy.fsdp.degree
-    kept = 0
-    if not load.is_compiled:
-        kept = activations(shape, strategy, load.seq_len, load.microbatch, precision).peak
-    return Need(
-        weights=share,
-        moments=2 * share,
-        # Stage 1 adds whole gradients up, and reduces those of a single microbatch as they come.
-        gradients=split if strategy.fsdp.kind == "zero1" and load.accumulation > 1 else share,
-        activations=kept,
-        is_accumulated=load.accumulation > 1,
-    )
+    of_one = activations(shape, strategy, load.seq_len, load.microbatch, precision)
+    needs: list[Need] = []
+    for pp_rank in range(strategy.pp.degree):
+        count = parameters_of(strategy, shape, pp_rank)
+        split = count // strategy.tp.degree * master_bytes
+        share = split // strategy.fsdp.degree
+        kept = 0
+        if not load.is_compiled:
+            kept = held_of(strategy, shape, of_one, load.accumulation, pp_rank)
+        needs.append(
+            Need(
+                weights=share,
+                moments=2 * share,
+                # Stage 1 adds whole gradients up; those of one microbatch it reduces as they come.
+                gradients=split
+                if strategy.fsdp.kind == "zero1" and load.accumulation > 1
+                else share,
+                activations=kept,
+                is_accumulated=load.accumulation > 1,
+            )
+        )
+    return max(needs, key=lambda need: need.total)
 
 
 def check_memory_for(num_ranks: int) -> None:

@@ -162,17 +162,6 @@ def step_flops(
     )
 
 
-def chain_flops(shape: ModelShape) -> list[float]:
-    """Return the FLOPs a token, forward and backward, of embedding, each block and head.
-
-    Attention is that of rows of `shape.max_seq_len`, causal.
-    """
-    flops = step_flops(shape, shape.max_seq_len, 1)
-    head = 6 * shape.vocab_size * shape.hidden
-    block = (flops.model / shape.max_seq_len - head) / shape.num_layers
-    return [0.0, *[block] * shape.num_layers, head]
-
-
 def attention_pairs(seq_len: int, attention: Attention) -> int:
     """Count the (query, key) pairs of one sequence: T x T, or T (T + 1) / 2 if causal."""
     return seq_len * seq_len if attention == "full" else seq_len * (seq_len + 1) // 2

@@ -39,7 +39,7 @@ def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0)
         for axis in axes or ():
             comm.all_reduce(norm, axis, "max" if math.isinf(p) else "sum")
         norms.append(norm)
-    every = torch.stack(norms or [torch.zeros((), device=comm.device)])
+    every = torch.stack(norms or [torch.zeros(())])
     total = every.max() if math.isinf(p) else every.sum()
     comm.all_reduce(total, "pp", "max" if math.isinf(p) else "sum")
     return total if math.isinf(p) else total.pow(1 / p)

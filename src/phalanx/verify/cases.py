@@ -18,7 +18,7 @@ from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.pipeline.split import num_stages
+from phalanx.parallel.pipeline.cut import num_stages
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken

@@ -19,7 +19,7 @@ from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.parallel.pipeline import runtime
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.runtime import Pipeline
-from phalanx.parallel.pipeline.schedule import build_schedule
+from phalanx.parallel.pipeline.schedule import Schedule, build_schedule
 from phalanx.parallel.pipeline.stage import Stages
 from phalanx.train.objective import NextToken
 from phalanx.verify.batches import decoder_batches, split
@@ -55,6 +55,10 @@ def decoder() -> Decoder:
     return model.train()
 
 
+def schedule_of(kind: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
+    return build_schedule(kind, num_ranks, num_microbatches, chunks)
+
+
 def run_each(
     axes: dict[str, int], cases: list[tuple[str, int, int]]
 ) -> list[tuple[float, float, int]]:
@@ -77,7 +81,13 @@ def run_each(
         cut = partition([1.0] * (SHAPE.num_layers + 2), schedule.num_stages)
         stages = Stages(model, cut, schedule.stages_of(comm.coord("pp")))
         reducer = data.apply(model, comm) if comm.size("dp") > 1 else None
-        run = Pipeline(stages, comm, kind, chunks, reducer)
+        p = comm.size("pp")
+        run = Pipeline(
+            stages,
+            comm,
+            lambda m, kind=kind, p=p, chunks=chunks: build_schedule(kind, p, m, chunks),
+            reducer,
+        )
         loss, ours = gradients(model, run, microbatches, num_valid)
         worst = max(float((ours[name] - expected[name]).abs().max()) for name in ours)
         names = {name for name, _ in model.named_parameters()}

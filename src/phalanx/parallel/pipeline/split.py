@@ -27,18 +27,14 @@ from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
-from phalanx.models.shape import ModelShape
 from phalanx.parallel.accumulate import Runner
-from phalanx.parallel.pipeline.partition import partition
+from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.parallel.pipeline.runtime import Pipeline, sent_after
-from phalanx.parallel.pipeline.schedule import Schedule, build_schedule, with_whole_backwards
 from phalanx.parallel.pipeline.stage import Stages
 from phalanx.parallel.reduce import GradientReducer, Parameters
 from phalanx.parallel.split import Split, Target
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.spec import BatchShape
-from phalanx.planner.model_shape import chain_flops
-from phalanx.strategy import Strategy
 
 
 class PipelineSplit(Split):
@@ -124,30 +120,6 @@ class PipelineSplit(Split):
         return Pipeline(
             self.stages, comm, lambda m: schedule_of(strategy, m), runner.reducer, copies
         )
-
-
-def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
-    """Return the schedule of a strategy, as its ranks run it."""
-    pp = strategy.pp
-    schedule = build_schedule(pp.kind, pp.degree, num_microbatches, pp.option or 1)
-    is_plain = strategy.fsdp.degree == strategy.tp.degree == strategy.cp.degree == 1
-    if is_plain and strategy.recompute.kind == "none":
-        return schedule
-    return with_whole_backwards(schedule)
-
-
-def num_stages(strategy: Strategy) -> int:
-    """Return how many stages a strategy cuts a model into."""
-    return schedule_of(strategy, 1).num_stages
-
-
-def cut_of(strategy: Strategy, shape: ModelShape) -> list[range]:
-    """Return the links of each stage: 0 is the embedding, then the blocks, and the head.
-
-    Raises:
-        StrategyError: there are more stages than links.
-    """
-    return partition(chain_flops(shape), num_stages(strategy))
 
 
 class TiedReducer(GradientReducer):

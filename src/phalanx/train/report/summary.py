@@ -19,6 +19,7 @@ from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.activations import activations
 from phalanx.planner.model_shape import num_parameters
+from phalanx.planner.stages import held_of
 from phalanx.train.notice import said_if_long
 from phalanx.train.report import result
 from phalanx.train.report.records import Records
@@ -131,7 +132,7 @@ def _memory(records: Records) -> MemoryReport | None:
     largest = torch.tensor(account.peak_bytes, device=session.comm.device)
     session.comm.all_reduce(largest, "job", "max")
     predicted = predicted_bytes(session.plan.holds(job.batch.accumulation))
-    predicted["activations"] = activations(
+    of_one = activations(
         job.shape,
         job.strategy,
         job.config.corpus.seq_len,
@@ -140,7 +141,10 @@ def _memory(records: Records) -> MemoryReport | None:
         device="cuda" if session.comm.device.type == "cuda" else "cpu",
         has_documents=job.config.corpus.document_mask,
         has_casts=False,  # they have a row of their own
-    ).peak
+    )
+    predicted["activations"] = held_of(
+        job.strategy, job.shape, of_one, job.batch.accumulation, session.comm.coord("pp")
+    )
     return MemoryReport(
         **vars(account),
         predicted=predicted,

@@ -1,0 +1,106 @@
+"""Pipelines alone and beside other axes: five steps of each against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from marks import by_hand
+from phalanx.comm.comm import Ranks
+from phalanx.config import OptimizerConfig
+from phalanx.launch.local import run_ranks
+from phalanx.models.shape import ModelShape
+from phalanx.strategy import Strategy
+from phalanx.verify.batches import decoder_batches
+from phalanx.verify.cases import decoder_case
+from phalanx.verify.harness import verify_case
+from phalanx.verify.record import Case
+from phalanx.verify.verdict import Verdict
+
+SHAPE = ModelShape(
+    vocab_size=68, num_layers=7, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24,
+    max_seq_len=32, tied=True, dropout=0.1,
+)  # fmt: skip
+
+SCHEDULES = {
+    2: ("naive", "gpipe", "1f1b", "zb/1", "interleaved/2", "zb/2", "zbv", "dualpipev"),
+    4: ("naive", "gpipe", "1f1b", "zb/1"),
+}
+"""Ranks -> kinds of pp that make two and four stages of them."""
+
+OF_EIGHT = (
+    "pp2,dp2,tp2",
+    "pp2,fsdp2,tp2",
+    "pp2:zbv,fsdp2:zero3,tp2",
+    "pp2,tp4:2d",
+    "dp2,fsdp2,tp2",
+    "pp4:interleaved/2,dp2",
+    "pp2,dp2,fsdp2",
+    "pp2:gpipe,dp2,fsdp2:zero1",
+    "pp2:zb/1,dp2,fsdp2:zero2",
+    "pp2:dualpipev,fsdp4",
+    "pp2:interleaved/2,fsdp4:zero1",
+    "pp4,fsdp2",
+    "pp4:zb/1,dp2",
+    "pp4,tp2",
+    "pp8:naive",
+    "pp2:naive,fsdp2,tp2:megatron",
+    "pp2,dp2,tp2,recompute:full",
+    "pp2:zbv,fsdp2,tp2,recompute:selective",
+    "pp2:interleaved/2,dp2,tp2:megatron",
+    "pp2,fsdp4,recompute:sqrt",
+    "dp2,tp4:2d",
+    "fsdp2,tp4:2d",
+    "dp2,fsdp2:zero1,tp2",
+    "dp2,fsdp2:zero2,tp2",
+)  # fmt: skip
+
+
+def case_of(strategy: Strategy, num_microbatches: int, *, tied: bool = True) -> Case:
+    num_rows = strategy.data_ranks * (2 * num_microbatches + 1)
+    shape = dataclasses.replace(SHAPE, tied=tied)
+    batches = decoder_batches(shape, 5, num_rows, 18, strategy.data_ranks, 3)
+    case = decoder_case(shape, batches, 3, OptimizerConfig(warmup_steps=1))
+    return dataclasses.replace(case, accumulation=num_microbatches)
+
+
+def verdicts_on_ranks(texts: list[str], counts: tuple[int, ...]) -> list[tuple[str, Verdict]]:
+    found: list[tuple[str, Verdict]] = []
+    for number, text in enumerate(texts):
+        strategy = Strategy.parse(text)
+        for count in counts:
+            case = case_of(strategy, count, tied=number % 2 == 0)
+            try:
+                verdict = verify_case(case, strategy, Ranks(strategy))
+            except Exception as error:
+                error.add_note(f"verifying {strategy}")
+                raise
+            found.append((f"{strategy} {count}", verdict))
+    return found
+
+
+def check(texts: list[str], counts: tuple[int, ...], subtests: pytest.Subtests) -> None:
+    (num_ranks,) = {Strategy.parse(text).num_ranks for text in texts}
+    found = run_ranks(verdicts_on_ranks, num_ranks, texts, counts, threads=1)[0]
+    assert len(found) == len(texts) * len(counts)
+    for name, verdict in found:
+        with subtests.test(name):
+            assert verdict.is_equal, str(verdict)
+            assert max(d.error for d in verdict.differences) <= 1e-10
+
+
+@pytest.mark.parametrize(("num_ranks", "counts"), [(2, (7,)), by_hand(2, (4,)), by_hand(4, (4, 7))])
+def test_every_schedule(num_ranks: int, counts: tuple[int, ...], subtests: pytest.Subtests) -> None:
+    check([f"pp{num_ranks}:{kind}" for kind in SCHEDULES[num_ranks]], counts, subtests)
+
+
+@pytest.mark.parametrize("texts", [["pp2:zbv,fsdp2", "pp2,dp2", "pp2,tp2", "pp2,fsdp2:zero1"]])
+def test_compositions_on_four_ranks(texts: list[str], subtests: pytest.Subtests) -> None:
+    check(texts, (3,), subtests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("third", range(3))
+def test_compositions_on_eight_ranks(third: int, subtests: pytest.Subtests) -> None:
+    check(list(OF_EIGHT[third::3]), (3,), subtests)
