@@ -177,7 +177,7 @@ def test_exactly_what_is_built_passes(name: str, kind: str) -> None:
         if strategy.num_ranks > 1:
             require_built(Strategy.parse(f"{strategy},recompute:full"))
     else:
-        with pytest.raises(StrategyError, match=f"{name}.* is not built yet; built: dpN, "):
+        with pytest.raises(StrategyError, match=f"{name}.* is not built yet; built: ppN, "):
             require_built(strategy)
 
 
@@ -187,11 +187,11 @@ def test_a_kind_of_what_splits_nothing_is_refused(text: str) -> None:
         require_built(Strategy.parse(text))
 
 
-@pytest.mark.parametrize("text", ["dp2:ps", "pp2", "dp2,cp4:ulysses"])
+@pytest.mark.parametrize("text", ["dp2:ps", "dp2:async", "cp2,dp4:local/2"])
 def test_what_is_not_built_is_named(text: str) -> None:
     missing = text.rsplit(",", maxsplit=1)[-1]
     with pytest.raises(
-        StrategyError, match=f"{missing} is not built yet; built: dpN, dpN:naive, fsdpN,"
+        StrategyError, match=f"{missing} is not built yet; built: ppN, ppN:gpipe, ppN:naive,"
     ):
         require_built(Strategy.parse(text))
 

@@ -57,7 +57,10 @@ KINDS: Final = {
         "zero2": Kind("parameters stay full, the rest is sharded"),
         "zero1": Kind("only the optimizer state is sharded"),
     },
-    "cp": {"ring": Kind(), "ulysses": Kind()},
+    "cp": {
+        "ring": Kind("each sample is split by positions; keys and values go round"),
+        "ulysses": Kind("the same; heads are split where they attend"),
+    },
     "tp": {
         "1d": Kind("each layer is split, with sequence parallelism"),
         "megatron": Kind("each layer is split, activations stay full"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx import strategy
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
@@ -19,7 +18,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel import plan
 from phalanx.parallel.plan import SPLITS, Plan, plan_decoder
 from phalanx.parallel.split import Split, StateBytes, Target
-from phalanx.strategy import KINDS, Kind, Strategy
+from phalanx.strategy import KINDS, Strategy
 
 SHAPE = ModelShape(
     vocab_size=68, num_layers=2, hidden=32, num_heads=8, num_kv_heads=4, head_dim=4, ffn=48,
@@ -60,14 +59,16 @@ def test_one_split_answers_for_each_kind_that_is_built(axis: str, kind: str) -> 
     if kind == "2.5d":
         option = "/2"
     parsed = Strategy.parse(f"{axis}{degree}:{kind}{option}")
-    assert sum(split.is_asked(parsed) for split in SPLITS) == 1
+    # The ranks of cp hold copies of what they do not split, so gradients are summed as over dp.
+    asked = [split.axis for split in SPLITS if split.is_asked(parsed)]
+    assert asked == (["cp", "dp"] if axis == "cp" else [axis])
     assert not any(split.is_asked(Strategy()) for split in SPLITS)
     assert plan_decoder(parsed, SHAPE).row_shards == {"2d": 2, "2.5d": 4, "3d": 4}.get(kind, 1)
 
 
 def test_what_is_not_built_is_refused() -> None:
     with pytest.raises(StrategyError, match="not built"):
-        plan_decoder(Strategy.parse("cp2"), SHAPE)
+        plan_decoder(Strategy.parse("dp2:ps"), SHAPE)
 
 
 def test_what_the_first_rank_holds_of_several_axes() -> None:
@@ -81,7 +82,7 @@ def test_what_the_first_rank_holds_of_several_axes() -> None:
 
 
 class Context(Split):
-    """An axis that nobody has built: it sends one number, and doubles the gradients held."""
+    """Another way to split by cp: it sends one number, and doubles the gradients held."""
 
     axis = "cp"
 
@@ -97,12 +98,15 @@ class Context(Split):
 
 
 def test_a_new_axis_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(strategy.KINDS["cp"], "ring", Kind("splits positions"))
-    monkeypatch.setattr(plan, "SPLITS", (*SPLITS, Context))
+    others = [split for split in SPLITS if split.axis != Context.axis]
+    monkeypatch.setattr(plan, "SPLITS", (*others, Context))
     alone, both = (plan_decoder(Strategy.parse(text), SHAPE) for text in ("fsdp2", "fsdp2,cp2"))
     assert both.holds(2).gradient_bytes == 4 * alone.holds(2).gradient_bytes
     of_context = Entry("forward", "cp", "all_reduce", 2, 4, 4)
-    assert both.traffic(MICROBATCHES) == [*alone.traffic(MICROBATCHES), of_context]
+    sent = both.traffic(MICROBATCHES)
+    assert sent[-1] == of_context
+    # Beside it fsdp sends what it does alone, and sums its shares over cp.
+    assert [entry for entry in sent if entry.axis != "cp"] == alone.traffic(MICROBATCHES)
     cut = plan_decoder(Strategy.parse("cp2"), SHAPE).holds()
     assert cut.parameter_bytes < plan_decoder(Strategy(), SHAPE).holds().parameter_bytes
 

@@ -14,6 +14,8 @@ from phalanx.comm import comm, exchange
 from phalanx.comm.comm import Ranks
 from phalanx.models import attention, decoder, layers
 from phalanx.parallel import data, reduce, sharded
+from phalanx.parallel.context import partial
+from phalanx.parallel.context import split as context_split
 from phalanx.parallel.tensor import layers as tensor_layers
 from phalanx.parallel.tensor.one_d import OneD
 from phalanx.train import objective, step
@@ -46,7 +48,7 @@ def _norm_without_weight(right: Any) -> Any:
 
 
 def _shifted_dropout(right: Any) -> Any:
-    return lambda x, p, keys, salt: right(x, p, keys, salt, torch.arange(x.shape[1]) + 1)
+    return lambda x, p, keys, salt, places: right(x, p, keys, salt, places + 1)
 
 
 def _gelu_gate(right: Any) -> Any:
@@ -330,6 +332,61 @@ OF_TP: dict[str, Mutant] = {
     "norms whose gradients stay a rank's own": (
         "gpt2", [(reduce, "partial_axes", lambda right: lambda parameter: ())],
         "norm", "not that of its replica",
+    ),
+}  # fmt: skip
+
+
+def _dropped_hop(right: Any) -> Any:
+    """A block of keys takes the place of those before it instead of joining them."""
+
+    def wrong(self: Any, at: Any, o: Any, lse: Any) -> None:
+        self.o_BTHK[at], self.lse_BTH[at] = o, lse
+
+    return wrong
+
+
+def _without_delta(right: Any) -> Any:
+    def wrong(*args: Any) -> Any:
+        made = right(*args)
+        made.delta_BTH.zero_()
+        return made
+
+    return wrong
+
+
+def _first_positions_alone(right: Any) -> Any:
+    return lambda x, p, keys, salt, places: right(x, p, keys, salt)
+
+
+def _unshifted_labels(right: Any) -> Any:
+    """Labels stay in the order of the row."""
+
+    def wrong(x: Any, attention: Any, comm: Any, padding: int = 0) -> Any:
+        cut = right(x, attention, comm, padding)
+        return cut if padding == 0 else cut.flip(1)
+
+    return wrong
+
+
+OF_CP: dict[str, Mutant] = {
+    "keys after a query that it looks at": (
+        "llama", [(partial, "_hidden", lambda right: lambda *args: None)],
+        "blocks.0.attention", "what it gives to blocks.0.attention.output",
+    ),
+    "a hop that is not merged with those before": (
+        "gpt2", [(partial.Mixed, "_merge", _dropped_hop)],
+        "blocks.0.attention", "what it gives to blocks.0.attention.output",
+    ),
+    "gradients of keys that are summed without delta": (
+        "llama", [(partial.Backward, "of", _without_delta)],
+        "blocks.1.attention", "backward gives another gradient",
+    ),
+    "dropout of the first positions on all ranks": (
+        "llama", [(layers, "dropout", _first_positions_alone)], "dropout", "most on rank 1",
+    ),
+    "labels in another order than tokens": (
+        "gpt2", [(context_split, "cut_positions", _unshifted_labels)],
+        "", "what it gives to output",
     ),
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutants import OF_DP, OF_FSDP, OF_TP, SLOW, planted
+from mutants import OF_CP, OF_DP, OF_FSDP, OF_TP, SLOW, planted
 
 from marks import by_hand
 from phalanx.comm.comm import Ranks
@@ -14,7 +14,7 @@ from phalanx.verify.harness import verify_case
 from phalanx.verify.settings import VerifyConfig
 from phalanx.verify.verdict import Verdict
 
-GROUPS = {"dp2": OF_DP, "fsdp2": OF_FSDP, "tp2": OF_TP}
+GROUPS = {"dp2": OF_DP, "fsdp2": OF_FSDP, "tp2": OF_TP, "cp2": OF_CP}
 
 
 def verdicts_on_ranks(text: str, is_slow: bool) -> dict[str, Verdict]:

@@ -124,10 +124,13 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     predicted = Plan(strategy, case.build()).traffic(sizes)
     of_the_loss = {"count", "metrics"}
     assert {e for e in entries if e.phase not in of_the_loss} == set(predicted)
-    # Two numbers of the loss law, 8 bytes each, over every axis of different samples.
-    axes = [name for name in AXIS_SETS["loss"] if getattr(strategy, name).degree > 1]
+    # Two numbers of the loss law, 8 bytes each: tokens over every axis of different samples, and
+    # the loss over those of other positions too.
     assert {(e.phase, e.axis, e.payload_bytes) for e in entries if e.phase in of_the_loss} == {
-        (phase, axis, 8) for phase in of_the_loss for axis in axes
+        (phase, axis, 8)
+        for phase, name in (("count", "data"), ("metrics", "loss"))
+        for axis in AXIS_SETS[name]
+        if getattr(strategy, axis).degree > 1
     }
 
 
@@ -243,6 +246,41 @@ def test_tensor_layouts_beside_recomputation(
     texts: Sequence[str], num_layers: int, subtests: pytest.Subtests
 ) -> None:
     check_parity(subtests, tensor_pairs(LLAMA, texts, num_layers))
+
+
+CONTEXT = ("cp2", "cp2:ulysses")
+"""Both kinds of cp. 17 positions are padded to 18 and to 20, and 4 heads of keys repeated for 8."""
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *jobs(*CONTEXT, "cp4", "cp4:ulysses", "dp2,cp2", "fsdp2,cp2:ulysses", "cp2,tp2"),
+        *jobs("fsdp2,cp2,tp2", "fsdp2:zero1,cp2,tp2:megatron", marks=pytest.mark.slow),
+        *jobs("cp8:ulysses", "cp2,tp4:2d", "cp2:ulysses,tp4:2d", marks=pytest.mark.slow),
+    ],
+)
+def test_context_kinds(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    check_parity(subtests, tensor_pairs(LLAMA, texts))
+
+
+@pytest.mark.parametrize("texts", jobs(*CONTEXT, "fsdp2:zero1,cp2", "cp2:ulysses,tp2"))
+def test_context_kinds_of_the_gpt2_family(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    """A table of positions, of which padding asks for none beyond the row."""
+    check_parity(subtests, tensor_pairs(GPT2, texts))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [f"{cp},recompute:{kind}" for cp in CONTEXT for kind in ("full", "selective")],
+        by_hand(["cp2,tp2,recompute:full", "cp2:ulysses,tp2,recompute:selective"]),
+    ],
+)
+def test_context_kinds_beside_recomputation(
+    texts: Sequence[str], subtests: pytest.Subtests
+) -> None:
+    check_parity(subtests, tensor_pairs(LLAMA, texts))
 
 
 def initial_weights() -> dict[str, bytes]:

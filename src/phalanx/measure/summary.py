@@ -106,6 +106,8 @@ def _send_less(sent: Sequence[Entry]) -> str:
         return "most bytes go over fsdp, once a step: give each rank more tokens a step"
     if axis == "dp":
         return "give each rank more tokens a step: a larger microbatch or more accumulation"
+    if axis == "cp":
+        return "most bytes go over cp: split positions over fewer ranks, or over a faster link"
     return (
         f"most bytes go over {axis}, in proportion to the tokens: split layers over fewer ranks, "
         "or over a faster link"

@@ -210,10 +210,7 @@ class Decoder(nn.Module):
         """
         keys_B = self._dropout_keys(dropout_keys_B)
         length = tokens_BT.shape[1]
-        if length > self.shape.max_seq_len:
-            raise ConfigError(
-                f"model: rows of {length} tokens; max_seq_len is {self.shape.max_seq_len}"
-            )
+        self.check_length(length)
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
         # Nested, so that no variable here keeps what the first block was given.
@@ -222,6 +219,17 @@ class Decoder(nn.Module):
         )
         is_last = self.stage is None or self.stage.is_last
         return self.read(x_BTD, labels_BT) if is_last else x_BTD
+
+    def check_length(self, length: int) -> None:
+        """Refuse rows that are longer than the shape allows.
+
+        Raises:
+            ConfigError: names both lengths.
+        """
+        if length > self.shape.max_seq_len:
+            raise ConfigError(
+                f"model: rows of {length} tokens; max_seq_len is {self.shape.max_seq_len}"
+            )
 
     def embed(self, tokens_BT: Tensor, positions_BT: Tensor, keys_B: Tensor | None) -> Tensor:
         """Return the residual stream x_BTD before the first block that runs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,12 +47,26 @@ class Norm(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask belongs to the position; see `models.random.dropout`."""
+    """Dropout whose mask belongs to the position; see `models.random.dropout`.
+
+    Attributes:
+        row_positions: called as `row_positions(T, device)` to return which positions of their row
+            T tokens stand at; whoever holds a share of the positions sets another.
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
+        self.row_positions: Callable[[int, torch.device], Tensor] = first_positions
 
     def forward(self, x_BTD: Tensor, keys_B: Tensor | None, salt: int) -> Tensor:
         """Drop elements of x_BTD by the rows' keys; `salt` numbers this use of them."""
-        return x_BTD if keys_B is None else dropout(x_BTD, self.p, keys_B, salt)
+        if keys_B is None:
+            return x_BTD
+        positions_T = self.row_positions(x_BTD.shape[1], x_BTD.device)
+        return dropout(x_BTD, self.p, keys_B, salt, positions_T)
+
+
+def first_positions(length: int, device: torch.device) -> Tensor:
+    """Return 0..length-1, the positions of a whole row."""
+    return torch.arange(length, device=device)

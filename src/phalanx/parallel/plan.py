@@ -23,6 +23,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import data
 from phalanx.parallel.accumulate import Accumulate, Runner
+from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
 from phalanx.parallel.pipeline.split import PipelineSplit
 from phalanx.parallel.recompute import RecomputeSplit
@@ -39,11 +40,13 @@ FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
 """Fills a shard of a parameter: (shard, name, full shape, where the shard begins in it)."""
 
 SPLITS: tuple[type[Split], ...] = (
-    PipelineSplit, TensorSplit, RecomputeSplit, ShardedSplit, DataSplit,
-)  # fmt: skip
+    *(ContextSplit, PipelineSplit, TensorSplit),
+    *(RecomputeSplit, ShardedSplit, DataSplit),
+)
 """The axes, in the order in which they split a model: each splits what those before it leave.
 
-Recomputation runs again what tp has made of a block, and fsdp gathers a block before that.
+Stages of a pipeline send the positions that cp leaves, and tp multiplies them. Recomputation runs
+again what tp has made of a block, and fsdp gathers a block before that.
 """
 
 
@@ -104,7 +107,7 @@ class Plan(Generic[Model]):
         entries: list[Entry] = []
         for split in self._splits:
             entries += split.traffic(microbatches)
-            microbatches = [(rows, -(-t // split.position_shards)) for rows, t in microbatches]
+            microbatches = [split.leaves(microbatch) for microbatch in microbatches]
         return entries
 
     def table(self) -> list[Row]:

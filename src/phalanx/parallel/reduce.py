@@ -122,14 +122,17 @@ class ReplicaReducer(GradientReducer):
                     partial[axes, part.dtype].append(part)
         with phase("reduce"):
             for (axes, _), parts in partial.items():
-                for indices in buckets([part.nbytes for part in parts]):
-                    self._sum([parts[index] for index in indices], axes)
+                sum_in_buckets(parts, self.comm, axes)
 
-    def _sum(self, parts: list[torch.Tensor], axes: tuple[str, ...]) -> None:
-        flat = torch.cat([part.reshape(-1) for part in parts])
+
+def sum_in_buckets(parts: Sequence[torch.Tensor], comm: Comm, axes: Iterable[str]) -> None:
+    """Sum tensors of one data type over axes, in place, in flat buckets."""
+    for indices in buckets([part.nbytes for part in parts]):
+        chosen = [parts[index] for index in indices]
+        flat = torch.cat([part.reshape(-1) for part in chosen])
         for axis in axes:
-            self.comm.all_reduce(flat, axis)
-        for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+            comm.all_reduce(flat, axis)
+        for part, total in zip(chosen, flat.split([p.numel() for p in chosen]), strict=True):
             part.copy_(total.view_as(part))
 
 

@@ -4,19 +4,21 @@ Idea      Ranks that hold the same thing N times can hold a share each and gathe
           used (Rajbhandari et al., ZeRO, SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB 2023).
           The stages say what is left whole: `zero1` parameters and gradients, `zero2` parameters,
           `zero3` nothing. With dp > 1 it is HSDP: shares within fsdp, copies of them across dp.
+          Across cp stand copies too: its ranks have other positions of the same samples.
           A group is what travels together: a block, the embedding, the head, the rest: groups.py.
 Layout    X[B_dp,fsdp, ...]  W[I_fsdp, ...]  dW[I_fsdp, ...]: rows of each parameter, and its AdamW
           moments, split over fsdp; a parameter of uneven rows is padded on its way only.
 Forward   all_gather: W[I_fsdp] -> W, in the data type that the block computes in; zero3 frees it
           after each group but the last block, the head and the rest: their backward is near
 Backward  zero3: all_gather again, but of the embedding, whose backward does not read W.
-          dW{sum dp,fsdp} = f'(X, W), reduce_scatter over fsdp -> dW[I_fsdp]{sum dp},
-          all_reduce over dp -> dW[I_fsdp]
+          dW{sum dp,fsdp,cp} = f'(X, W), reduce_scatter over fsdp -> dW[I_fsdp]{sum dp,cp},
+          all_reduce over dp -> dW[I_fsdp]{sum cp}, and, once a step, over cp -> dW[I_fsdp]
 Cost      With P bytes of parameters, padded, and A microbatches a step, a rank sends (N-1)/N times
               zero1  P + P              gathers once, reduces once: adds up whole gradients
               zero2  P + A P            gathers once, reduces each microbatch: adds up shares
               zero3  (2 P - K) A + A P  K: what is gathered once: all but the first blocks
-          and across dp 2 (M-1)/M P/N. One byte a parameter besides, see `GradientReducer.agree`.
+          and across M ranks of dp, or of cp, 2 (M-1)/M P/N. One byte a parameter besides, see
+          `GradientReducer.agree`.
           With a narrower data type of the arithmetic, gathers of blocks shrink to it.
 Limits    Any N and M. A parameter that two groups share is refused; where weights are tied, the
           embedding is of the rest. Every rank must run the same blocks, and before torch 2.13 use
@@ -28,6 +30,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -42,14 +45,20 @@ from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import StrategyError
 from phalanx.parallel import overlap
 from phalanx.parallel.groups import Group, Sums, groups_of, most_gathered, most_gradients
-from phalanx.parallel.reduce import GradientReducer, Parameters, add_up_in_parts
+from phalanx.parallel.reduce import (
+    GradientReducer,
+    Parameters,
+    add_up_in_parts,
+    buckets,
+    sum_in_buckets,
+)
 from phalanx.parallel.split import Split, StateBytes, Target
 
 Kind = Literal["zero1", "zero2", "zero3"]
 
 
 class ShardedSplit(Split):
-    """The axis fsdp, and dp beside it: across dp stand copies of the shares."""
+    """The axis fsdp, and dp and cp beside it: across those stand copies of the shares."""
 
     axis = "fsdp"
 
@@ -60,7 +69,7 @@ class ShardedSplit(Split):
         keeps = strategy.pp.degree == 1
         self._groups = groups_of(target.model, target.compute, target.shapes, keeps=keeps)
         self._kind: Kind = cast(Kind, strategy.fsdp.kind)
-        self._degree = {"fsdp": strategy.fsdp.degree, "dp": strategy.dp.degree}
+        self._degree = {axis: getattr(strategy, axis).degree for axis in ("fsdp", "dp", "cp")}
         if strategy.tp.degree > 1:
             mesh_dims()
 
@@ -105,7 +114,14 @@ class ShardedSplit(Split):
             if share := g.share_bytes(num_ranks):
                 shares += [share]
                 reduced += [share * num_ranks] * (1 if self._kind == "zero1" else ends)
-        flags = sum(p.is_trained for g in groups for p in g.parameters)
+        of_each = [
+            p.padded(num_ranks) // num_ranks * g.master.itemsize
+            for g in groups
+            for p in g.parameters
+            if p.is_trained
+        ]
+        copies = [sum(of_each[at] for at in bucket) for bucket in buckets(of_each)]
+        flags = len(of_each)
         times_gathered, times_again = (times, times) if is_zero3 else (1, 0)
         times_reduced = 1 if self._kind == "zero1" else times
         rows = [
@@ -115,6 +131,8 @@ class ShardedSplit(Split):
             ("backward", "dp", "all_reduce", shares),
             ("agree", "dp", "all_reduce", [flags]),
             ("agree", "fsdp", "all_reduce", [flags]),
+            ("agree", "cp", "all_reduce", [flags]),
+            ("reduce", "cp", "all_reduce", copies),
         ]
         return [
             Entry(phase, axis, op, len(sizes), sum(sizes), sent_bytes(op, sum(sizes), degree[axis]))
@@ -128,7 +146,7 @@ class ShardedSplit(Split):
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 if not tensor.is_meta:
-                    comm.broadcast(local_shard(tensor), "data")
+                    comm.broadcast(local_shard(tensor), "grad")
         where = _where(model, comm)
         for group in self._groups:
             sharded = fully_shard(
@@ -276,13 +294,25 @@ class ShardedReducer(GradientReducer):
             module.set_reshard_after_backward(is_last or self._kind == "zero3", recurse=False)
 
     def finish(self, phase: Phase = no_phase) -> None:
-        """Drop the gradients, all zeros, of parameters that no rank used."""
+        """Drop the gradients, all zeros, of what no rank used, and sum the others over cp."""
         with phase("agree"):
             is_used = self.agree([parameter in self._used for parameter in self.parameters])
         for parameter in itertools.compress(self.parameters, map(operator.not_, is_used)):
             parameter.grad = None
         self._used.clear()
         self._left = set(self.parameters)
+        if self.comm.size("cp") > 1:
+            with phase("reduce"), torch.no_grad():
+                self._sum_over_copies()
+
+    def _sum_over_copies(self) -> None:
+        """Sum over cp, whose ranks FSDP2 does not know."""
+        by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                by_dtype[parameter.dtype].append(local_shard(parameter.grad))
+        for parts in by_dtype.values():
+            sum_in_buckets(parts, self.comm, ("cp",))
 
 
 def _free_after_inference(model: nn.Module, *_: Any) -> None:

@@ -106,6 +106,10 @@ class Split:
         """Tell whether a strategy splits by this axis."""
         return getattr(strategy, cls.axis).degree > 1
 
+    def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and positions of a microbatch that it leaves to the axes after it."""
+        return microbatch
+
     def remaining(self) -> Target:
         """Return what this axis leaves the axes after it to split."""
         return self.target

@@ -25,12 +25,18 @@ loss has made ahead, the gradients of its input and of the output projection (fp
 rank keeps its share of all this, but tokens, angles and documents whole, and no casts; of the loss
 it keeps the gradient of its logits. Megatron's form keeps what lies along the residual whole.
 
+Under cp a rank keeps what belongs to its positions. A ring keeps the log-sum-exp besides, and where
+backward is at attention, blocks of keys and values are here on their way with their gradients: own
+keys and values once more, those that come, and gradients in 32 bits or more (own, being made, sent,
+received). Ulysses keeps queries, keys and values by heads, and the result of attention both ways.
+
 Not counted are buffers that pass: the gradients inside the block at work, which are up to 6 F
 elements a token. Compiled blocks keep what the compiler chooses.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -57,6 +63,8 @@ class Activations:
     """The last norm and the loss; gone before backward reaches the blocks."""
     gradient: int
     """The gradient that flows back along the residual stream."""
+    in_flight: int = 0
+    """What passes in a ring while backward is at attention, beyond what it has freed by then."""
 
     @property
     def kept(self) -> int:
@@ -66,7 +74,7 @@ class Activations:
     @property
     def peak(self) -> int:
         """Most bytes held for backward, without buffers that pass."""
-        in_backward = self.blocks + self.recomputed + self.inputs + self.gradient
+        in_backward = self.blocks + self.recomputed + self.inputs + self.gradient + self.in_flight
         return max(self.kept, in_backward)
 
 
@@ -97,10 +105,11 @@ def activations(
     Raises:
         StrategyError: segments of more blocks than there are.
     """
-    tp, recompute = strategy.tp, strategy.recompute
+    tp, cp, recompute = strategy.tp, strategy.cp, strategy.recompute
+    num_held = _held(cp, seq_len)
     if has_casts is None:
         has_casts = ITEM_BYTES[precision] < 4 and tp.degree == strategy.fsdp.degree == 1
-    of = _block(shape, seq_len * num_sequences, precision, device, has_documents, tp)
+    of = _block(shape, num_held * num_sequences, precision, device, has_documents, tp, cp)
     if has_casts:
         of["remade"] += _casts(shape) * ITEM_BYTES[precision]
     read = of["input"] + of["product"] + of["remade"]
@@ -115,14 +124,27 @@ def activations(
     return Activations(
         blocks=kept,
         recomputed=recomputed,
-        inputs=_inputs(shape, seq_len, num_sequences, precision, has_documents, tp),
-        head=_head(shape, seq_len * num_sequences, precision, tp),
+        inputs=_inputs(shape, num_held, num_sequences, precision, has_documents, tp, cp),
+        head=_head(shape, num_held * num_sequences, precision, tp),
         gradient=of["input"],
+        in_flight=_in_flight(shape, num_held * num_sequences, precision, tp, cp),
     )
 
 
+def _held(cp: Axis, seq_len: int) -> int:
+    """Return how many positions of a row a rank keeps; a ring cuts two chunks for each rank."""
+    num_chunks = cp.degree * (2 if cp.degree > 1 and cp.kind == "ring" else 1)
+    return -(-seq_len // num_chunks) * num_chunks // cp.degree
+
+
 def _block(
-    shape: ModelShape, num_tokens: int, precision: str, device: str, has_documents: bool, tp: Axis
+    shape: ModelShape,
+    num_tokens: int,
+    precision: str,
+    device: str,
+    has_documents: bool,
+    tp: Axis,
+    cp: Axis,
 ) -> Counter[str]:
     """Return the bytes of one block's tensors by where they come from, without casts of weights."""
     item_bytes = ITEM_BYTES[precision]
@@ -136,22 +158,40 @@ def _block(
     # The attention of models/cpu.py; and, where no flash runs on a GPU, that of PyTorch besides,
     # want as many keys and values as queries, in copies.
     has_blockwise = not has_flash and (has_documents or (device, precision) == ("cpu", "bfloat16"))
-    is_repeated = groups < queries and (has_blockwise or (device == "cuda" and not has_flash))
+    by_heads = cp.degree > 1 and cp.kind == "ulysses"
+    if cp.degree > 1 and not by_heads:  # a ring has one way to attend, for all devices
+        has_flash, has_blockwise, device = False, False, "any"
+    # Ulysses repeats a key head for the ranks whose queries use it.
+    num_groups = max(1, shape.num_kv_heads // next(reversed(Strategy(tp=tp).grid().values())))
+    num_copies = math.lcm(num_groups, cp.degree) // num_groups if by_heads else 1
+    groups_sent = groups * num_copies
+    is_repeated = groups_sent < queries and (has_blockwise or (device == "cuda" and not has_flash))
     is_turned = shape.qk_norm or shape.position == "rope"
     keys = queries if is_repeated else groups
     statistics = _statistics(shape, item_bytes)
     of_norm = statistics * tp.degree // _token_shards(tp)
 
     rows = [
-        ("input", stream),
-        ("remade", of_norm + stream),  # the first norm
         ("product" if shape.qk_norm or not is_turned else "unread", queries),  # as projected
         ("product" if shape.qk_norm or not (is_turned or is_repeated) else "unread", groups),
         ("unread" if is_repeated else "product", groups),  # values
         ("remade", (queries if is_turned else 0) + (keys if is_turned or is_repeated else 0)),
         ("remade", queries if is_repeated else 0),  # copies of values
-        ("remade", statistics * (shape.num_heads + shape.num_kv_heads) if shape.qk_norm else 0),
         ("product", queries),  # the result of attention
+    ]
+    if by_heads:
+        rows = [
+            ("product" if shape.qk_norm else "unread", queries + groups),  # as projected
+            ("unread", groups),  # values
+            ("remade", queries + 2 * groups_sent),  # all three by heads, as they arrive
+            ("remade", 2 * queries if is_repeated else 0),  # copies of keys and values
+            ("unread" if has_blockwise else "product", queries),  # the result, by heads
+            ("remade", queries),  # the result, by positions
+        ]
+    rows += [
+        ("input", stream),
+        ("remade", of_norm + stream),  # the first norm
+        ("remade", statistics * (shape.num_heads + shape.num_kv_heads) if shape.qk_norm else 0),
         ("product", 0 if has_blockwise else shape.num_heads * max(4, item_bytes)),  # log-sum-exp
         ("unread", stream),  # its projection
         ("remade", stream + of_norm + stream),  # the stream amid the block, and the second norm
@@ -165,6 +205,18 @@ def _block(
     for origin, token_bytes in rows:
         of[origin] += token_bytes * num_tokens // tp.degree
     return of
+
+
+def _in_flight(shape: ModelShape, num_tokens: int, precision: str, tp: Axis, cp: Axis) -> int:
+    """Return the bytes that pass in a ring in backward, beyond the MLP's that it has freed."""
+    if cp.degree == 1 or cp.kind != "ring":
+        return 0
+    item_bytes = ITEM_BYTES[precision]
+    pair = 2 * shape.num_kv_heads * shape.head_dim  # of keys and values
+    num_gradients = 3 if cp.degree == 2 else 4  # of two ranks, none is made while another is sent
+    passing = 2 * pair * item_bytes + num_gradients * pair * max(4, item_bytes)
+    freed = (4 if shape.mlp == "swiglu" else 2) * shape.ffn * item_bytes
+    return max(0, passing - freed) * num_tokens // tp.degree
 
 
 def _residual_parts(tp: Axis) -> int:
@@ -196,6 +248,7 @@ def _inputs(
     precision: str,
     has_documents: bool,
     tp: Axis,
+    cp: Axis,
 ) -> int:
     """Return the bytes of what all blocks share, and of the embedding, held until the end."""
     item_bytes = ITEM_BYTES[precision]
@@ -208,8 +261,8 @@ def _inputs(
         inputs += num_positions * shape.head_dim * max(4, item_bytes)
     else:
         inputs += 8 * num_positions
-    if has_documents:
-        inputs += 8 * num_tokens
+    if has_documents:  # Ulysses has all positions where it attends
+        inputs += 8 * num_tokens * (cp.degree if cp.kind == "ulysses" else 1)
     return inputs
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 
 import torch
 from torch import nn
@@ -33,10 +34,12 @@ MOST_RANKS = 6
 def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
     """Return two small shapes which between them have every layer of our decoders.
 
-    Sizes are odd where the strategy allows it: tp divides heads and widths, and beside fsdp some
-    layouts want an even vocabulary.
+    Sizes are odd where the strategy allows it: tp divides heads and widths, Ulysses heads, and
+    beside fsdp some layouts want an even vocabulary.
     """
-    unit = strategy.tp.degree if strategy.tp.degree > 1 else 3
+    of_tp = strategy.tp.degree if strategy.tp.degree > 1 else 3
+    by_heads = strategy.cp.degree if strategy.cp.kind == "ulysses" else 1
+    unit = next(u for u in count(of_tp, of_tp) if 2 * u % (strategy.tp.degree * by_heads) == 0)
     # Of a pipeline every stage has a block, and some have two.
     num_layers = 2 if strategy.pp.degree == 1 else num_stages(strategy) + 1
     llama = ModelShape(

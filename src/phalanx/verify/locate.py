@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import broadcast_object, gather_objects
+from phalanx.parallel.context.split import order_of
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
@@ -42,14 +43,14 @@ class Found:
     """What one rank has compared.
 
     Attributes:
-        data_rank: this rank's coordinate among the data ranks.
+        loss_rank: this rank's coordinate among those that make terms of one loss.
         called: names of the modules that were called.
         gaps: (largest gap, its microbatch) of each tensor.
         sums: of each number made in forward, over the microbatches: losses, which add up.
         contribution: the gradient of the suspect that this rank made, before any reduction.
     """
 
-    data_rank: int
+    loss_rank: int
     called: set[str]
     gaps: dict[Key, tuple[float, int]]
     sums: dict[Key, float]
@@ -124,11 +125,13 @@ def _recorded(run: ReferenceRun | SplitRun, step: int, **options: Any) -> tuple[
 
 
 def _aligner(case: Case, strategy: Strategy, comm: Ranks, step: int) -> Aligner:
-    num_rows = count_rows(case.batches[step])
-    if strategy.tp.degree == 1:
-        return Aligner(num_rows)
-    roles = {binding.name: binding.role for binding in bind_roles(case.build(), case.roles)}
-    return Aligner(num_rows, layout_of(strategy, comm), roles)
+    aligner = Aligner(count_rows(case.batches[step]))
+    if strategy.cp.degree > 1:
+        aligner = replace(aligner, order=order_of(strategy), context_rank=comm.coord("cp"))
+    if strategy.tp.degree > 1:
+        roles = {binding.name: binding.role for binding in bind_roles(case.build(), case.roles)}
+        aligner = replace(aligner, layout=layout_of(strategy, comm), roles=roles)
+    return aligner
 
 
 def _compare(
@@ -150,7 +153,7 @@ def _compare(
                 found = gap(*pair), event.microbatch
                 gaps[key] = max(gaps.get(key, found), found)
     called = {key.module for key in ours}
-    return Found(comm.coord("data"), called, gaps, sums, recorder.contribution)
+    return Found(comm.coord("loss"), called, gaps, sums, recorder.contribution)
 
 
 def _first_that_differs(
@@ -176,8 +179,8 @@ def _worst(
     key: Key, reference: Tensor, found: Sequence[Found]
 ) -> tuple[float, int | None, int | None]:
     """Return the largest gap of a tensor, its rank and its microbatch."""
-    # Ranks that hold the same samples have the same sum.
-    if sums := {rank.data_rank: rank.sums[key] for rank in found if key in rank.sums}:
+    # Ranks that hold the same tokens have the same sum.
+    if sums := {rank.loss_rank: rank.sums[key] for rank in found if key in rank.sums}:
         total = torch.tensor(sum(sums.values()), dtype=torch.float64)
         return gap(total, reference), None, None
     gaps = [(r.gaps[key][0], rank, r.gaps[key][1]) for rank, r in enumerate(found) if key in r.gaps]

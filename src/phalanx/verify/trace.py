@@ -1,8 +1,9 @@
 """Record what every module takes and gives, forward and backward, and align it with the reference.
 
-The reference takes the global batch at once; a rank has other rows of it, and under tp other
-positions or features too. So each rank cuts out of the reference's tensor the shard that it
-should have, by the layout, and compares that. Nothing has to be gathered, and the rank is known.
+The reference takes the global batch at once; a rank has other rows of it, under cp other positions,
+and under tp other positions or features too. So each rank cuts out of the reference's tensor the
+shard that it should have, by the order of cp and the layout of tp, and compares that. Nothing has
+to be gathered, and the rank is known.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from phalanx.models.decoder import Stage
+from phalanx.parallel.context.order import Order
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import BatchShape, Spec
 
@@ -194,11 +196,15 @@ class Aligner:
         num_rows: of the global batch.
         layout: of tp, if any.
         roles: of the modules that have one under tp.
+        order: of the positions under cp, if any.
+        context_rank: this rank's coordinate on cp.
     """
 
     num_rows: int
     layout: Layout | None = None
     roles: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    order: Order | None = None
+    context_rank: int = 0
 
     def pair(self, event: Event, reference: Tensor, rows: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return this rank's tensor and the same shard of the reference's, without padding.
@@ -213,10 +219,11 @@ class Aligner:
         # Under tp a column map is given a placeholder: its product was made before.
         if is_other_kind or (is_input and self.roles.get(key.module) == "column"):
             return None
-        for full in self._of_rows(reference, rows):
-            for spec in self._specs(key.module, is_input):
-                if found := self._cut(full, local, spec):
-                    return found
+        for of_rows in self._of_rows(reference, rows):
+            for full, is_real in self._of_positions(of_rows):
+                for spec in self._specs(key.module, is_input):
+                    if found := self._cut(full, local, spec):
+                        return _without_padding(found, self._cut(is_real, local, spec))
         return None
 
     def _of_rows(self, reference: Tensor, rows: Tensor) -> Iterator[Tensor]:
@@ -224,6 +231,17 @@ class Aligner:
             by_row = reference.unflatten(0, (self.num_rows, -1))
             yield by_row[rows].flatten(0, 1)
         yield reference
+
+    def _of_positions(self, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a tensor as this rank of cp should have it, and where that is no padding."""
+        if self.order is not None and full.ndim > 1:
+            length = full.shape[1]
+            num_held = self.order.held(length)
+            positions_T = self.order.positions(self.context_rank, num_held)
+            is_real_T = (positions_T < length).view(-1, *[1] * (full.ndim - 2))
+            cut = full.index_select(1, positions_T.clamp(max=length - 1))
+            yield cut, is_real_T.expand(cut.shape)
+        yield full, torch.ones((), dtype=torch.bool).expand(full.shape)
 
     def _specs(self, module: str, is_input: bool) -> Sequence[Spec]:
         """Return the ways in which a module's tensor may be split, the likeliest first."""
@@ -250,6 +268,15 @@ class Aligner:
             return None
         shard = full[tuple(slice(indices.start, indices.stop) for indices in held)]
         return local[tuple(slice(0, size) for size in shard.shape)], shard
+
+
+def _without_padding(
+    pair: tuple[Tensor, Tensor], real: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Return of two tensors what stands where the second of `real` is true."""
+    assert real is not None
+    ours, reference = pair
+    return ours[real[1]], reference[real[1]]
 
 
 def gap(ours: Tensor, reference: Tensor) -> float:

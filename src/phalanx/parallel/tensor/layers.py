@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from phalanx.comm.comm import local_shard
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Head
+from phalanx.models.layers import Dropout
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.tensor import operators
@@ -203,8 +204,8 @@ def bind_dropout(module: nn.Module, layout: Layout) -> None:
         if keys_B is None:
             return x
         shape = batch_shape()
-        held = layout.positions(layout.residual, shape)
-        positions_T = torch.arange(held.start, held.stop, device=x.device)
+        positions_T = cast(Dropout, self).row_positions(shape.length, x.device)
+        positions_T = layout.positions_of(positions_T, layout.residual, 0)
         keys = layout.rows_of(keys_B, layout.residual, shape)
         axis = layout.residual.features
         feature = 0 if axis is None else layout.comm.coord(axis) * x.shape[2]

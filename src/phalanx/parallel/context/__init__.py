@@ -1,0 +1,1 @@
+"""Context parallelism: the positions of each sample over ranks, and what attention sends."""

@@ -1,0 +1,260 @@
+"""Attention to some of the keys, and how what several such parts give becomes the whole.
+
+Softmax over all keys follows from softmax over parts of them, each with the log-sum-exp of its
+scores (Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135, section
+3.1). With o, l of one part and o', l' of another
+
+    L = log(exp l + exp l'),   O = exp(l - L) o + exp(l' - L) o'
+
+and backward needs of the whole only L and delta = sum(dO * O) for each query:
+
+    p = exp(s - L),  dv = p^T dO,  ds = p * (dO v^T - delta),  dq = ds k,  dk = ds^T q
+
+Scores are made for a block of queries at a time, and only against keys that some query of the block
+may look at. Sums are in float32, of float64 in float64. Everything is plain PyTorch, on any device.
+
+Suffixes: see models/decoder.py; t is a block of queries, S are keys, R = H / G queries a key head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MOST_SCORES = 1 << 26
+"""Scores of one row of the batch that are held at a time."""
+
+_MOST_QUERIES, _LEAST_QUERIES = 256, 16
+"""Queries of a block: no more, and no fewer where scores would be too many."""
+
+
+class Chunk(NamedTuple):
+    """Consecutive positions of a row.
+
+    Attributes:
+        here: where they stand in a tensor that holds them.
+        first: the first of them in the row.
+    """
+
+    here: slice
+    first: int
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which keys a query looks at: those of its document, and none after it if causal.
+
+    Attributes:
+        is_causal: whether the positions after a query are hidden from it.
+        starts_BT: where in its row the document of each query that is here begins; None where a row
+            holds one document.
+        ends_BT: where it ends; only asked for where attention is not causal.
+    """
+
+    is_causal: bool = True
+    starts_BT: Tensor | None = None
+    ends_BT: Tensor | None = None
+
+
+class _Block(NamedTuple):
+    """Queries of one row of the batch, and the keys that any of them looks at.
+
+    Attributes:
+        hidden_tS: which keys are hidden from which of the queries; None if none is.
+    """
+
+    row: int
+    queries: slice
+    keys: slice
+    hidden_tS: Tensor | None
+
+
+class Mixed:
+    """What queries have taken of the values so far.
+
+    Attributes:
+        o_BTHK: the values mixed, in float32 or float64.
+        lse_BTH: the log-sum-exp of the scores; -inf where a query has seen no key.
+    """
+
+    def __init__(self, q_BTHK: Tensor) -> None:
+        wide = torch.promote_types(q_BTHK.dtype, torch.float32)
+        self.o_BTHK = torch.zeros_like(q_BTHK, dtype=wide, memory_format=torch.contiguous_format)
+        self.lse_BTH = q_BTHK.new_full(q_BTHK.shape[:3], -math.inf, dtype=wide)
+
+    def add(
+        self,
+        q_BTHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        queries: Chunk,
+        keys: Chunk,
+        sight: Sight,
+    ) -> None:
+        """Let the queries of one chunk look at the keys of another."""
+        num_groups = k_BSGK.shape[2]
+        for block in _blocks(q_BTHK, queries, keys, sight):
+            at = block.row, block.queries
+            q_GNK = _grouped(q_BTHK[at], num_groups)
+            scores_GNS = _scores(q_GNK, _by_head(k_BSGK[block.row, block.keys]), block.hidden_tS)
+            lse_GN = scores_GNS.logsumexp(-1)
+            p_GNS = scores_GNS.sub_(_finite(lse_GN)[..., None]).exp_()
+            o_GNK = p_GNS.to(v_BSGK.dtype) @ _by_head(v_BSGK[block.row, block.keys])
+            self._merge(at, _ungrouped(o_GNK, q_BTHK[at]), _ungrouped(lse_GN, q_BTHK[at]))
+
+    def _merge(self, at: tuple[int, slice], o_tHK: Tensor, lse_tH: Tensor) -> None:
+        before_tH = self.lse_BTH[at]
+        both_tH = torch.logaddexp(before_tH, lse_tH)
+        finite_tH = _finite(both_tH)
+        kept_tHK = self.o_BTHK[at] * (before_tH - finite_tH).exp()[..., None]
+        self.o_BTHK[at] = kept_tHK + o_tHK * (lse_tH - finite_tH).exp()[..., None]
+        self.lse_BTH[at] = both_tH
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What backward knows of the queries of this rank.
+
+    Attributes:
+        q_BTHK, do_BTHK: queries, and the gradient of what they have mixed.
+        lse_BTH: over all keys.
+        delta_BTH: sum over K of do * o.
+        dq_BTHK: the gradient of the queries so far, in float32 or float64.
+    """
+
+    q_BTHK: Tensor
+    do_BTHK: Tensor
+    lse_BTH: Tensor
+    delta_BTH: Tensor
+    dq_BTHK: Tensor
+
+    @classmethod
+    def of(cls, q_BTHK: Tensor, o_BTHK: Tensor, lse_BTH: Tensor, do_BTHK: Tensor) -> Backward:
+        """Begin backward, given what forward has mixed."""
+        delta_BTH = (do_BTHK.to(lse_BTH.dtype) * o_BTHK).sum(-1)
+        dq_BTHK = torch.zeros_like(
+            q_BTHK, dtype=lse_BTH.dtype, memory_format=torch.contiguous_format
+        )
+        return cls(q_BTHK, do_BTHK, lse_BTH, delta_BTH, dq_BTHK)
+
+    def add(
+        self,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        dk_BSGK: Tensor,
+        dv_BSGK: Tensor,
+        queries: Chunk,
+        keys: Chunk,
+        sight: Sight,
+    ) -> None:
+        """Add what the queries of one chunk make of the gradients of the keys of another."""
+        q_BTHK, num_groups = self.q_BTHK, k_BSGK.shape[2]
+        scale = q_BTHK.shape[3] ** -0.5
+        for block in _blocks(q_BTHK, queries, keys, sight):
+            at, others = (block.row, block.queries), (block.row, block.keys)
+            k_GSK, v_GSK = _by_head(k_BSGK[others]), _by_head(v_BSGK[others])
+            q_GNK, do_GNK = (_grouped(x[at], num_groups) for x in (q_BTHK, self.do_BTHK))
+            lse_GN1, delta_GN1 = (
+                _grouped(x[at][..., None], num_groups) for x in (self.lse_BTH, self.delta_BTH)
+            )
+            p_GNS = _scores(q_GNK, k_GSK, block.hidden_tS).sub_(_finite(lse_GN1)).exp_()
+            ds_GNS = (do_GNK @ v_GSK.mT).to(p_GNS.dtype).sub_(delta_GN1).mul_(p_GNS).mul_(scale)
+            p_GNS, ds_GNS = p_GNS.to(do_GNK.dtype), ds_GNS.to(q_GNK.dtype)
+            self.dq_BTHK[at] += _ungrouped(ds_GNS @ k_GSK, q_BTHK[at])
+            dk_BSGK[others] += (ds_GNS.mT @ q_GNK).transpose(0, 1)
+            dv_BSGK[others] += (p_GNS.mT @ do_GNK).transpose(0, 1)
+
+
+def _blocks(q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: Sight) -> Iterator[_Block]:
+    """Yield the blocks of queries that look at any of the keys."""
+    num_rows, _, num_heads, _ = q_BTHK.shape
+    num_keys = keys.here.stop - keys.here.start
+    size = max(_LEAST_QUERIES, min(_MOST_QUERIES, _MOST_SCORES // (num_heads * num_keys)))
+    last = queries.here.stop
+    for row in range(num_rows):
+        for start in range(queries.here.start, last, size):
+            here = slice(start, min(start + size, last))
+            first = queries.first + start - queries.here.start  # in the row
+            seen = _seen(row, here, first, keys, num_keys, sight)
+            if seen.start < seen.stop:
+                yield _Block(
+                    row,
+                    here,
+                    slice(keys.here.start + seen.start, keys.here.start + seen.stop),
+                    _hidden(row, here, first, keys.first + seen.start, seen, sight, q_BTHK.device),
+                )
+
+
+def _seen(row: int, here: slice, first: int, keys: Chunk, num_keys: int, sight: Sight) -> slice:
+    """Return which of the keys any query of a block looks at.
+
+    Documents stand in the order of the row, so the first query has the first start, and the last
+    the last end. A GPU is not asked, and waited for, where they are: there all keys are taken.
+    """
+    begin, end = keys.first, keys.first + num_keys
+    if sight.is_causal:
+        end = min(end, first + here.stop - here.start)
+    if sight.starts_BT is not None and sight.starts_BT.is_cpu:
+        begin = max(begin, int(sight.starts_BT[row, here.start]))
+    if sight.ends_BT is not None and sight.ends_BT.is_cpu and not sight.is_causal:
+        end = min(end, int(sight.ends_BT[row, here.stop - 1]))
+    return slice(begin - keys.first, end - keys.first)
+
+
+def _hidden(
+    row: int,
+    here: slice,
+    first: int,
+    first_key: int,
+    seen: slice,
+    sight: Sight,
+    device: torch.device,
+) -> Tensor | None:
+    """Return which of the keys of a block are hidden from which of its queries, None if none is."""
+    num_queries, num_keys = here.stop - here.start, seen.stop - seen.start
+    is_cut = sight.is_causal and first_key + num_keys - 1 > first
+    if not is_cut and sight.starts_BT is None:
+        return None
+    keys_S = torch.arange(first_key, first_key + num_keys, device=device)
+    hidden_tS = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=device)
+    if is_cut:
+        hidden_tS |= keys_S > torch.arange(first, first + num_queries, device=device)[:, None]
+    if sight.starts_BT is not None:
+        hidden_tS |= keys_S < sight.starts_BT[row, here][:, None]
+    if sight.ends_BT is not None and not sight.is_causal:
+        hidden_tS |= keys_S >= sight.ends_BT[row, here][:, None]
+    return hidden_tS
+
+
+def _scores(q_GNK: Tensor, k_GSK: Tensor, hidden_tS: Tensor | None) -> Tensor:
+    """Return the scores, in float32 or float64, -inf where a key is hidden; N is R times t."""
+    scores_GNS = (q_GNK @ k_GSK.mT).to(torch.promote_types(q_GNK.dtype, torch.float32))
+    scores_GNS *= q_GNK.shape[2] ** -0.5
+    if hidden_tS is not None:
+        scores_GNS.unflatten(1, (-1, len(hidden_tS))).masked_fill_(hidden_tS, -math.inf)
+    return scores_GNS
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Return 0 in place of -inf, so that exp(-inf - lse) is 0 there."""
+    return lse.masked_fill(lse == -math.inf, 0)
+
+
+def _by_head(x_SGK: Tensor) -> Tensor:
+    return x_SGK.transpose(0, 1).contiguous()
+
+
+def _grouped(x_tHK: Tensor, num_groups: int) -> Tensor:
+    """Return the queries of each key head one below the other, [G, R t, K]."""
+    return x_tHK.unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _ungrouped(x: Tensor, like_tHK: Tensor) -> Tensor:
+    """Return [G, R t, ...] as [t, H, ...]."""
+    num_queries = like_tHK.shape[0]
+    return x.unflatten(1, (-1, num_queries)).flatten(0, 1).transpose(0, 1)

@@ -1,0 +1,253 @@
+"""Context parallelism by a ring: keys and values travel, queries stay.
+
+Idea      A rank holds 1/N of the positions. Attention alone reads others, so blocks of keys and
+          values go round: each rank has every block once, lets its queries look at it, and hands it
+          on while it does. What the blocks give is merged by the log-sum-exp of their scores
+          (Liu, Zaharia, Abbeel, Ring Attention, 2023, arXiv 2310.01889, section 3; partial.py).
+          Under a causal mask the first positions see little and the last much. So a row is 2N
+          chunks and rank r holds chunks r and 2N - 1 - r (zig-zag): of every block but its own it
+          computes two of four pairs of chunks, and of its own one and two halves.
+Layout    x[B, T_cp, D]  q[B, T_cp, H, K]  k, v[B, T_cp, G, K]; weights whole
+Forward   for hop in N: send k, v to the next rank; o, lse += q against this block; take the next
+Backward  k, v go round again. p = exp(q k^T - lse) is made again, dq stays, and dk, dv follow their
+          block: a rank adds its terms and hands them on, until they are home.
+Cost      With S = 2 B T/N G K elements, keys and values of one rank, it sends (N-1) S forward and
+          (N-1) S backward, and (N-1) S of gradients in float32 or float64. It holds two blocks at a
+          time, and in backward up to four of gradients. Nothing here grows with T^2: scores are
+          made for 256 queries at a time.
+Limits    Any N, any number of heads. 2N divides T, or rows are padded. Each hop is a message of
+          S elements, which at few positions takes longer to start than its products take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, library
+from torch.autograd import Function
+from torch.utils.flop_counter import register_flop_formula
+
+from phalanx.comm.comm import Comm, Pending
+from phalanx.comm.watch import COMPOSITE_NAMESPACE, register_composite
+from phalanx.models.attention import Documents
+from phalanx.parallel.context.order import Order, zig_zag
+from phalanx.parallel.context.partial import Backward, Chunk, Mixed, Sight
+from phalanx.parallel.tensor.operators import once_differentiable
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Attention of this rank's queries to the keys of all ranks of cp; called as `attend` is.
+
+    Attributes:
+        comm: of the job, or one that counts.
+        is_causal: whether a query looks at no position after it.
+    """
+
+    comm: Comm
+    is_causal: bool = True
+
+    @property
+    def order(self) -> Order:
+        """Which positions each rank holds."""
+        return zig_zag(self.comm.size("cp"))
+
+    def __call__(
+        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return softmax(q k^T / sqrt(K)) v over the keys of all ranks, a tensor like q_BTHK.
+
+        All are this rank's positions, in zig-zag order. So is where documents begin; where they end
+        is that of the full rows.
+        """
+        starts_BT = ends_BT = None
+        if documents is not None:
+            starts_BT = documents[0][..., 0]
+            if not self.is_causal:
+                ends_BT = self._ends(documents[1][..., 0], q_BTHK)
+        return cast(Tensor, _RingAttention.apply(self, q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT))
+
+    def forward(
+        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, sight: Sight
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the queries mix of the values, like q_BTHK, and lse_BTH over all keys."""
+        mixed = Mixed(q_BTHK)
+        for hop in self._hops(torch.stack((k_BTGK, v_BTGK))):
+            for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]):
+                mixed.add(q_BTHK, hop.kv[0], hop.kv[1], queries, keys, sight)
+        return mixed.o_BTHK.to(q_BTHK.dtype), mixed.lse_BTH
+
+    def backward(
+        self, state: Backward, k_BTGK: Tensor, v_BTGK: Tensor, sight: Sight
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v of this rank, in the data type of each."""
+        kv = torch.stack((k_BTGK, v_BTGK))
+        own: Tensor | None = None
+        arriving: Pending | None = None
+        for hop in self._hops(kv):
+            d_kv = torch.zeros_like(kv, dtype=state.dq_BTHK.dtype)
+            for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]):
+                state.add(hop.kv[0], hop.kv[1], d_kv[0], d_kv[1], queries, keys, sight)
+            if own is None:
+                own = d_kv  # of this rank's own block, which stays
+                continue
+            if arriving is not None:
+                d_kv += arriving.wait()
+                arriving = None  # before the next is made: it holds two blocks
+            arriving = self._shift(d_kv, torch.empty_like(d_kv))
+        assert own is not None
+        if arriving is not None:
+            own += arriving.wait()
+        d_k_BTGK, d_v_BTGK = own.to(kv.dtype)
+        return state.dq_BTHK.to(state.q_BTHK.dtype), d_k_BTGK, d_v_BTGK
+
+    def pairs(self, source: int, num_held: int) -> Iterator[tuple[Chunk, Chunk]]:
+        """Yield this rank's chunks of queries, each with those of `source`'s keys it looks at.
+
+        Each rank holds `num_held` positions.
+        """
+        own = _chunks(self.order.chunks[self.comm.coord("cp")], num_held)
+        others = _chunks(self.order.chunks[source], num_held)
+        for queries in own:
+            for keys in others:
+                if not self.is_causal or keys.first <= queries.first:
+                    yield queries, keys
+
+    def _hops(self, kv: Tensor) -> Iterator[_Hop]:
+        """Yield the block of every rank, this one's first; the next is on its way meanwhile."""
+        num_ranks, rank = self.comm.size("cp"), self.comm.coord("cp")
+        other = torch.empty_like(kv) if num_ranks > 1 else kv
+        for distance in range(num_ranks):
+            is_last = distance == num_ranks - 1
+            coming = None if is_last else self._shift(kv, other)
+            yield _Hop((rank - distance) % num_ranks, kv)
+            if coming is not None:
+                kv, other = coming.wait(), kv
+
+    def _shift(self, tensor: Tensor, received: Tensor) -> Pending:
+        """Begin to send a contiguous tensor to the next rank, and to receive the one before's."""
+        comm, rank, num_ranks = self.comm, self.comm.coord("cp"), self.comm.size("cp")
+        after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+        # NCCL runs one after the other: ranks that all sent first would wait for each other.
+        if rank % 2 == 0:
+            sending = comm.send_start(tensor, "cp", after)
+            return _Shift(tensor, sending, comm.recv_start(received, "cp", before))
+        receiving = comm.recv_start(received, "cp", before)
+        return _Shift(tensor, comm.send_start(tensor, "cp", after), receiving)
+
+    def _ends(self, ends_BN: Tensor, q_BTHK: Tensor) -> Tensor:
+        """Return where the document of each query ends."""
+        rank, (num_rows, num_held) = self.comm.coord("cp"), q_BTHK.shape[:2]
+        positions_T = self.order.positions(rank, num_held, ends_BN.device)
+        positions_BT = positions_T.expand(num_rows, -1).contiguous()
+        number_BT = torch.searchsorted(ends_BN.contiguous(), positions_BT, right=True)
+        return ends_BN.gather(1, number_BT.clamp_(max=ends_BN.shape[1] - 1))
+
+
+class _Hop(NamedTuple):
+    """Whose keys and values are here, [2, B, T, G, K]."""
+
+    source: int
+    kv: Tensor
+
+
+class _Shift(Pending):
+    """A block that goes, and one that comes; the first lives until both are through."""
+
+    def __init__(self, sent: Tensor, sending: Pending, receiving: Pending) -> None:
+        super().__init__(sent)
+        self._sending, self._receiving = sending, receiving
+
+    def wait(self) -> Tensor:
+        """Return what has come."""
+        self._sending.wait()
+        return self._receiving.wait()
+
+
+def _chunks(numbers: Sequence[int], num_held: int) -> list[Chunk]:
+    size = num_held // len(numbers)
+    return [
+        Chunk(slice(place * size, (place + 1) * size), number * size)
+        for place, number in enumerate(numbers)
+    ]
+
+
+# One operator to PyTorch, as the products of tp are: `recompute:selective` keeps its results, and
+# neither the products nor the messages run again. It is told which ring by a context variable.
+
+_AT_WORK: ContextVar[Ring] = ContextVar("ring")
+
+
+@contextmanager
+def _of(ring: Ring) -> Generator[Any]:
+    token = _AT_WORK.set(ring)
+    try:
+        yield torch.ops.phalanx_tensor.ring_attention
+    finally:
+        _AT_WORK.reset(token)
+
+
+def _ring_attention(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    starts_BT: Tensor | None,
+    ends_BT: Tensor | None,
+    num_pairs: int,
+) -> tuple[Tensor, Tensor]:
+    del num_pairs  # for the count of FLOPs alone
+    ring = _AT_WORK.get()
+    return ring.forward(q_BTHK, k_BTGK, v_BTGK, Sight(ring.is_causal, starts_BT, ends_BT))
+
+
+_LIBRARY = library.Library(COMPOSITE_NAMESPACE, "FRAGMENT")
+_LIBRARY.define(
+    "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int num_pairs)"
+    " -> (Tensor, Tensor)"
+)
+_LIBRARY.impl("ring_attention", _ring_attention, "CompositeExplicitAutograd")
+register_composite(torch.ops.phalanx_tensor.ring_attention.default, _ring_attention)
+
+
+@register_flop_formula(torch.ops.phalanx_tensor.ring_attention)
+def _flops(q_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    num_rows, _, num_heads, width = q_shape
+    num_pairs: int = args[-1]
+    return 4 * num_rows * num_heads * width * num_pairs
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ring: Ring,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        starts_BT: Tensor | None,
+        ends_BT: Tensor | None,
+    ) -> Tensor:
+        num_held, num_ranks = q_BTHK.shape[1], ring.comm.size("cp")
+        num_pairs = num_held * num_held * num_ranks
+        with _of(ring) as ring_attention:
+            o_BTHK, lse_BTH = ring_attention(
+                q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT,
+                math.ceil(num_pairs / 2) if ring.is_causal else num_pairs,
+            )  # fmt: skip
+        ctx.ring = ring
+        ctx.save_for_backward(q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT, o_BTHK, lse_BTH)
+        return o_BTHK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT, o_BTHK, lse_BTH = ctx.saved_tensors
+        state = Backward.of(q_BTHK, o_BTHK, lse_BTH, grad_outputs[0])
+        sight = Sight(ctx.ring.is_causal, starts_BT, ends_BT)
+        return None, *ctx.ring.backward(state, k_BTGK, v_BTGK, sight), None, None

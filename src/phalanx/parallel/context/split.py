@@ -1,0 +1,193 @@
+"""The axis cp of a strategy on a decoder: positions are cut where a forward begins.
+
+Labels are shifted before, so the positions of a row may lie anywhere: tokens, labels, positions and
+documents are all cut alike, and the rest of the forward runs as it would on shorter rows. Only
+three things know better: attention, which fetches the keys of other ranks; dropout, whose masks
+belong to the positions of the full row; and logits, which are gathered where no labels are given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.comm.comm import Comm, Counting, Ranks
+from phalanx.comm.ledger import Entry
+from phalanx.errors import StrategyError
+from phalanx.models.attention import Attention, Documents, documents_of
+from phalanx.models.decoder import Decoder
+from phalanx.models.layers import Dropout
+from phalanx.models.loss import IGNORE
+from phalanx.parallel.context import account
+from phalanx.parallel.context.order import Order
+from phalanx.parallel.context.ring import Ring
+from phalanx.parallel.context.ulysses import Ulysses, padded_documents
+from phalanx.parallel.split import Split, Target
+from phalanx.parallel.tensor.apply import layout_of
+from phalanx.parallel.tensor.scope import batch_scope
+from phalanx.parallel.tensor.spec import BatchShape
+from phalanx.strategy import Axis, Strategy
+
+KINDS: dict[str, type[Ring] | type[Ulysses]] = {"ring": Ring, "ulysses": Ulysses}
+
+
+class ContextSplit(Split):
+    """Context parallelism of the kind that the strategy names.
+
+    Raises:
+        StrategyError: the model is no decoder of ours, or has heads that Ulysses cannot deal out.
+    """
+
+    axis = "cp"
+    compiles = False  # attention waits for other ranks in the middle of a block
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.order = order_of(target.strategy)
+        self.position_shards = self.order.num_chunks
+        check(target)
+
+    def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows, and the positions that a rank holds."""
+        num_rows, length = microbatch
+        return num_rows, self.order.held(length)
+
+    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+        """Return what attention sends."""
+        return account.traffic(self.target, attention_of(self.target.strategy), microbatches)
+
+    def apply(self, comm: Ranks) -> None:
+        """Cut what the forward is given, and set what attends and where dropout is."""
+        apply(self.target.model, comm, self.target.strategy)
+
+
+def attention_of(strategy: Strategy, comm: Comm | None = None) -> Ring | Ulysses:
+    """Return what attends; without the ranks of a job, over ranks that only count."""
+    return KINDS[strategy.cp.kind](comm or Counting(strategy.mesh_axes()))
+
+
+def order_of(strategy: Strategy) -> Order:
+    """Return which positions each rank of cp holds."""
+    return attention_of(strategy).order
+
+
+def check(target: Target) -> None:
+    """Refuse a model that cp cannot split.
+
+    Raises:
+        StrategyError: names what is wrong, and the nearest legal degree.
+    """
+    model, strategy = target.model, target.strategy
+    name = str(Strategy(cp=strategy.cp))
+    if not isinstance(model, Decoder):
+        raise StrategyError(
+            f"{name}: {type(model).__name__} is no Decoder, and cp knows the attention of no other "
+            f"model; the nearest is dp{strategy.cp.degree}"
+        )
+    if strategy.cp.kind != "ulysses":
+        return
+    layout = layout_of(strategy)
+    num_shards, num_heads = layout.column.num_shards(0, layout.comm), model.shape.num_heads
+    left = num_heads // num_shards
+    if left and left % strategy.cp.degree:
+        beside = f", {left} beside tp{strategy.tp.degree}" if num_shards > 1 else ""
+        raise StrategyError(
+            f"{name}: the model has {num_heads} heads{beside}, which is not a multiple of "
+            f"{strategy.cp.degree}; the nearest is {_nearest(left, strategy.cp.degree)}"
+        )
+
+
+def _nearest(num_heads: int, degree: int) -> str:
+    """Return the nearest degree that divides the heads, the smaller of two; else a ring."""
+    legal = [n for n in range(2, num_heads + 1) if num_heads % n == 0]
+    if not legal:
+        return str(Strategy(cp=Axis(degree, "ring")))
+    return str(Strategy(cp=Axis(min(legal, key=lambda n: (abs(n - degree), n)), "ulysses")))
+
+
+def apply(model: nn.Module, comm: Comm, strategy: Strategy) -> None:
+    """Split the positions that a decoder is given over the ranks of cp, in place."""
+    assert isinstance(model, Decoder)
+    attention = attention_of(strategy, comm)
+    positions = functools.partial(attention.order.positions, comm.coord("cp"))
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = attention
+        elif isinstance(module, Dropout):
+            module.row_positions = positions
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None = None,
+        *,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | Documents | None = None,
+        dropout_keys_B: Tensor | None = None,
+    ) -> Tensor:
+        length = tokens_BT.shape[1]
+        model.check_length(length)
+        if positions_BT is None:
+            positions_BT = torch.arange(length, device=tokens_BT.device)[None]
+        cut = functools.partial(cut_positions, attention=attention, comm=comm)
+        here_BT = cut(tokens_BT)
+        with batch_scope(BatchShape(*here_BT.shape)):  # for tp, whose rows are these
+            out = own(
+                here_BT,
+                None if labels_BT is None else cut(labels_BT, padding=IGNORE),
+                positions_BT=cut(positions_BT),
+                documents_BT=cut_documents(documents_BT, tokens_BT, attention, comm),
+                dropout_keys_B=dropout_keys_B,
+            )
+        if labels_BT is not None or (model.stage is not None and not model.stage.is_last):
+            return out
+        return _gathered(out, attention, comm)[:, :length]
+
+    model.forward = forward
+
+
+def cut_positions(x_BT: Tensor, attention: Ring | Ulysses, comm: Comm, padding: int = 0) -> Tensor:
+    """Return this rank's positions of x_BT, in their order."""
+    order, length = attention.order, x_BT.shape[1]
+    padded_BT = F.pad(x_BT, (0, order.padded(length) - length), value=padding)
+    positions_T = order.positions(comm.coord("cp"), order.held(length), x_BT.device)
+    return padded_BT.index_select(1, positions_T)
+
+
+def cut_documents(
+    documents: Tensor | Documents | None,
+    tokens_BT: Tensor,
+    attention: Ring | Ulysses,
+    comm: Comm,
+) -> Documents | None:
+    """Return where documents begin for what attends: a ring its own queries, Ulysses all."""
+    if not isinstance(documents, tuple):
+        documents = documents_of(documents, tokens_BT.device)
+    if documents is None:
+        return None
+    padded = padded_documents(documents, attention.order.padded(tokens_BT.shape[1]))
+    if isinstance(attention, Ulysses):
+        return padded
+    starts_BT1, ends_BN1, longest = padded
+    return cut_positions(starts_BT1[..., 0], attention, comm)[..., None], ends_BN1, longest
+
+
+def _gathered(logits_BTV: Tensor, attention: Ring | Ulysses, comm: Comm) -> Tensor:
+    """Return the logits of all positions of the padded row, on every rank.
+
+    Raises:
+        StrategyError: gradients are wanted: each rank would make a loss of all positions.
+    """
+    if torch.is_grad_enabled():
+        raise StrategyError(
+            "cp: each rank has other positions, so a loss is the sum of what the ranks make of "
+            "theirs; give the model labels, or ask for logits under torch.no_grad()"
+        )
+    num_held = logits_BTV.shape[1]
+    places_T = attention.order.places(num_held, logits_BTV.device)
+    return comm.all_gather(logits_BTV, "cp", 1).index_select(1, places_T)
