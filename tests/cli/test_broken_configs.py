@@ -110,7 +110,7 @@ CASES = {
     "axis": Broken("train --strategy dq2", "axis 'dq' is unknown", "did you mean 'dp'?"),
     "kind": Broken("train --strategy dp2:naiv", "kind 'naiv'", "did you mean 'naive'?"),
     "degree that makes no grid": Broken("train --strategy tp6:2d", "tp6:2d", "nearest is tp4:2d"),
-    "not built": Broken("train --strategy dp2:ps", "dp2:ps is not built yet", "built: dpN"),
+    "not built": Broken("train --strategy dp2:ps", "dp2:ps is not built yet", "built: ppN"),
     "ranks that do not fit": Broken(
         "train --strategy dp4 --nproc 3", "needs 4 ranks, but there are 3", "'dp3' would use them"
     ),
@@ -213,7 +213,7 @@ CASES = {
         f"train {SMALL} --out text.txt", "cannot write to text.txt", "another --out"
     ),
     "verify a strategy that is not built": Broken(
-        "verify dp2:ps", "dp2:ps is not built", "built: dpN"
+        "verify dp2:ps", "dp2:ps is not built", "built: ppN"
     ),
     "doctor": Broken("doctor --jsn", "option '--jsn' is unknown", "did you mean '--json'?"),
 }  # fmt: skip

@@ -31,13 +31,13 @@ METHODS = {
     "recompute:every/2": ("of each segment of 2 blocks", "recompute"),
     "recompute:sqrt": ("of segments of sqrt(L) blocks (Chen et al.)", "recompute"),
     "recompute:selective": ("all but matrix products and attention", "recompute"),
-    "pp2:naive": ("model parallel: stages that wait for each other", None),
-    "pp2:gpipe": ("pipeline, all forwards first (GPipe)", None),
-    "pp2": ("pipeline, one forward one backward (1F1B)", None),
-    "pp2:interleaved/2": ("pipeline, several stages a rank", None),
-    "pp2:zb/1": ("pipeline, zero bubble", None),
-    "pp2:zbv": ("pipeline, zero bubble in V form", None),
-    "pp2:dualpipev": ("pipeline, DualPipe in V form", None),
+    "pp2:naive": ("model parallel: stages that wait for each other", "pipeline/schedule"),
+    "pp2:gpipe": ("pipeline, all forwards first (GPipe)", "pipeline/schedule"),
+    "pp2": ("pipeline, one forward one backward (1F1B)", "pipeline/schedule"),
+    "pp2:interleaved/2": ("pipeline, several stages a rank", "pipeline/schedule"),
+    "pp2:zb/1": ("pipeline, zero bubble", "pipeline/schedule"),
+    "pp2:zbv": ("pipeline, zero bubble in V form", "pipeline/schedule"),
+    "pp2:dualpipev": ("pipeline, DualPipe in V form", "pipeline/schedule"),
     "cp2": ("context parallel, ring attention", "context/ring"),
     "cp2:ulysses": ("context parallel, all-to-all over heads (Ulysses)", "context/ulysses"),
     "dp2:ps": ("parameter server, synchronous", None),
@@ -112,13 +112,14 @@ def test_every_kind_of_the_grammar_is_in_the_table() -> None:
 
 
 def test_every_built_kind_is_proved_against_one_process() -> None:
-    source = (ROOT / "tests/verify/test_parity.py").read_text()
+    files = ("test_parity.py", "test_compositions.py")
+    source = "".join((ROOT / "tests/verify" / file).read_text() for file in files)
     proved: set[tuple[str, str]] = set()
     names = "|".join((*AXES, "recompute"))
     for text in re.findall(f'"((?:{names})' + r'[0-9:][^" {]*[^", {}])"', source):
         proved |= kinds_of(text)
     built = {kind for text in METHODS if is_built(text) for kind in kinds_of(text)}
-    assert built <= proved, f"tests/verify/test_parity.py has no case of {built - proved}"
+    assert built <= proved, f"tests/verify has no case of {built - proved}"
 
 
 if __name__ == "__main__":

@@ -24,10 +24,13 @@ SHAPE = ModelShape(
 )  # fmt: skip
 
 SCHEDULES = {
-    2: ("naive", "gpipe", "1f1b", "zb/1", "interleaved/2", "zb/2", "zbv", "dualpipev"),
-    4: ("naive", "gpipe", "1f1b", "zb/1"),
+    2: (
+        *("pp2:naive", "pp2:gpipe", "pp2", "pp2:zb/1"),
+        *("pp2:interleaved/2", "pp2:zb/2", "pp2:zbv", "pp2:dualpipev"),
+    ),
+    4: ("pp4:naive", "pp4:gpipe", "pp4", "pp4:zb/1"),
 }
-"""Ranks -> kinds of pp that make two and four stages of them."""
+"""Ranks -> what makes two and four stages of them."""
 
 OF_EIGHT = (
     "pp2,dp2,tp2",
@@ -50,6 +53,12 @@ OF_EIGHT = (
     "pp2:zbv,fsdp2,tp2,recompute:selective",
     "pp2:interleaved/2,dp2,tp2:megatron",
     "pp2,fsdp4,recompute:sqrt",
+    "fsdp2,cp2,tp2",
+    "pp2,cp2,tp2",
+    "pp2,cp4",
+    "pp2:zbv,fsdp2,cp2",
+    "dp2,cp2:ulysses,tp2",
+    "pp2,dp2,cp2:ulysses",
     "dp2,tp4:2d",
     "fsdp2,tp4:2d",
     "dp2,fsdp2:zero1,tp2",
@@ -92,7 +101,7 @@ def check(texts: list[str], counts: tuple[int, ...], subtests: pytest.Subtests) 
 
 @pytest.mark.parametrize(("num_ranks", "counts"), [(2, (7,)), by_hand(2, (4,)), by_hand(4, (4, 7))])
 def test_every_schedule(num_ranks: int, counts: tuple[int, ...], subtests: pytest.Subtests) -> None:
-    check([f"pp{num_ranks}:{kind}" for kind in SCHEDULES[num_ranks]], counts, subtests)
+    check(list(SCHEDULES[num_ranks]), counts, subtests)
 
 
 @pytest.mark.parametrize("texts", [["pp2:zbv,fsdp2", "pp2,dp2", "pp2,tp2", "pp2,fsdp2:zero1"]])
