@@ -106,6 +106,11 @@ def _send_less(sent: Sequence[Entry]) -> str:
         return "most bytes go over fsdp, once a step: give each rank more tokens a step"
     if axis == "dp":
         return "give each rank more tokens a step: a larger microbatch or more accumulation"
+    if axis == "pp":
+        return (
+            "ranks of a pipeline wait for each other: more microbatches, or a schedule with a "
+            "smaller bubble (docs/pipeline.md)"
+        )
     if axis == "cp":
         return "most bytes go over cp: split positions over fewer ranks, or over a faster link"
     return (

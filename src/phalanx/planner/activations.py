@@ -63,7 +63,7 @@ class Activations:
     """The last norm and the loss; gone before backward reaches the blocks."""
     gradient: int
     """The gradient that flows back along the residual stream."""
-    in_flight: int = 0
+    passing: int = 0
     """What passes in a ring while backward is at attention, beyond what it has freed by then."""
 
     @property
@@ -74,7 +74,7 @@ class Activations:
     @property
     def peak(self) -> int:
         """Most bytes held for backward, without buffers that pass."""
-        in_backward = self.blocks + self.recomputed + self.inputs + self.gradient + self.in_flight
+        in_backward = self.blocks + self.recomputed + self.inputs + self.gradient + self.passing
         return max(self.kept, in_backward)
 
 
@@ -127,7 +127,7 @@ def activations(
         inputs=_inputs(shape, num_held, num_sequences, precision, has_documents, tp, cp),
         head=_head(shape, num_held * num_sequences, precision, tp),
         gradient=of["input"],
-        in_flight=_in_flight(shape, num_held * num_sequences, precision, tp, cp),
+        passing=_passing(shape, num_held * num_sequences, precision, tp, cp),
     )
 
 
@@ -207,7 +207,7 @@ def _block(
     return of
 
 
-def _in_flight(shape: ModelShape, num_tokens: int, precision: str, tp: Axis, cp: Axis) -> int:
+def _passing(shape: ModelShape, num_tokens: int, precision: str, tp: Axis, cp: Axis) -> int:
     """Return the bytes that pass in a ring in backward, beyond the MLP's that it has freed."""
     if cp.degree == 1 or cp.kind != "ring":
         return 0

@@ -54,7 +54,7 @@ def held_of(
             held += kept[stage]
         elif op != "W":
             head = of.head if stage == len(cut) - 1 else 0
-            peak = max(peak, held - head + of.recomputed + of.gradient)
+            peak = max(peak, held - head + of.recomputed + of.gradient + of.passing)
         peak = max(peak, held)
         if op in ("B", "W"):
             held -= kept[stage]

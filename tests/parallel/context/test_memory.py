@@ -116,7 +116,7 @@ def test_blocks_that_pass_in_a_ring(num_ranks: int) -> None:
         activations(
             dataclasses.replace(shape, num_kv_heads=groups),
             Strategy.parse(f"cp{num_ranks}"), HELD * num_ranks, MANY_ROWS, "float32",
-        ).in_flight
+        ).passing
         for groups in (8, 16)
     ]  # fmt: skip
     # Forward has a copy of this rank's own, and the block that comes.

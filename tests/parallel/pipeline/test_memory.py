@@ -1,0 +1,67 @@
+"""A model that does not fit one device is trained by two, under the same limit of memory each."""
+
+from __future__ import annotations
+
+import functools
+import re
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.comm.comm import Ranks
+from phalanx.config import OptimizerConfig
+from phalanx.launch.local import run_ranks
+from phalanx.models.initial import fill_initial
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.plan import plan_decoder
+from phalanx.strategy import Strategy
+from phalanx.train.objective import NextToken
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.step import Step
+from phalanx.verify.batches import decoder_batches, split
+
+SHAPE = ModelShape(
+    vocab_size=64, num_layers=2, hidden=768, num_heads=12, num_kv_heads=12, head_dim=64, ffn=3072,
+    max_seq_len=16, norm="layer", position="learned", mlp="gelu", bias=True, tied=False,
+)  # fmt: skip
+
+LAYER_BYTES = 16 * 12 * SHAPE.hidden**2
+"""Weights, gradients and moments of a layer, float32."""
+
+DEVICE_BYTES = LAYER_BYTES * 10 // 8
+"""Two layers of 8 GB, a device of 10 GB, scaled down."""
+
+
+def train_under_limit(text: str) -> float | None:
+    """Take two steps in DEVICE_BYTES more than is held now; None if that is too little."""
+    strategy = Strategy.parse(text)
+    comm = Ranks(strategy)
+    held = re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert held is not None
+    limit = int(held[1]) * 1024 + DEVICE_BYTES
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        plan = plan_decoder(strategy, SHAPE, pp_rank=comm.coord("pp"))
+        runner = plan.build(comm, functools.partial(fill_initial, SHAPE, 0))
+        config = OptimizerConfig()
+        step = Step(
+            plan.model, build_optimizer(plan.model, config), NextToken(), config,
+            comm=comm, num_steps=2, run=runner,
+        )  # fmt: skip
+        batches = decoder_batches(SHAPE, 2, 2, 16, 1, 0)
+        return [step(split(batch, 0, 1, 2)).loss for batch in batches][-1]
+    except RuntimeError as error:
+        assert "allocate memory" in str(error), error
+        return None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a process allocates")
+def test_two_stages_train_where_one_device_is_too_small() -> None:
+    assert run_ranks(train_under_limit, 1, "dp1", threads=1) == [None]
+    losses = run_ranks(train_under_limit, 2, "pp2:naive", threads=1)
+    assert losses[0] == losses[1] is not None
