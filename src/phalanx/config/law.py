@@ -33,6 +33,18 @@ def check(config: TrainConfig) -> None:
         )
     if config.steps is not None:
         check_warmup(config.optimizer, config.steps)
+    seq_len, shuffle_len = config.corpus.seq_len, config.corpus.shuffle_len
+    if shuffle_len is not None and not config.corpus.shuffle:
+        raise ConfigError(
+            f"corpus.shuffle_len is {shuffle_len}, but corpus.shuffle is false, so that all samples "
+            "stay in their order; give one of them ('--corpus.shuffle-len none' unsets the other)"
+        )
+    if shuffle_len is not None and shuffle_len % seq_len:
+        near = max(1, round(shuffle_len / seq_len)) * seq_len
+        raise ConfigError(
+            f"corpus.shuffle_len is {shuffle_len}, but samples have corpus.seq_len {seq_len} tokens "
+            f"and whole ones stay together; the nearest is {near}"
+        )
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but each says where the weights "

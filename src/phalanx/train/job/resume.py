@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.config import BatchConfig, TrainConfig
+from phalanx.config import BatchConfig, CorpusConfig, TrainConfig
 from phalanx.config.fields import Use, keys_for, settings, value_at
+from phalanx.data.stages import Stage
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
 from phalanx.models.registry import shape_of as preset
@@ -22,6 +23,9 @@ from phalanx.planner.model_shape import num_parameters
 
 if TYPE_CHECKING:
     from phalanx.data.tokens import TokenFiles
+
+_OF_A_STAGE: Final = ("corpus.seq_len", "corpus.shuffle_len")
+"""Settings of the stream that change where a stage begins."""
 
 DEFAULT_MODEL: Final = "demo"
 """Preset of a run that names no model and begins with no checkpoint."""
@@ -156,6 +160,29 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
     }
 
 
+def streams_of(about: Manifest) -> list[dict[str, Any]]:
+    """Return what fixes the order of the samples of each stage of a run, by setting."""
+    earlier = [
+        {"corpus.seq_len": stage.seq_len, "corpus.shuffle_len": stage.shuffle_len}
+        for stage in about.stages
+    ]
+    return [*earlier, about.stream]
+
+
+def stage_of(corpus: CorpusConfig, consumed: int = 0) -> Stage:
+    """Return the stage of a run with these settings, of which some samples are consumed."""
+    return Stage(corpus.seq_len, corpus.shuffle_len or corpus.seq_len, consumed)
+
+
+def stages_before(config: TrainConfig, about: Manifest) -> tuple[Stage, ...]:
+    """Return the parts of a run before one with these settings; longer samples begin a stage."""
+    was = about.stream.get("corpus.seq_len")
+    if was is None or config.corpus.seq_len <= was:
+        return about.stages
+    together = about.stream.get("corpus.shuffle_len") or was
+    return (*about.stages, Stage(was, together, about.consumed))
+
+
 def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> None:
     """Refuse to go on in another order of samples than the run was in.
 
@@ -163,7 +190,8 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
         CheckpointError: names the setting by which it is another, and what it was.
     """
     before, ours = start.about.stream, stream_of(config, tokens)
-    differing = [name for name, value in ours.items() if before.get(name) != value]
+    free = _OF_A_STAGE if stages_before(config, start.about) != start.about.stages else ()
+    differing = [n for n, value in ours.items() if before.get(n) != value and n not in free]
     if not differing:
         return
     run = manifest.run_of(start.folder) or start.folder
@@ -192,8 +220,10 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
             f"{run / companions.TOKENIZER}"
         )
     else:
+        only = " and samples can only become longer" if name == "corpus.seq_len" else ""
         said = (
-            f"{name} is {ours[name]}, but this run was made with {before.get(name)}; leave it out"
+            f"{name} is {ours[name]}, but this run was made with {before.get(name)}{only}; leave "
+            "it out"
         )
     raise CheckpointError(f"{said}, or begin another run with its weights: --init {run}")
 
