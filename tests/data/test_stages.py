@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.config import BatchPlan
+from phalanx.config import BatchPlan, Stage
 from phalanx.data.loader import Loader, Tail, stream_length, total_steps
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
-from phalanx.data.stages import Rest, Stage, order_of
+from phalanx.data.stages import Rest, order_of
 from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file
 from phalanx.models.loss import IGNORE
 
@@ -114,7 +114,8 @@ def test_what_is_left_is_cut_from_the_beginning_of_each_stretch(tmp_path: Path) 
         [4, 5, 6, 7, 8, 9], [16, 17, 18, 19, 20, 21], [10, 11, 22, 23, 24, 25], [26, 0, 0, 0, 0, 0],
     ]  # fmt: skip
     assert batch.labels_BT.tolist() == [
-        [5, 6, 7, 8, 9, 10], [17, 18, 19, 20, 21, 22], [11, 12, 23, 24, 25, 26], [END, x, x, x, x, x],
+        [5, 6, 7, 8, 9, 10], [17, 18, 19, 20, 21, 22], [11, 12, 23, 24, 25, 26],
+        [END, x, x, x, x, x],
     ]  # fmt: skip
     assert batch.documents_BT is not None
     assert batch.documents_BT.tolist() == [[0] * 6, [0] * 6, [0, 0, 1, 1, 1, 1], [0] * 6]

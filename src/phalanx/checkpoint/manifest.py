@@ -29,7 +29,7 @@ from phalanx.checkpoint.foreign import (
     read_json,
     write_json,
 )
-from phalanx.data.stages import Stage
+from phalanx.config import Stage
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum

@@ -1,6 +1,6 @@
 """The one typed configuration: a TOML file, the command line and the API all make this value."""
 
-from phalanx.config.law import BatchPlan, solve_batch
+from phalanx.config.law import BatchPlan, Stage, solve_batch
 from phalanx.config.schema import (
     BatchConfig,
     CorpusConfig,
@@ -15,6 +15,7 @@ __all__ = [
     "CorpusConfig",
     "OptimizerConfig",
     "ShapeConfig",
+    "Stage",
     "TrainConfig",
     "solve_batch",
 ]

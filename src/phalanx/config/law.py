@@ -1,4 +1,4 @@
-"""What contradicts what in the configuration of a run, and the batch law.
+"""What contradicts what in the configuration of a run, the batch law, and what a stage is.
 
 Only what can be judged without data, devices or a model is judged here.
 """
@@ -6,6 +6,7 @@ Only what can be judged without data, devices or a model is judged here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.config.fields import check_values
 from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, TrainConfig
@@ -36,14 +37,14 @@ def check(config: TrainConfig) -> None:
     seq_len, shuffle_len = config.corpus.seq_len, config.corpus.shuffle_len
     if shuffle_len is not None and not config.corpus.shuffle:
         raise ConfigError(
-            f"corpus.shuffle_len is {shuffle_len}, but corpus.shuffle is false, so that all samples "
-            "stay in their order; give one of them ('--corpus.shuffle-len none' unsets the other)"
+            f"corpus.shuffle_len is {shuffle_len}, but corpus.shuffle is false, so that all "
+            "samples stay in their order; leave one of them out"
         )
     if shuffle_len is not None and shuffle_len % seq_len:
         near = max(1, round(shuffle_len / seq_len)) * seq_len
         raise ConfigError(
-            f"corpus.shuffle_len is {shuffle_len}, but samples have corpus.seq_len {seq_len} tokens "
-            f"and whole ones stay together; the nearest is {near}"
+            f"corpus.shuffle_len is {shuffle_len}, but whole samples stay together, of "
+            f"corpus.seq_len {seq_len} tokens each; the nearest is {near}"
         )
     if config.init is not None and config.resume is not None:
         raise ConfigError(
@@ -81,6 +82,14 @@ class BatchPlan:
             f"global batch {self.global_size} = microbatch {self.microbatch} x accumulation "
             f"{self.accumulation} x {self.num_data_ranks} data ranks"
         )
+
+
+class Stage(NamedTuple):
+    """A part of a run: tokens of a sample, those its shuffle keeps together, samples consumed."""
+
+    seq_len: int
+    shuffle_len: int
+    consumed: int
 
 
 def solve_batch(batch: BatchConfig, num_data_ranks: int, num_stages: int = 1) -> BatchPlan:

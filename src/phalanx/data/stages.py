@@ -18,20 +18,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.config import Stage
 from phalanx.data.order import Order
-
-
-class Stage(NamedTuple):
-    """A part of a run: tokens of a sample, those its shuffle keeps together, samples consumed."""
-
-    seq_len: int
-    shuffle_len: int
-    consumed: int
 
 
 @dataclass(frozen=True, eq=False)

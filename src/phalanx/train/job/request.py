@@ -13,11 +13,10 @@ from typing import Any
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
-from phalanx.config import BatchPlan, TrainConfig, solve_batch
+from phalanx.config import BatchPlan, Stage, TrainConfig, solve_batch
 from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
 from phalanx.config.law import check
 from phalanx.data.corpus import sources
-from phalanx.data.stages import Stage
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.config import BatchConfig, CorpusConfig, TrainConfig
+from phalanx.config import BatchConfig, CorpusConfig, Stage, TrainConfig
 from phalanx.config.fields import Use, keys_for, settings, value_at
-from phalanx.data.stages import Stage
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
 from phalanx.models.registry import shape_of as preset
