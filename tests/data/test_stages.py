@@ -51,7 +51,9 @@ lengths = st.lists(st.tuples(st.integers(2, 9), st.integers(1, 4), st.integers(1
                    max_size=4)  # fmt: skip
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60
+)
 @given(
     num_tokens=st.integers(12, MOST),
     parts=lengths,
