@@ -29,7 +29,7 @@ from phalanx.checkpoint.foreign import (
     read_json,
     write_json,
 )
-from phalanx.config import Stage
+from phalanx.config import Part
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum
@@ -59,13 +59,13 @@ class Manifest:
     Attributes:
         steps_done: optimizer steps taken.
         num_steps: optimizer steps the run was to take.
-        consumed: samples of the global order that were used up; with `stages` the whole state of
+        consumed: samples of the global order that were used up; with `parts` the whole state of
             the data.
         num_ranks: ranks that wrote it.
         strategy: text of the strategy that wrote it.
         shape: the model's shape.
         stream: what fixes the order of the samples, by name.
-        stages: earlier parts of the run, whose samples had other lengths.
+        parts: earlier parts of the run, whose samples had other lengths.
         settings: what else the run was told that a run which goes on should keep, by name.
         scaler: state of the scaler of the loss, or None if the precision needs none.
         has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one
@@ -83,7 +83,7 @@ class Manifest:
     strategy: str
     shape: dict[str, Any]
     stream: dict[str, Any]
-    stages: tuple[Stage, ...] = ()
+    parts: tuple[Part, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     scaler: dict[str, float] | None = None
     has_optimizer: bool = True

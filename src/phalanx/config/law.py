@@ -1,4 +1,4 @@
-"""What contradicts what in the configuration of a run, the batch law, and what a stage is.
+"""What contradicts what in the configuration of a run, the batch law, and what a part of a run is.
 
 Only what can be judged without data, devices or a model is judged here.
 """
@@ -84,7 +84,7 @@ class BatchPlan:
         )
 
 
-class Stage(NamedTuple):
+class Part(NamedTuple):
     """A part of a run: tokens of a sample, those its shuffle keeps together, samples consumed."""
 
     seq_len: int

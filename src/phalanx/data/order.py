@@ -50,7 +50,7 @@ class Order:
     """The stream of samples: the epochs one after the other.
 
     Each is in an order of its own, or goes from 0 to num_samples - 1 if it is not shuffled. A run
-    that goes on with samples of another length (`stages`) first has what is left of an epoch.
+    that goes on with samples of another length (`parts`) first has what is left of an epoch.
 
     Attributes:
         num_samples: samples of an epoch.

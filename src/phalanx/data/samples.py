@@ -13,7 +13,7 @@ The label E at the last token of a document counts too: it is how a text ends. S
 losses over a file is the length of a code for all its documents, and it is divided by exactly
 their bytes; E itself has none.
 
-[Note: Join] A sample of what earlier stages have left of an epoch (`stages`) may join stretches of
+[Note: Join] A sample of what earlier parts have left of an epoch (`parts`) may join stretches of
 text that are not neighbours. It reads and predicts the same as it did there: the label of the last
 token of a stretch is the token that follows in the file. With a document mask a join is a boundary
 like E, so that nothing is read across it.
@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 
 from phalanx.data.batch import Batch
-from phalanx.data.stages import Rest
+from phalanx.data.parts import Rest
 from phalanx.data.token_file import TokenFile
 from phalanx.models.loss import IGNORE
 

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
-from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, Stage, TrainConfig
+from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, Part, TrainConfig
 from phalanx.config.law import check
 from phalanx.config.load import load_config
 from phalanx.data.batch import Batch
@@ -35,7 +35,7 @@ STEPS, FIRST = 10, 3
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run of short samples that has saved after its first steps."""
-    folder = tmp_path_factory.mktemp("stages")
+    folder = tmp_path_factory.mktemp("parts")
     config = small_run(
         folder,
         num_lines=100,
@@ -151,12 +151,12 @@ def test_losses_are_those_of_plain_pytorch_on_the_same_samples(
     assert losses(tmp_path / "other") == pytest.approx(expected[FIRST:], rel=1e-10)
 
     about = manifest.read(manifest.folder_of(tmp_path / "second", STEPS))
-    assert about.stages == (Stage(SHORT, SHORT, FIRST * ROWS),)
+    assert about.parts == (Part(SHORT, SHORT, FIRST * ROWS),)
     assert about.consumed == (STEPS - FIRST) * ROWS and about.stream["corpus.seq_len"] == LONG
     (manifest.folder_of(tmp_path / "second", STEPS) / manifest.NAME).unlink()
     monkeypatch.chdir(tmp_path)
     again = resolved("--resume", "second")
-    assert (again.start, again.stages) == (manifest.find_and_read(Path("second")), about.stages)
+    assert (again.start, again.parts) == (manifest.find_and_read(Path("second")), about.parts)
     assert "samples of" not in " ".join(remarks_on(again))
     assert main(["train", "--resume", "second"]) == 0
     assert losses("second")[-5:] == seen[-5:] and len(losses("second")) == len(seen) + 5
@@ -192,7 +192,7 @@ def test_the_epochs_of_a_run_end_where_they_would(
     assert ("join" in remark) == shuffle and ("text as it stands" in remark) != shuffle
 
 
-def test_a_checkpoint_of_one_stage_goes_on_to_a_third(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_second_part_goes_on_to_a_third(config: TrainConfig, tmp_path: Path) -> None:
     """Also at the end of an epoch, and with a longest row that was raised for it."""
     job = resolve(longer(config, tmp_path / "second"))
     first = job.order.num_rest
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_one_stage_goes_on_to_a_third(config: TrainConfig, tmp_p
         third = resolve(
             longer(config, tmp_path / "third", corpus=corpus, shape=shape, resume=str(folder))
         )
-        assert third.stages == (*job.stages, Stage(LONG, LONG, consumed))
+        assert third.parts == (*job.parts, Part(LONG, LONG, consumed))
         assert third.order.first_epoch == number
         assert (third.samples.rest is None) == (consumed == first)
         assert third.shape.max_seq_len == 2 * LONG
@@ -263,7 +263,7 @@ def test_a_learned_table_of_positions_cannot_grow(tmp_path: Path) -> None:
     ):
         resolve(raised)
     longest = dataclasses.replace(config.corpus, seq_len=32)
-    assert resolve(longer(config, tmp_path / "second", corpus=longest)).stages
+    assert resolve(longer(config, tmp_path / "second", corpus=longest)).parts
 
 
 def test_what_shuffling_keeps_together_is_the_longer_sample(tmp_path: Path) -> None:
@@ -280,18 +280,18 @@ def test_what_shuffling_keeps_together_is_the_longer_sample(tmp_path: Path) -> N
     for shuffle_len in (LONG, None):
         corpus = dataclasses.replace(corpus, seq_len=LONG, shuffle_len=shuffle_len)
         long = resolve(longer(config, tmp_path / "second", corpus=corpus))
-        assert long.stages == (Stage(8, LONG, 6 * FIRST),)
+        assert long.parts == (Part(8, LONG, 6 * FIRST),)
         assert remarks_on(long)[-1].endswith(f" {long.order.num_rest} samples of text as it stands")
 
 
-@pytest.mark.parametrize("stage", [[1, 8, 3], [0, 0, 0], ["8", 8, 3], [8, 8]])
-def test_stages_that_no_run_had_are_refused(
-    config: TrainConfig, tmp_path: Path, stage: list[Any]
+@pytest.mark.parametrize("part", [[1, 8, 3], [0, 0, 0], ["8", 8, 3], [8, 8]])
+def test_parts_that_no_run_had_are_refused(
+    config: TrainConfig, tmp_path: Path, part: list[Any]
 ) -> None:
     job = resolve(longer(config, tmp_path / "second"))
     folder = manifest.folder_of(tmp_path / "run", FIRST)
     folder.mkdir(parents=True)
-    about: Any = {"stages": (stage,)}
+    about: Any = {"parts": (part,)}
     manifest.write(folder, dataclasses.replace(manifest_of(job, FIRST, 5), **about))
     with pytest.raises(CheckpointError, match=r"cannot read .*manifest.json"):
         resolve(longer(config, tmp_path / "third", resume=str(tmp_path / "run")))

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
-from phalanx.config import BatchPlan, Stage, TrainConfig, solve_batch
+from phalanx.config import BatchPlan, Part, TrainConfig, solve_batch
 from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
 from phalanx.config.law import check
 from phalanx.data.corpus import sources
@@ -56,12 +56,12 @@ class Request:
         if self.start is None:
             return 0, 0
         about = self.start.about
-        return about.steps_done, 0 if self.stages != about.stages else about.consumed
+        return about.steps_done, 0 if self.parts != about.parts else about.consumed
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def parts(self) -> tuple[Part, ...]:
         """The parts of the run before it goes on whose samples had other lengths."""
-        return () if self.start is None else resume.stages_before(self.config, self.start.about)
+        return () if self.start is None else resume.parts_before(self.config, self.start.about)
 
     @property
     def origin(self) -> Checkpoint | None:

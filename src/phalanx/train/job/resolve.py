@@ -15,15 +15,15 @@ from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.law import check_warmup
 from phalanx.data.loader import total_steps
 from phalanx.data.order import Order
+from phalanx.data.parts import order_of
 from phalanx.data.samples import Samples
-from phalanx.data.stages import order_of
 from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job.request import Request, settle
-from phalanx.train.job.resume import check_stream, stage_of, stream_of, to_keep, tokenizer_of
+from phalanx.train.job.resume import check_stream, part_of, stream_of, to_keep, tokenizer_of
 from phalanx.train.job.run_folder import (
     check_space,
     check_unused,
@@ -103,8 +103,8 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
             f"of corpus.seq_len {config.corpus.seq_len}; give more text, or set corpus.seq_len to "
             f"at most {tokens.train.num_tokens - 1}"
         )
-    stages = (*request.stages, stage_of(config.corpus))
-    order, rest = order_of(stages, tokens.train.num_tokens - 1, config.seed, config.corpus.shuffle)
+    parts = (*request.parts, part_of(config.corpus))
+    order, rest = order_of(parts, tokens.train.num_tokens - 1, config.seed, config.corpus.shuffle)
     samples = Samples(
         tokens.train, config.corpus.seq_len, document_mask=config.corpus.document_mask, rest=rest
     )
@@ -191,7 +191,7 @@ def manifest_of(job: Job, steps_done: int, consumed: int, **more: Any) -> Manife
         strategy=str(job.strategy),
         shape=dataclasses.asdict(job.shape),
         stream=stream_of(job.config, job.tokens),
-        stages=job.stages,
+        parts=job.parts,
         settings={"model": job.name, **settings, "shape.dropout": job.shape.dropout},
         **more,
     )
@@ -214,7 +214,7 @@ def facts_of(job: Job) -> dict[str, Any]:
         "steps": job.num_steps,
         "steps done": steps_done,
         "samples consumed": consumed,
-        "stages": job.stages,
+        "parts": job.parts,
         **{key: value_at(job.config, key) for key in keys_for(TrainConfig, Use.LAW)},
     }
 
@@ -253,15 +253,16 @@ def remarks_on(job: Job) -> list[str]:
         if (went_back := not_whole_after(job.start.folder)) is not None:
             lines.append(went_back)
         lines += _remarks_on_going_on(job.start.about, manifest_of(job, *job.done))
-        if job.stages != job.start.about.stages:
-            lines.append(_remark_on_stage(job))
+        if job.parts != job.start.about.parts:
+            lines.append(_remark_on_length(job))
     passes = num_epochs(job)
     if job.config.epochs is None and passes > MANY_EPOCHS:
-        num_samples = job.order.num_samples
+        done, consumed = job.done
+        left = total_steps(job.order, job.batch.global_size, MANY_EPOCHS, consumed=consumed)
         lines.append(
             f"{job.num_steps} steps go {passes:.2g} times over this text; beyond {MANY_EPOCHS} or "
             f"so a model learns it by heart rather than from it; --epochs {MANY_EPOCHS} are "
-            f"{math.ceil(MANY_EPOCHS * num_samples / job.batch.global_size)} steps"
+            f"{done + left} steps"
         )
     return lines
 
@@ -289,7 +290,7 @@ def _remarks_on_going_on(before: Manifest, now: Manifest) -> list[str]:
     return lines
 
 
-def _remark_on_stage(job: Job) -> str:
+def _remark_on_length(job: Job) -> str:
     """Say that longer samples begin, and what the run has left of its epoch for them."""
     seq_len, rest = job.config.corpus.seq_len, job.samples.rest
     begin = f"samples of {seq_len} tokens begin after step {job.done[0]}"

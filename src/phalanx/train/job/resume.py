@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.config import BatchConfig, CorpusConfig, Stage, TrainConfig
+from phalanx.config import BatchConfig, CorpusConfig, Part, TrainConfig
 from phalanx.config.fields import Use, keys_for, settings, value_at
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
@@ -23,8 +23,8 @@ from phalanx.planner.model_shape import num_parameters
 if TYPE_CHECKING:
     from phalanx.data.tokens import TokenFiles
 
-_OF_A_STAGE: Final = ("corpus.seq_len", "corpus.shuffle_len")
-"""Settings of the stream that change where a stage begins."""
+_OF_A_PART: Final = ("corpus.seq_len", "corpus.shuffle_len")
+"""Settings of the stream that may change where a part of a run begins."""
 
 DEFAULT_MODEL: Final = "demo"
 """Preset of a run that names no model and begins with no checkpoint."""
@@ -160,26 +160,26 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
 
 
 def streams_of(about: Manifest) -> list[dict[str, Any]]:
-    """Return what fixes the order of the samples of each stage of a run, by setting."""
+    """Return what fixes the order of the samples of each part of a run, by setting."""
     earlier = [
-        {"corpus.seq_len": stage.seq_len, "corpus.shuffle_len": stage.shuffle_len}
-        for stage in about.stages
+        {"corpus.seq_len": part.seq_len, "corpus.shuffle_len": part.shuffle_len}
+        for part in about.parts
     ]
     return [*earlier, about.stream]
 
 
-def stage_of(corpus: CorpusConfig, consumed: int = 0) -> Stage:
-    """Return the stage of a run with these settings, of which some samples are consumed."""
-    return Stage(corpus.seq_len, corpus.shuffle_len or corpus.seq_len, consumed)
+def part_of(corpus: CorpusConfig) -> Part:
+    """Return the part of a run that begins with these settings."""
+    return Part(corpus.seq_len, corpus.shuffle_len or corpus.seq_len, 0)
 
 
-def stages_before(config: TrainConfig, about: Manifest) -> tuple[Stage, ...]:
-    """Return the parts of a run before one with these settings; longer samples begin a stage."""
+def parts_before(config: TrainConfig, about: Manifest) -> tuple[Part, ...]:
+    """Return the parts of a run before that with these settings; longer samples begin another."""
     was = about.stream.get("corpus.seq_len")
     if was is None or config.corpus.seq_len <= was:
-        return about.stages
+        return about.parts
     together = about.stream.get("corpus.shuffle_len") or was
-    return (*about.stages, Stage(was, together, about.consumed))
+    return (*about.parts, Part(was, together, about.consumed))
 
 
 def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> None:
@@ -189,7 +189,7 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
         CheckpointError: names the setting by which it is another, and what it was.
     """
     before, ours = start.about.stream, stream_of(config, tokens)
-    free = _OF_A_STAGE if stages_before(config, start.about) != start.about.stages else ()
+    free = _OF_A_PART if parts_before(config, start.about) != start.about.parts else ()
     differing = [n for n, value in ours.items() if before.get(n) != value and n not in free]
     if not differing:
         return

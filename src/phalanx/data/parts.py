@@ -1,12 +1,12 @@
-"""Stages: the parts of a run whose samples differ in length, with each token once an epoch.
+"""The parts of a run, whose samples differ in length: each token once an epoch over all of them.
 
 A *place* is a token of the file that another follows: a sample reads the tokens of its places and
-predicts the one after each. An epoch is every place once. Where a stage ends inside an epoch, the
+predicts the one after each. An epoch is every place once. Where a part ends inside an epoch, the
 places of its samples that were not consumed are left; their tokens lie in the file as stretches:
 
-    file        |0 0 0 0|1 1 1 1|2 2 2 2|3 3 3 3|4 4 4 4|5 5 5 5|6 6 .|    samples of 4; 0, 3 gone
-    stretches           |a a a a a a a a|       |b b b b b b b b b b .|
-    samples of 6        |A A A A A A C C|       |B B B B B B C C C C .|    C joins two stretches
+    file        |0 0 0 0|1 1 1 1|2 2 2 2|3 3 3 3|4 4 4 4|5 5 5 5|6 6 6|    samples of 4; 0, 3 gone
+    stretches           |a a a a a a a a|       |b b b b b b b b b b b|
+    samples of 6        |A A A A A A C C|       |B B B B B B C C C C D|    C joins two stretches
 
 Each stretch is cut from its beginning, so that as many new samples as possible are text as it
 stands. The ends, each shorter than a sample, are laid end to end in the order of the file and cut
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config import Stage
+from phalanx.config import Part
 from phalanx.data.order import Order
 
 
@@ -54,9 +54,10 @@ class Rest:
     def after(self, left: npt.NDArray[np.int64], seq_len: int, unit: int) -> Rest:
         """Return what is left where of the samples of `seq_len` only `left` are.
 
-        Parts of `unit` tokens are taken from the beginning of each stretch, the ends come last.
+        Pieces of `unit` tokens are taken from the beginning of each stretch, the ends come last.
         """
-        begins, ends = _runs(np.sort(left), np.sort(left) + 1)
+        left = np.sort(left)
+        begins, ends = _runs(left, left + 1)
         begins, ends = begins * seq_len, np.minimum(ends * seq_len, len(self))
         cuts = np.unique(np.concatenate([begins, ends, self.offsets]))  # within runs and stretches
         run = np.searchsorted(begins, cuts[:-1], side="right") - 1
@@ -65,11 +66,9 @@ class Rest:
         by_place = np.argsort(places)
         begins, ends = _runs(places[by_place], (places + lengths)[by_place])
         whole = (ends - begins) // unit * unit
-        begins, lengths = (
-            np.concatenate([begins, begins + whole]),
-            np.concatenate([whole, ends - begins - whole]),
-        )
-        return Rest(begins[lengths > 0], _offsets(lengths[lengths > 0]))
+        lengths = np.concatenate([whole, ends - begins - whole])
+        begins = np.concatenate([begins, begins + whole])[lengths > 0]
+        return Rest(begins, np.append(0, np.cumsum(lengths[lengths > 0])))
 
 
 def _runs(
@@ -80,43 +79,39 @@ def _runs(
     return begins[is_first], ends[np.append(is_first[1:], True)]
 
 
-def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.append(np.int64(0), np.cumsum(lengths))
-
-
 def order_of(
-    stages: Sequence[Stage], num_places: int, seed: int = 0, is_shuffled: bool = True
+    parts: Sequence[Part], num_places: int, seed: int = 0, is_shuffled: bool = True
 ) -> tuple[Order, Rest | None]:
-    """Return the order of the samples of the last of the stages of a run, from its beginning.
+    """Return the order of the samples of the last of the parts of a run, from its beginning.
 
     Beside it stands what the earlier ones have left of an epoch, if anything; `num_places` are the
     places of an epoch.
     """
     file = Rest(np.zeros(1, np.int64), np.array([0, num_places]))
-    order, rest = _order(stages[0], num_places, 0, None, seed, is_shuffled), None
-    for before, stage in itertools.pairwise(stages):
+    order, rest = _order(parts[0], num_places, 0, None, seed, is_shuffled), None
+    for before, part in itertools.pairwise(parts):
         begin, end = order.epoch_at(before.consumed)
         left = order.samples(np.arange(before.consumed, end))
         epoch = order.first_epoch + (end - order.num_rest) // order.num_samples
         if rest is not None and begin < order.num_rest:
             left -= order.num_samples
-            rest = rest.after(left, before.seq_len, stage.shuffle_len)
+            rest = rest.after(left, before.seq_len, part.shuffle_len)
         elif before.consumed > begin:
-            rest = file.after(left, before.seq_len, stage.shuffle_len)
+            rest = file.after(left, before.seq_len, part.shuffle_len)
         else:  # the whole epoch is to come
             rest, epoch = None, epoch - 1
-        order = _order(stage, num_places, epoch, rest, seed, is_shuffled)
+        order = _order(part, num_places, epoch, rest, seed, is_shuffled)
     return order, rest
 
 
 def _order(
-    stage: Stage, num_places: int, epoch: int, rest: Rest | None, seed: int, is_shuffled: bool
+    part: Part, num_places: int, epoch: int, rest: Rest | None, seed: int, is_shuffled: bool
 ) -> Order:
     return Order(
-        num_samples=-(-num_places // stage.seq_len),
+        num_samples=-(-num_places // part.seq_len),
         seed=seed,
         is_shuffled=is_shuffled,
-        together=stage.shuffle_len // stage.seq_len,
+        together=part.shuffle_len // part.seq_len,
         first_epoch=epoch,
-        num_rest=0 if rest is None else -(-len(rest) // stage.seq_len),
+        num_rest=0 if rest is None else -(-len(rest) // part.seq_len),
     )

@@ -1,4 +1,4 @@
-"""Stages: each token once an epoch over samples of several lengths, and text kept as it stands."""
+"""Parts of a run: each token once an epoch over samples of several lengths, and text kept as it stands."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.config import BatchPlan, Stage
+from phalanx.config import BatchPlan, Part
 from phalanx.data.loader import Loader, Tail, stream_length, total_steps
 from phalanx.data.order import Order
+from phalanx.data.parts import Rest, order_of
 from phalanx.data.samples import Samples
-from phalanx.data.stages import Rest, order_of
 from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file
 from phalanx.models.loss import IGNORE
 
@@ -33,21 +33,21 @@ def numbered(folder: Path, num_tokens: int) -> TokenFile:
 
 def loader_of(
     file: TokenFile,
-    stages: list[Stage],
+    parts: list[Part],
     global_size: int,
     shuffled: bool,
     tail: Tail,
     epochs: float,
 ) -> tuple[Loader, Order]:
-    order, rest = order_of(stages, file.num_tokens - 1, 7, shuffled)
-    samples = Samples(file, stages[-1].seq_len, rest=rest)
+    order, rest = order_of(parts, file.num_tokens - 1, 7, shuffled)
+    samples = Samples(file, parts[-1].seq_len, rest=rest)
     plan = BatchPlan(global_size, global_size, 1, 1)
     end = stream_length(order, epochs)
-    consumed = stages[-1].consumed
+    consumed = parts[-1].consumed
     return Loader(samples, order, plan, 0, end=end, tail=tail, consumed=consumed), order
 
 
-lengths = st.lists(st.tuples(st.integers(2, 9), st.integers(1, 4), st.integers(1, 5)), min_size=2,
+sizes = st.lists(st.tuples(st.integers(2, 9), st.integers(1, 4), st.integers(1, 5)), min_size=2,
                    max_size=4)  # fmt: skip
 
 
@@ -56,30 +56,30 @@ lengths = st.lists(st.tuples(st.integers(2, 9), st.integers(1, 4), st.integers(1
 )
 @given(
     num_tokens=st.integers(12, MOST),
-    parts=lengths,
+    sizes=sizes,
     taken=st.lists(st.integers(0, 12), min_size=4, max_size=4),
     shuffled=st.booleans(),
     tail=st.sampled_from(["keep", "drop"]),
     epochs=st.integers(1, 3),
 )
-def test_each_token_is_predicted_once_an_epoch_over_all_stages(
+def test_each_token_is_predicted_once_an_epoch_over_all_parts(
     tmp_path: Path,
     num_tokens: int,
-    parts: list[tuple[int, int, int]],
+    sizes: list[tuple[int, int, int]],
     taken: list[int],
     shuffled: bool,
     tail: Tail,
     epochs: int,
 ) -> None:
-    """Of whatever lengths, in whatever order, wherever each stage ends; ends are uneven."""
+    """Of whatever lengths, in whatever order, wherever each ends; ends are uneven."""
     file = numbered(tmp_path, num_tokens)
-    stages: list[Stage] = []
+    parts: list[Part] = []
     seen: list[int] = []
-    for number, (seq_len, together, global_size) in enumerate(parts):
-        stages.append(Stage(seq_len, seq_len * together, 0))
-        loader, order = loader_of(file, stages, global_size, shuffled, tail, epochs)
+    for number, (seq_len, together, global_size) in enumerate(sizes):
+        parts.append(Part(seq_len, seq_len * together, 0))
+        loader, order = loader_of(file, parts, global_size, shuffled, tail, epochs)
         num_steps = total_steps(order, global_size, epochs, tail)
-        if number < len(parts) - 1:
+        if number < len(sizes) - 1:
             num_steps = min(num_steps, taken[number])
         with loader:
             for _ in range(num_steps):
@@ -88,11 +88,11 @@ def test_each_token_is_predicted_once_an_epoch_over_all_stages(
                 tokens, labels = batch.tokens_BT[valid], batch.labels_BT[valid]
                 assert ((labels == tokens + 1) | (labels == END)).all()
                 seen += tokens.tolist()
-        stages[-1] = stages[-1]._replace(consumed=loader.consumed)
+        parts[-1] = parts[-1]._replace(consumed=loader.consumed)
     once = list(range(num_tokens - 1))
     if tail == "drop":
         left = epochs * len(once) - len(seen)
-        assert 0 <= left < parts[-1][0] * parts[-1][2]
+        assert 0 <= left < sizes[-1][0] * sizes[-1][2]
         assert np.bincount(seen, minlength=len(once)).max() <= epochs
     else:
         assert sorted(seen) == sorted(once * epochs)
@@ -129,46 +129,46 @@ def test_what_is_left_is_cut_from_the_beginning_of_each_stretch(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("consumed", [64, 67])
-def test_what_a_shuffle_keeps_together_is_whole_in_the_next_stage(consumed: int) -> None:
+def test_what_a_shuffle_keeps_together_is_whole_in_the_next_part(consumed: int) -> None:
     """1,000 samples of 10 tokens; at most the group under way and the end of the data are cut."""
-    order, _ = order_of([Stage(10, 80, 0)], 10_000, 3)
+    order, _ = order_of([Part(10, 80, 0)], 10_000, 3)
     first = order.samples(np.arange(1000))
     assert sorted(first.tolist()) == list(range(1000))
     groups = first.reshape(-1, 8)
     assert (np.diff(groups, axis=1) == 1).all() and (groups[:, 0] % 8 == 0).all()
     assert (np.diff(groups[:, 0]) != 8).sum() > 100
-    order, rest = order_of([Stage(10, 80, consumed), Stage(80, 80, 0)], 10_000, 3)
+    order, rest = order_of([Part(10, 80, consumed), Part(80, 80, 0)], 10_000, 3)
     assert rest is not None and len(rest) == 10_000 - 10 * consumed
     whole = np.arange(order.num_rest - 1)[:, None] * 80 + np.arange(80)
     steps = np.diff(rest.places(whole), axis=1)
     joined = (steps != 1).any(axis=1).sum()
     assert joined == rest.count_joined(80) <= (consumed % 8 > 0)
-    alone, rest = order_of([Stage(10, 10, consumed), Stage(80, 80, 0)], 10_000, 3)
+    alone, rest = order_of([Part(10, 10, consumed), Part(80, 80, 0)], 10_000, 3)
     assert rest is not None and rest.count_joined(80) > 20 and alone.num_rest == order.num_rest
 
 
-def test_a_stage_that_begins_with_an_epoch_has_nothing_left_before_it() -> None:
+def test_a_part_that_begins_with_an_epoch_has_nothing_left_before_it() -> None:
     for consumed, epoch in ((0, 0), (13, 1), (26, 2)):
-        order, rest = order_of([Stage(8, 8, consumed), Stage(16, 16, 0)], 100, 1)
+        order, rest = order_of([Part(8, 8, consumed), Part(16, 16, 0)], 100, 1)
         assert rest is None and order == Order(7, 1, first_epoch=epoch)
         assert order.samples(np.arange(7)).tolist() != list(range(7))
-    # A stage of which nothing was consumed changes nothing.
-    stages = [Stage(8, 8, 5), Stage(16, 16, 0), Stage(16, 16, 0)]
-    (order, rest), (other, same) = order_of(stages, 100, 1), order_of(stages[:2], 100, 1)
+    # A part of which nothing was consumed changes nothing.
+    parts = [Part(8, 8, 5), Part(16, 16, 0), Part(16, 16, 0)]
+    (order, rest), (other, same) = order_of(parts, 100, 1), order_of(parts[:2], 100, 1)
     assert rest is not None and same is not None
     assert order == other and len(rest) == len(same)
     assert rest.begins_S.tolist() == same.begins_S.tolist()
 
 
 def test_a_stream_without_shuffling_goes_on_where_it_stopped() -> None:
-    order, rest = order_of([Stage(8, 8, 5), Stage(24, 24, 0)], 100, is_shuffled=False)
+    order, rest = order_of([Part(8, 8, 5), Part(24, 24, 0)], 100, is_shuffled=False)
     assert rest is not None
     assert rest.places(np.arange(60)).tolist() == list(range(40, 100))
     assert order.samples(np.arange(8)).tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
 
 
 def test_lengths_in_epochs_count_from_the_beginning_of_the_run() -> None:
-    order, _ = order_of([Stage(10, 10, 50), Stage(20, 20, 0)], 1000)
+    order, _ = order_of([Part(10, 10, 50), Part(20, 20, 0)], 1000)
     assert [stream_length(order, epochs) for epochs in (0.25, 0.5, 0.75, 1, 3)] == [
         0, 0, 13, 25, 125,
     ]  # fmt: skip
@@ -176,8 +176,8 @@ def test_lengths_in_epochs_count_from_the_beginning_of_the_run() -> None:
 
 
 def test_padding_comes_from_the_last_epoch_or_what_is_left_of_it(tmp_path: Path) -> None:
-    stages = [Stage(4, 4, 3), Stage(8, 8, 0)]
-    loader, order = loader_of(numbered(tmp_path, 42), stages, 3, True, "pad", 1)
+    parts = [Part(4, 4, 3), Part(8, 8, 0)]
+    loader, order = loader_of(numbered(tmp_path, 42), parts, 3, True, "pad", 1)
     assert (order.num_samples, order.num_rest) == (6, 4)
     with loader:
         steps = [batch.tokens_BT[:, 0].tolist() for (batch,) in loader]
