@@ -1,4 +1,4 @@
-"""Parts of a run: each token once an epoch over samples of several lengths, and text kept as it stands."""
+"""Parts of a run: each token once an epoch over several lengths, and text kept as it stands."""
 
 from __future__ import annotations
 

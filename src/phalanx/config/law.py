@@ -34,18 +34,12 @@ def check(config: TrainConfig) -> None:
         )
     if config.steps is not None:
         check_warmup(config.optimizer, config.steps)
-    seq_len, shuffle_len = config.corpus.seq_len, config.corpus.shuffle_len
-    if shuffle_len is not None and not config.corpus.shuffle:
+    if config.corpus.shuffle_len is not None and not config.corpus.shuffle:
         raise ConfigError(
-            f"corpus.shuffle_len is {shuffle_len}, but corpus.shuffle is false, so that all "
-            "samples stay in their order; leave one of them out"
+            f"corpus.shuffle_len is {config.corpus.shuffle_len}, but corpus.shuffle is false, so "
+            "that all samples stay in their order; leave one of them out"
         )
-    if shuffle_len is not None and shuffle_len % seq_len:
-        near = max(1, round(shuffle_len / seq_len)) * seq_len
-        raise ConfigError(
-            f"corpus.shuffle_len is {shuffle_len}, but whole samples stay together, of "
-            f"corpus.seq_len {seq_len} tokens each; the nearest is {near}"
-        )
+    check_shuffle(config.corpus.seq_len, config.corpus.shuffle_len)
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but each says where the weights "
@@ -55,6 +49,16 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"corpus.vocab_size is {config.corpus.vocab_size}, the size of a tokenizer to train, "
             f"but tokenizer is {config.tokenizer}, which is trained; give one of them"
+        )
+
+
+def check_shuffle(seq_len: int, shuffle_len: int | None) -> None:
+    """Raise ConfigError unless shuffling keeps whole samples together."""
+    if shuffle_len is not None and shuffle_len % seq_len:
+        near = max(1, round(shuffle_len / seq_len)) * seq_len
+        raise ConfigError(
+            f"corpus.shuffle_len is {shuffle_len}, but whole samples stay together, of "
+            f"corpus.seq_len {seq_len} tokens each; the nearest is {near}"
         )
 
 

@@ -284,7 +284,7 @@ def test_what_shuffling_keeps_together_is_the_longer_sample(tmp_path: Path) -> N
         assert remarks_on(long)[-1].endswith(f" {long.order.num_rest} samples of text as it stands")
 
 
-@pytest.mark.parametrize("part", [[1, 8, 3], [0, 0, 0], ["8", 8, 3], [8, 8]])
+@pytest.mark.parametrize("part", [[1, 8, 3], [0, 0, 0], [16, 8, 3], ["8", 8, 3], [8, 8]])
 def test_parts_that_no_run_had_are_refused(
     config: TrainConfig, tmp_path: Path, part: list[Any]
 ) -> None:

@@ -15,7 +15,7 @@ from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import BatchPlan, Part, TrainConfig, solve_batch
 from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
-from phalanx.config.law import check
+from phalanx.config.law import check, check_shuffle
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
@@ -200,6 +200,8 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
             for values in (found.about.settings, *resume.streams_of(found.about)):
                 if entry.key in values:
                     check_value(entry, values[entry.key])
+        for part in found.about.parts:
+            check_shuffle(part.seq_len, part.shuffle_len)
     except ConfigError as error:
         file, words = found.folder / manifest.NAME, brief(error, 300)
         raise CheckpointError(f"cannot read the settings in {file}: {words}") from error
