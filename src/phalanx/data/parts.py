@@ -49,7 +49,8 @@ class Rest:
     def count_joined(self, seq_len: int) -> int:
         """Count the samples of `seq_len` that join stretches."""
         joins = self.offsets[1:-1]
-        return len(np.unique(joins[joins % seq_len > 0] // seq_len))
+        samples = joins[joins % seq_len > 0] // seq_len
+        return int(np.count_nonzero(np.diff(samples, prepend=-1)))
 
     def after(self, left: npt.NDArray[np.int64], seq_len: int, unit: int) -> Rest:
         """Return what is left where of the samples of `seq_len` only `left` are.
@@ -59,9 +60,10 @@ class Rest:
         left = np.sort(left)
         begins, ends = _runs(left, left + 1)
         begins, ends = begins * seq_len, np.minimum(ends * seq_len, len(self))
-        cuts = np.unique(np.concatenate([begins, ends, self.offsets]))  # within runs and stretches
+        # No piece between two cuts is of two runs, or of two stretches.
+        cuts = np.sort(np.concatenate([begins, ends, self.offsets]))
         run = np.searchsorted(begins, cuts[:-1], side="right") - 1
-        is_left = (run >= 0) & (cuts[:-1] < ends[run])
+        is_left = (run >= 0) & (cuts[:-1] < ends[run]) & (cuts[:-1] < cuts[1:])
         places, lengths = self.places(cuts[:-1][is_left]), np.diff(cuts)[is_left]
         by_place = np.argsort(places)
         begins, ends = _runs(places[by_place], (places + lengths)[by_place])

@@ -104,7 +104,7 @@ def batch_of(
             made[:, number, at] = torch.tensor(values)
         for at in range(len(places), seq_len):
             made[2:, number, at] = torch.tensor((position + 1 + at - len(places), document))
-    return Batch(*made, torch.arange(row, row + len(samples)))
+    return Batch(made[0], made[1], made[2], made[3], torch.arange(row, row + len(samples)))
 
 
 def reference_batches(job: Job) -> tuple[list[Batch], int]:
