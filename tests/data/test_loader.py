@@ -111,7 +111,7 @@ def test_tails_and_number_of_steps(
     make, n: int, plan: BatchPlan, epochs: float, tail: Tail, resumed_at: int
 ) -> None:
     samples, order = make(n), Order(n, 1)
-    end = stream_length(n, epochs)
+    end = stream_length(order, epochs)
     assert end is not None
     consumed = min(end, resumed_at)
     ranks: list[list[int]] = []
@@ -119,7 +119,7 @@ def test_tails_and_number_of_steps(
         with Loader(samples, order, plan, rank, end=end, tail=tail, consumed=consumed) as loader:
             steps = list(loader)
         size = plan.global_size
-        assert len(steps) == total_steps(n, size, epochs, tail, consumed=consumed)
+        assert len(steps) == total_steps(order, size, epochs, tail, consumed=consumed)
         ranks.append([sample for step in steps for sample in ids(step)])
         left = end - consumed
         assert loader.consumed == (end - left % size if tail == "drop" else end)
@@ -202,8 +202,8 @@ def test_thread_reads_one_step_ahead_and_closes(make, monkeypatch: pytest.Monkey
 
 
 def test_a_stream_has_an_end_or_none() -> None:
-    assert stream_length(10, None) is None
-    assert stream_length(10, 0.001) == 1
+    assert stream_length(Order(10), None) is None
+    assert stream_length(Order(10), 0.001) == 1
 
 
 @given(n=st.integers(0, 30), microbatch=st.integers(1, 4), num_ranks=st.integers(1, 5))

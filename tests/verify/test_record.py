@@ -60,17 +60,18 @@ def differing_on_ranks() -> tuple[list[str], bool, list[str]]:
     fused = False
     lacking: list[str] = []
     for text in LAYOUTS:
+        comm = Ranks(Strategy.parse(text))
         named = dict(split_in(text).named_parameters())
         due = {
             name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
             for name, p in named.items()
         }
-        ours = full_tensors(named)
+        ours = full_tensors(named, comm)
         if dist.get_rank() == 0:
             found += [f"{text} {name}" for name in due if not torch.equal(ours[name], due[name])]
         fused |= any(map(is_fused, named.values()))
-        with planted((record, "_brings", lambda right: on_rank(1, lambda tensor: False, right))):
-            if any(tensor.isnan().any() for tensor in full_tensors(named).values()):
+        with planted((record, "_brings", lambda right: on_rank(1, lambda *_: False, right))):
+            if any(tensor.isnan().any() for tensor in full_tensors(named, comm).values()):
                 lacking.append(text)
     return found, fused, lacking
 

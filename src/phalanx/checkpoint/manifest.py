@@ -29,6 +29,7 @@ from phalanx.checkpoint.foreign import (
     read_json,
     write_json,
 )
+from phalanx.config import Part
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum
@@ -58,11 +59,13 @@ class Manifest:
     Attributes:
         steps_done: optimizer steps taken.
         num_steps: optimizer steps the run was to take.
-        consumed: samples of the global order that were used up; the whole state of the data.
+        consumed: samples of the global order that were used up; with `parts` the whole state of
+            the data.
         num_ranks: ranks that wrote it.
         strategy: text of the strategy that wrote it.
         shape: the model's shape.
         stream: what fixes the order of the samples, by name.
+        parts: earlier parts of the run, whose samples had other lengths.
         settings: what else the run was told that a run which goes on should keep, by name.
         scaler: state of the scaler of the loss, or None if the precision needs none.
         has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one
@@ -80,6 +83,7 @@ class Manifest:
     strategy: str
     shape: dict[str, Any]
     stream: dict[str, Any]
+    parts: tuple[Part, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     scaler: dict[str, float] | None = None
     has_optimizer: bool = True
@@ -88,18 +92,30 @@ class Manifest:
     format: int = FORMAT
 
     def check_shape(self, shape: ModelShape) -> None:
-        """Refuse to go on with another model; dropout, which is no property of weights, may differ.
+        """Refuse to go on with another model.
+
+        What is no property of weights may differ: dropout, and the longest row of a model whose
+        positions are rotary.
 
         Raises:
             CheckpointError: names the first size that differs.
         """
         ours = json.loads(json.dumps(dataclasses.asdict(shape)))  # as it was written: no tuples
+        free = ("dropout", "max_seq_len") if shape.position == "rope" else ("dropout",)
         for name, value in ours.items():
-            if value != self.shape.get(name) and name != "dropout":
+            was = self.shape.get(name)
+            if value == was or name in free:
+                continue
+            if name == "max_seq_len" and self.shape.get("position") == "learned":
                 raise CheckpointError(
-                    f"the checkpoint is of another model: its {name} is {self.shape.get(name)}, "
-                    f"this run's is {value}; resume with the settings it was made with"
+                    f"shape.max_seq_len is {value}, but the run's model has learned a table of "
+                    f"{was} positions, which cannot change; leave it out, and set corpus.seq_len "
+                    f"to at most {was}"
                 )
+            raise CheckpointError(
+                f"the checkpoint is of another model: its {name} is {was}, this run's is {value}; "
+                "resume with the settings it was made with"
+            )
 
     def check_optimizer(self) -> None:
         """Refuse to go on from weights alone.

@@ -29,19 +29,26 @@ from phalanx.data.samples import Samples
 
 Tail = Literal["keep", "drop", "pad"]
 """What becomes of the samples at the end that do not fill a global batch: a batch with empty rows,
-nothing, or a batch padded with samples from the start of the last epoch."""
+nothing, or a batch padded with samples from the start of the last epoch (of what is left of it,
+where samples of another length had their part)."""
 
 
-def stream_length(num_samples: int, epochs: float | None) -> int | None:
-    """Return the positions in `epochs` passes over the data; None, without end, for None."""
-    return None if epochs is None else max(1, round(epochs * num_samples))
+def stream_length(order: Order, epochs: float | None) -> int | None:
+    """Return where in the stream `epochs` passes over the data end; None, without end, for None.
+
+    They count from the beginning of the run, which may be before that of the stream.
+    """
+    if epochs is None:
+        return None
+    end = order.num_rest + round((epochs - order.first_epoch) * order.num_samples)
+    return max(1 if order.first_epoch == 0 else 0, end)
 
 
 def total_steps(
-    num_samples: int, global_size: int, epochs: float, tail: Tail = "keep", *, consumed: int = 0
+    order: Order, global_size: int, epochs: float, tail: Tail = "keep", *, consumed: int = 0
 ) -> int:
     """Return the steps that a loader has left from `consumed` to the end of `epochs`."""
-    end = stream_length(num_samples, epochs)
+    end = stream_length(order, epochs)
     assert end is not None
     left = max(0, end - consumed)
     return left // global_size if tail == "drop" else -(-left // global_size)
@@ -62,7 +69,8 @@ class Loader:
         end: positions in the stream (`stream_length`); None never ends.
         tail: what becomes of the last, partial batch.
         consumed: positions of the stream that belong to the steps given out so far, and to those of
-            the loader that it goes on from. This integer is the whole state.
+            the loader that it goes on from. This integer is the whole state, beside what the order
+            says of samples of other lengths.
     """
 
     samples: Samples
@@ -131,9 +139,9 @@ class Loader:
         if self.end is None:
             return self.order.samples(rows)
         if self.tail == "pad":
-            epoch_start = (self.end - 1) // self.order.num_samples * self.order.num_samples
-            past = (rows - self.end) % self.order.num_samples
-            return self.order.samples(np.where(rows < self.end, rows, epoch_start + past))
+            begin, end = self.order.epoch_at(self.end - 1)
+            past = begin + (rows - self.end) % (end - begin)
+            return self.order.samples(np.where(rows < self.end, rows, past))
         samples = self.order.samples(np.minimum(rows, self.end - 1))
         return np.where(rows < self.end, samples, -1)
 

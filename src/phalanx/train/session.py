@@ -20,9 +20,7 @@ from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, stream_length
-from phalanx.data.order import Order
 from phalanx.data.samples import Samples
-from phalanx.data.token_file import TokenFile
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
@@ -136,7 +134,7 @@ def open_session(job: Job) -> Session:
         model=model,
         step=step,
         loader=_loader(job, comm, consumed),
-        validation=_samples(job, job.tokens.validation),
+        validation=dataclasses.replace(job.samples, file=job.tokens.validation, rest=None),
         saver=saver,
     )
 
@@ -173,18 +171,12 @@ def compile_blocks(model: Decoder) -> None:
 
 
 def _loader(job: Job, comm: Comm, consumed: int) -> Loader:
-    corpus, samples = job.config.corpus, _samples(job, job.tokens.train)
     return Loader(
-        samples,
-        Order(len(samples), job.config.seed, corpus.shuffle),
+        job.samples,
+        job.order,
         job.batch,
         comm.coord("data"),
-        end=stream_length(len(samples), job.config.epochs),
-        tail=corpus.tail,
+        end=stream_length(job.order, job.config.epochs),
+        tail=job.config.corpus.tail,
         consumed=consumed,
     )
-
-
-def _samples(job: Job, file: TokenFile) -> Samples:
-    corpus = job.config.corpus
-    return Samples(file, corpus.seq_len, document_mask=corpus.document_mask)

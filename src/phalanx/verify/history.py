@@ -84,7 +84,8 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
         job = jobs[min(step // STEPS, len(jobs) - 1)]
         corpus, size = job.config.corpus, job.batch.global_size
         samples = Samples(job.tokens.train, corpus.seq_len, document_mask=corpus.document_mask)
-        order = Order(len(samples), job.config.seed, corpus.shuffle)
+        kept_together = (corpus.shuffle_len or corpus.seq_len) // corpus.seq_len
+        order = Order(len(samples), job.config.seed, corpus.shuffle, kept_together)
         rows = np.arange(position, position + size, dtype=np.int64)
         yield samples.batch(order.samples(rows), rows)
         position += size

@@ -13,9 +13,9 @@ from typing import Any
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
-from phalanx.config import BatchPlan, TrainConfig, solve_batch
+from phalanx.config import BatchPlan, Part, TrainConfig, solve_batch
 from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
-from phalanx.config.law import check
+from phalanx.config.law import check, check_shuffle
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
@@ -52,10 +52,16 @@ class Request:
 
     @property
     def done(self) -> tuple[int, int]:
-        """Steps taken, and samples consumed, before the run goes on."""
+        """Steps taken before the run goes on, and samples consumed of its present length."""
         if self.start is None:
             return 0, 0
-        return self.start.about.steps_done, self.start.about.consumed
+        about = self.start.about
+        return about.steps_done, 0 if self.parts != about.parts else about.consumed
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the run before it goes on whose samples had other lengths."""
+        return () if self.start is None else resume.parts_before(self.config, self.start.about)
 
     @property
     def origin(self) -> Checkpoint | None:
@@ -105,11 +111,12 @@ def settle(config: TrainConfig) -> Request:
     if start is not None:
         start.about.check_shape(shape)
     name = resume.name_of(config, shape, start or init)
-    if config.corpus.seq_len > shape.max_seq_len:
+    if config.corpus.seq_len > (longest := shape.max_seq_len):
+        is_fixed = (start or init) is not None and shape.position == "learned"
         raise ConfigError(
             f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "
-            f"{shape.max_seq_len}; set corpus.seq_len to at most {shape.max_seq_len}, or "
-            "shape.max_seq_len higher"
+            f"{longest}; set corpus.seq_len to at most {longest}"
+            + (", as many as it has learned" if is_fixed else ", or shape.max_seq_len higher")
         )
     batch = solve_batch(config.batch, strategy.data_ranks, strategy.pp.degree)
     load = Load(
@@ -178,7 +185,7 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     """Return the checkpoint that a setting names.
 
     Raises:
-        CheckpointError: there is none, or it says what no run could have been told.
+        CheckpointError: there is none, or it says what no run could have been told or have done.
     """
     if path is None:
         return None
@@ -190,8 +197,11 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     found = manifest.find_and_read(Path(path))
     try:
         for entry in settings(TrainConfig):
-            if entry.key in found.about.settings:
-                check_value(entry, found.about.settings[entry.key])
+            for values in (found.about.settings, *resume.streams_of(found.about)):
+                if entry.key in values:
+                    check_value(entry, values[entry.key])
+        for part in found.about.parts:
+            check_shuffle(part.seq_len, part.shuffle_len)
     except ConfigError as error:
         file, words = found.folder / manifest.NAME, brief(error, 300)
         raise CheckpointError(f"cannot read the settings in {file}: {words}") from error

@@ -14,6 +14,8 @@ from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.law import check_warmup
 from phalanx.data.loader import total_steps
+from phalanx.data.order import Order
+from phalanx.data.parts import order_of
 from phalanx.data.samples import Samples
 from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
@@ -21,7 +23,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job.request import Request, settle
-from phalanx.train.job.resume import check_stream, stream_of, to_keep, tokenizer_of
+from phalanx.train.job.resume import check_stream, part_of, stream_of, to_keep, tokenizer_of
 from phalanx.train.job.run_folder import (
     check_space,
     check_unused,
@@ -56,11 +58,15 @@ class Job(Request):
     Attributes:
         num_steps: optimizer steps of the whole run, those of an earlier part included.
         tokens: the prepared data.
+        samples: those to train on.
+        order: the stream of those samples.
         out: folder that the run writes to.
     """
 
     num_steps: int
     tokens: TokenFiles
+    samples: Samples
+    order: Order
     out: Path
 
 
@@ -97,7 +103,12 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
             f"of corpus.seq_len {config.corpus.seq_len}; give more text, or set corpus.seq_len to "
             f"at most {tokens.train.num_tokens - 1}"
         )
-    num_steps = _count_steps(request, len(Samples(tokens.train, config.corpus.seq_len)))
+    parts = (*request.parts, part_of(config.corpus))
+    order, rest = order_of(parts, tokens.train.num_tokens - 1, config.seed, config.corpus.shuffle)
+    samples = Samples(
+        tokens.train, config.corpus.seq_len, document_mask=config.corpus.document_mask, rest=rest
+    )
+    num_steps = _count_steps(request, order)
     check_warmup(config.optimizer, num_steps)
     num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=request.done[0])
     check_space(out, num_checkpoints, config, checkpoint_bytes(request.shape, precision))
@@ -110,7 +121,7 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
         for key in ("init", *(("tokenizer", "corpus.vocab_size") if is_own else ())):
             settled[key] = start.about.settings.get(key)
     known: dict[str, Any] = {**vars(request), "config": request.settings(**settled)}
-    return Job(**known, num_steps=num_steps, tokens=tokens, out=out)
+    return Job(**known, num_steps=num_steps, tokens=tokens, samples=samples, order=order, out=out)
 
 
 def _check_split(request: Request) -> None:
@@ -140,17 +151,17 @@ def _check_split(request: Request) -> None:
         )
 
 
-def _count_steps(request: Request, num_samples: int) -> int:
+def _count_steps(request: Request, order: Order) -> int:
     """Return the optimizer steps of the run, those that are done included; 0 is refused."""
     config, size, (done, consumed) = request.config, request.batch.global_size, request.done
     if config.epochs is None:
         return config.steps if config.steps is not None else DEFAULT_STEPS
-    left = total_steps(num_samples, size, config.epochs, config.corpus.tail, consumed=consumed)
+    left = total_steps(order, size, config.epochs, config.corpus.tail, consumed=consumed)
     if done + left == 0:
         raise DataError(
-            f"{config.epochs:g} epochs of {num_samples} samples do not fill one global batch of "
-            f"{size}, and corpus.tail is drop; use --corpus.tail keep, or a global batch of at "
-            f"most {num_samples}"
+            f"{config.epochs:g} epochs of {order.num_samples} samples do not fill one global batch "
+            f"of {size}, and corpus.tail is drop; use --corpus.tail keep, or a global batch of at "
+            f"most {order.num_samples}"
         )
     return done + left
 
@@ -180,6 +191,7 @@ def manifest_of(job: Job, steps_done: int, consumed: int, **more: Any) -> Manife
         strategy=str(job.strategy),
         shape=dataclasses.asdict(job.shape),
         stream=stream_of(job.config, job.tokens),
+        parts=job.parts,
         settings={"model": job.name, **settings, "shape.dropout": job.shape.dropout},
         **more,
     )
@@ -202,6 +214,7 @@ def facts_of(job: Job) -> dict[str, Any]:
         "steps": job.num_steps,
         "steps done": steps_done,
         "samples consumed": consumed,
+        "parts": job.parts,
         **{key: value_at(job.config, key) for key in keys_for(TrainConfig, Use.LAW)},
     }
 
@@ -230,7 +243,7 @@ def num_epochs(job: Job) -> float:
     """Return the passes over the data of the whole run; of a part that is done, as it was."""
     done, consumed = job.done
     rows = consumed + max(0, job.num_steps - done) * job.batch.global_size
-    return rows / len(Samples(job.tokens.train, job.config.corpus.seq_len))
+    return job.order.first_epoch + (rows - job.order.num_rest) / job.order.num_samples
 
 
 def remarks_on(job: Job) -> list[str]:
@@ -240,13 +253,16 @@ def remarks_on(job: Job) -> list[str]:
         if (went_back := not_whole_after(job.start.folder)) is not None:
             lines.append(went_back)
         lines += _remarks_on_going_on(job.start.about, manifest_of(job, *job.done))
+        if job.parts != job.start.about.parts:
+            lines.append(_remark_on_length(job))
     passes = num_epochs(job)
     if job.config.epochs is None and passes > MANY_EPOCHS:
-        num_samples = len(Samples(job.tokens.train, job.config.corpus.seq_len))
+        done, consumed = job.done
+        left = total_steps(job.order, job.batch.global_size, MANY_EPOCHS, consumed=consumed)
         lines.append(
             f"{job.num_steps} steps go {passes:.2g} times over this text; beyond {MANY_EPOCHS} or "
             f"so a model learns it by heart rather than from it; --epochs {MANY_EPOCHS} are "
-            f"{math.ceil(MANY_EPOCHS * num_samples / job.batch.global_size)} steps"
+            f"{done + left} steps"
         )
     return lines
 
@@ -272,6 +288,22 @@ def _remarks_on_going_on(before: Manifest, now: Manifest) -> list[str]:
             f"takes {now.num_steps} in all; --steps says how many"
         )
     return lines
+
+
+def _remark_on_length(job: Job) -> str:
+    """Say that longer samples begin, and what the run has left of its epoch for them."""
+    seq_len, rest = job.config.corpus.seq_len, job.samples.rest
+    begin = f"samples of {seq_len} tokens begin after step {job.done[0]}"
+    if rest is None:
+        return f"{begin}, with epoch {job.order.first_epoch + 1}"
+    joined, number = rest.count_joined(seq_len), job.order.num_rest
+    words = f"{begin}; of epoch {job.order.first_epoch} {len(rest):,} tokens are left: {number:,}"
+    if not joined:
+        return f"{words} samples of text as it stands"
+    return (
+        f"{words} samples, of which {joined:,} join stretches of text that are not neighbours; "
+        "--corpus.shuffle-len, given from the start of a run, keeps longer stretches whole"
+    )
 
 
 def _text(value: object) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.config import BatchConfig, TrainConfig
+from phalanx.config import BatchConfig, CorpusConfig, Part, TrainConfig
 from phalanx.config.fields import Use, keys_for, settings, value_at
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
@@ -22,6 +22,9 @@ from phalanx.planner.model_shape import num_parameters
 
 if TYPE_CHECKING:
     from phalanx.data.tokens import TokenFiles
+
+_OF_A_PART: Final = ("corpus.seq_len", "corpus.shuffle_len")
+"""Settings of the stream that may change where a part of a run begins."""
 
 DEFAULT_MODEL: Final = "demo"
 """Preset of a run that names no model and begins with no checkpoint."""
@@ -156,6 +159,29 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
     }
 
 
+def streams_of(about: Manifest) -> list[dict[str, Any]]:
+    """Return what fixes the order of the samples of each part of a run, by setting."""
+    earlier = [
+        {"corpus.seq_len": part.seq_len, "corpus.shuffle_len": part.shuffle_len}
+        for part in about.parts
+    ]
+    return [*earlier, about.stream]
+
+
+def part_of(corpus: CorpusConfig) -> Part:
+    """Return the part of a run that begins with these settings."""
+    return Part(corpus.seq_len, corpus.shuffle_len or corpus.seq_len, 0)
+
+
+def parts_before(config: TrainConfig, about: Manifest) -> tuple[Part, ...]:
+    """Return the parts of a run before that with these settings; longer samples begin another."""
+    was = about.stream.get("corpus.seq_len")
+    if was is None or config.corpus.seq_len <= was:
+        return about.parts
+    together = about.stream.get("corpus.shuffle_len") or was
+    return (*about.parts, Part(was, together, about.consumed))
+
+
 def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> None:
     """Refuse to go on in another order of samples than the run was in.
 
@@ -163,7 +189,8 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
         CheckpointError: names the setting by which it is another, and what it was.
     """
     before, ours = start.about.stream, stream_of(config, tokens)
-    differing = [name for name, value in ours.items() if before.get(name) != value]
+    free = _OF_A_PART if parts_before(config, start.about) != start.about.parts else ()
+    differing = [n for n, value in ours.items() if before.get(n) != value and n not in free]
     if not differing:
         return
     run = manifest.run_of(start.folder) or start.folder
@@ -192,8 +219,10 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
             f"{run / companions.TOKENIZER}"
         )
     else:
+        only = " and samples can only become longer" if name == "corpus.seq_len" else ""
         said = (
-            f"{name} is {ours[name]}, but this run was made with {before.get(name)}; leave it out"
+            f"{name} is {ours[name]}, but this run was made with {before.get(name)}{only}; leave "
+            "it out"
         )
     raise CheckpointError(f"{said}, or begin another run with its weights: --init {run}")
 
