@@ -278,6 +278,37 @@ def test_a_message_that_is_not_what_the_receiver_takes() -> None:
 # Four ranks.
 
 
+def leave_one_message_early(is_receiver_first: bool) -> None:
+    mesh, store = world(), job_store()
+    event = f"the other may go on/{is_receiver_first}"
+    with CollectiveCheck(mesh):
+        for number in range(2):
+            if mesh.get_rank() == 1:
+                if number == 1 and not is_receiver_first:
+                    store.wait([event])
+                receiving = dist.irecv(torch.empty(3), src=0)
+                if number == 1:
+                    store.set(event, "")
+                receiving.wait()
+            elif number == 0:
+                dist.send(torch.ones(3), dst=1)
+            elif is_receiver_first:
+                store.wait([event])
+    store.set(event, "")
+    store.wait(["never"])
+
+
+@pytest.mark.parametrize("is_receiver_first", [False, True])
+def test_who_leaves_while_another_waits_for_its_message(is_receiver_first: bool) -> None:
+    with pytest.raises(CollectiveMismatch) as failed:
+        run_ranks(leave_one_message_early, 2, is_receiver_first)
+    message = str(failed.value)
+    words = "rank 0 has left, without an error, and it has not sent message 2 to rank 1"
+    assert words in message
+    assert re.search(r"rank 1: recv of float32\[3\]\n.*\n +waits for it", message)
+    assert re.search(r"rank 0: send of float32\[3\]\n.*\n +was its last call", message)
+
+
 def take_axes_in_another_order() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     names = ("inner", "outer") if dist.get_rank() in (0, 3) else ("outer", "inner")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.train.job.resolve import Job
+from phalanx.train.job.request import settle
+from phalanx.train.job.resolve import Job, _check_split
 from phalanx.train.job.resolve import resolve as resolve_job
 from phalanx.train.precision import resolve
 from phalanx.train.session import open_session
@@ -29,6 +31,13 @@ def test_masters_are_float32_or_wider(name: str) -> None:
 def test_float16_is_refused_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="nearest is bfloat16"):
         resolve("float16", "cpu")
+
+
+def test_float16_is_refused_beside_a_pipeline(tmp_path: Path) -> None:
+    request = settle(small_run(tmp_path, strategy="pp2"))
+    config = dataclasses.replace(request.config, precision="float16")
+    with pytest.raises(ConfigError, match=r"stages of pp2 would not agree .* nearest is bfloat16"):
+        _check_split(dataclasses.replace(request, config=config))
 
 
 def types_after_a_step(job: Job) -> set[torch.dtype]:

@@ -291,7 +291,7 @@ OF_DP: dict[str, Mutant] = {
     "a norm that counts each gradient twice": (
         "gpt2",
         [(step, "gradient_norm", lambda right: lambda *args: 2 * right(*args))],
-        None, "norm over their shards",
+        None, "norm over shards and stages",
     ),
     "a first moment that differs on rank 1 alone": (
         "gpt2", [(step.Step, "apply_gradients", _moment_on_rank_1("exp_avg"))],
@@ -402,6 +402,9 @@ SLOW = frozenset(
         "a first moment that differs on rank 1 alone",
         "shards gathered in the order of other ranks",
         "dropout of the first positions on all ranks",
+        "a norm that counts the tied copy twice",
+        "a loss that stays with the last stage",
+        "an activation for another microbatch, under tp",
         "weights read as float32",
         "a schedule that begins anew",
         "evaluation with dropout",

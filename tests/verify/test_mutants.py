@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from mutants import OF_CP, OF_DP, OF_FSDP, OF_TP, SLOW, planted
+from mutants import OF_CP, OF_DP, OF_FSDP, OF_TP, SLOW, Mutant, planted
+from pipeline_mutants import OF_STAGES, OF_STAGES_SPLIT
 
 from marks import by_hand
 from phalanx.comm.comm import Ranks
@@ -14,45 +15,56 @@ from phalanx.verify.harness import verify_case
 from phalanx.verify.settings import VerifyConfig
 from phalanx.verify.verdict import Verdict
 
-GROUPS = {"dp2": OF_DP, "fsdp2": OF_FSDP, "tp2": OF_TP, "cp2": OF_CP}
+JOBS: list[dict[str, dict[str, Mutant]]] = [
+    {"dp2": OF_DP}, {"fsdp2": OF_FSDP}, {"tp2": OF_TP}, {"cp2": OF_CP}, OF_STAGES, OF_STAGES_SPLIT,
+]  # fmt: skip
+"""Of each: strategies of as many ranks, and the mutants of each."""
 
 
-def verdicts_on_ranks(text: str, is_slow: bool) -> dict[str, Verdict]:
-    """Run the mutants of a group in one job, and at the end what has no fault."""
-    strategy = Strategy.parse(text)
-    comm = Ranks(strategy)
-    cases = {
-        name: configured_case(shape, strategy, VerifyConfig(steps=2))
-        for name, shape in awkward_shapes(strategy).items()
-    }
-    found: dict[str, Verdict] = {}
-    for name, (case, patches, _, _) in GROUPS[text].items():
-        if (name in SLOW) != is_slow:
-            continue
-        with planted(*patches):
-            found[name] = verify_case(cases[case], strategy, comm)
-    for name, case in cases.items():
-        found[name] = verify_case(case, strategy, comm)
+def verdicts_on_ranks(number: int, is_slow: bool) -> dict[tuple[str, str], Verdict]:
+    """Run the mutants of a job, and after those of a strategy what has no fault."""
+    found: dict[tuple[str, str], Verdict] = {}
+    for text, mutants in JOBS[number].items():
+        strategy = Strategy.parse(text)
+        comm = Ranks(strategy)
+        cases = {
+            name: configured_case(shape, strategy, VerifyConfig(steps=2))
+            for name, shape in awkward_shapes(strategy).items()
+        }
+        for name, (case, patches, _, _) in mutants.items():
+            if (name in SLOW) != is_slow:
+                continue
+            with planted(*patches):
+                found[text, name] = verify_case(cases[case], strategy, comm)
+        for name, case in cases.items():
+            found[text, name] = verify_case(case, strategy, comm)
     return found
 
 
 # One test a job: pytest-xdist may give two tests to two processes, and each would run it.
 @pytest.mark.parametrize(
-    ("text", "is_slow"),
-    [*((text, False) for text in GROUPS), *(by_hand(text, True) for text in GROUPS)],
+    ("number", "is_slow"),
+    [
+        *((number, False) for number in range(len(JOBS))),
+        *(by_hand(number, True) for number in range(len(JOBS))),
+    ],
+    ids=lambda value: next(iter(JOBS[value])) if type(value) is int else None,
 )
 def test_a_planted_fault_is_found_and_named(
-    text: str, is_slow: bool, subtests: pytest.Subtests
+    number: int, is_slow: bool, subtests: pytest.Subtests
 ) -> None:
-    found = run_ranks(verdicts_on_ranks, 2, text, is_slow)[0]
-    planned = {name for name in GROUPS[text] if (name in SLOW) == is_slow}
-    assert set(found) == {*planned, *awkward_shapes(Strategy.parse(text))}
-    for name, verdict in found.items():
-        with subtests.test(name):
-            if name not in GROUPS[text]:
+    job = JOBS[number]
+    num_ranks = Strategy.parse(next(iter(job))).num_ranks
+    found = run_ranks(verdicts_on_ranks, num_ranks, number, is_slow, threads=1)[0]
+    planned = {(text, name) for text in job for name in job[text] if (name in SLOW) == is_slow}
+    right = {(text, name) for text in job for name in awkward_shapes(Strategy.parse(text))}
+    assert set(found) == planned | right
+    for (text, name), verdict in found.items():
+        with subtests.test(f"{text}: {name}"):
+            if (text, name) in right:
                 assert verdict.is_equal, str(verdict)
                 continue
-            _, _, module, words = GROUPS[text][name]
+            _, _, module, words = job[text][name]
             assert not verdict.is_equal
             assert verdict.place is not None
             assert verdict.place.module == module, str(verdict)

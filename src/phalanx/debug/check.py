@@ -13,7 +13,8 @@ threads of autograd that work for it: the collectives of any other thread pass u
 meet at each call, even of an asynchronous collective; all must make their calls in one order,
 across groups too.
 
-A send and its receive are compared when the second of them is called, without a meeting.
+A send and its receive are compared when the second of them is called, without a meeting. What a
+rank is to receive of one that has left is told by the later of the two.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ class CollectiveCheck(Watch):
     ) -> None:
         try:
             self._store.set(f"gone/{self._rank}", LEFT if error is None else repr(error))
+            if error is None:
+                self._leave()
         except dist.DistNetworkError:
             if error is None:
                 raise  # else the error goes on, and matters more
@@ -294,8 +297,10 @@ class CollectiveCheck(Watch):
         self._store.set(f"last/{self._rank}", json.dumps([text, ""]))
         key = f"{line}/{self._numbers[line]}"
         theirs = self._store.compare_set(key, "", text).decode()
-        if theirs == text:
-            return  # this rank is the first of the two
+        if theirs == text:  # this rank is the first of the two
+            if not is_send:
+                self._await(peer, key, fingerprint, self._numbers[line])
+            return
         self._store.delete_key(key)
         other = Fingerprint.read(theirs)
         what = pair_difference(fingerprint, other)
@@ -305,6 +310,33 @@ class CollectiveCheck(Watch):
                 f"{sender} to rank {receiver}, in the {what}\n"
                 f"{_told(self._rank, fingerprint)}\n{_told(peer, other)}"
             )
+
+    def _await(self, sender: int, key: str, fingerprint: Fingerprint, number: int) -> None:
+        """Say that this rank waits for a message, unless its sender has left already."""
+        waits = f"it has not sent message {number} to rank {self._rank}"
+        told = f"{_told(self._rank, fingerprint)}\n{'':10}waits for it"
+        self._store.set(f"awaits/{sender}/{self._rank}", json.dumps([key, waits, told]))
+        if self._read(f"gone/{sender}") == LEFT:
+            raise self._unsent(sender, waits, told)
+
+    def _leave(self) -> None:
+        """Raise if another rank waits for a message of this one, which has left."""
+        for receiver in range(dist.get_world_size()):
+            if text := self._read(f"awaits/{self._rank}/{receiver}"):
+                key, waits, told = json.loads(text)
+                if self._store.check([key]):  # else it was sent
+                    raise self._unsent(self._rank, waits, told)
+
+    def _unsent(self, sender: int, waits: str, told: str) -> CollectiveMismatch:
+        last = f"  rank {sender}: has made no call yet"
+        if (text := self._read(f"last/{sender}")) is not None:
+            last = (
+                f"{_told(sender, Fingerprint.read(json.loads(text)[0]))}\n{'':10}was its last call"
+            )
+        return self._verdict(
+            f"rank {sender} has left, without an error, and {waits}\n{told}\n{last}\n"
+            "Each rank must make the same number of calls."
+        )
 
     def _any_source_key(self, call: Call, receiver: int) -> str:
         return f"any/{call.group.group_name}/{receiver}"

@@ -159,6 +159,7 @@ def _compare(
 def _first_that_differs(
     expected: Sequence[Expected], found: Sequence[Found], step: int, types: Mapping[str, str]
 ) -> Place | None:
+    before: Event | None = None  # what the model's own modules gave each other last
     for event, limit in expected:
         key, reference = event.key, event.tensor
         if not any(key.module in rank.called for rank in found):
@@ -171,8 +172,21 @@ def _first_that_differs(
             if not reference.is_floating_point():
                 how = "its integers differ"
             module, what = _blame(event, types)
+            if before is not None and _is_sent(before, event, found):
+                what += "; it comes from another stage"
             return Place(module, f"{what}: {how}", step, rank, microbatch)
+        if event.caller == "" and key.kind in (Kind.OUTPUT, Kind.INPUT_GRADIENT):
+            before = event
     return None
+
+
+def _is_sent(before: Event, event: Event, found: Sequence[Found]) -> bool:
+    """Tell whether what one module gives the next is a message between stages of a pipeline."""
+    is_given = event.caller == "" and event.key.kind in (Kind.INPUT, Kind.OUTPUT_GRADIENT)
+    one, other = before.tensor, event.tensor
+    is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    pair = {before.key.module, event.key.module}
+    return is_given and is_same and not any(pair <= rank.called for rank in found)
 
 
 def _worst(
@@ -218,7 +232,9 @@ def _outside(
     if first.quantity == "loss":
         return Place(None, f"{agree}, so it is the sum of the losses over ranks", first.step)
     if first.quantity == "norm":
-        return Place(None, "the gradients agree, so it is the norm over their shards", first.step)
+        return Place(
+            None, "the gradients agree, so it is their norm over shards and stages", first.step
+        )
     module = owner(first.name)
     what = f"{_named(module, types)}: the gradient of {first.name}"
     if first.quantity != "gradient":

@@ -120,7 +120,7 @@ class Recorder:
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._stack.append((name, self._calls[name]))
         self._calls[name] += 1
-        self._watch_suspect(name, module)
+        self._watch_suspect(name)
         return self._pass((args, kwargs), Kind.INPUT, Kind.INPUT_GRADIENT)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
@@ -160,11 +160,17 @@ class Recorder:
 
         return note
 
-    def _watch_suspect(self, module_name: str, module: nn.Module) -> None:
-        """Note the suspect's gradients as autograd makes them, before any reduction."""
-        owner, _, name = (self._suspect or "").rpartition(".")
-        parameter = dict(module.named_parameters(recurse=False)).get(name)
-        if owner == module_name and parameter is not None and id(parameter) not in self._hooked:
+    def _watch_suspect(self, module: str) -> None:
+        """Note the suspect's gradients as autograd makes them, before any reduction.
+
+        What reads it is its owner, or, where the embedding is the output projection too, the model.
+        """
+        owner = (self._suspect or "").rpartition(".")[0]
+        if self._suspect is None or module not in ("", owner):
+            return
+        # Not before: what fsdp has gathered is another parameter.
+        parameter = dict(self._model.named_parameters()).get(self._suspect)
+        if parameter is not None and id(parameter) not in self._hooked:
             self._hooked.add(id(parameter))
             parameter.register_hook(self._add)
 

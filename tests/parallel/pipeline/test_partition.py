@@ -1,5 +1,6 @@
 """The cut of a chain of layers against all cuts there are."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -7,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import StrategyError
+from phalanx.models.registry import shape_of
+from phalanx.parallel.pipeline.cut import cut_of
 from phalanx.parallel.pipeline.partition import imbalance, partition, stage_costs
+from phalanx.strategy import Strategy
 
 
 def all_cuts(num_layers: int, num_stages: int) -> list[list[range]]:
@@ -53,3 +57,10 @@ def test_memory_is_a_limit() -> None:
         partition(costs, 2, lambda layers, stage: len(layers) < 3)
     with pytest.raises(StrategyError, match="7 stages, but the model is a chain of 6 layers"):
         partition(costs, 7)
+
+
+def test_more_stages_than_layers_name_the_strategy_and_the_layers() -> None:
+    shape = dataclasses.replace(shape_of("demo"), num_layers=2)
+    words = "pp4:interleaved/2 makes 8 stages, but the model is a chain of 4 layers: embedding, 2"
+    with pytest.raises(StrategyError, match=words):
+        cut_of(Strategy.parse("pp4:interleaved/2"), shape)

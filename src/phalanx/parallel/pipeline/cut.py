@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.errors import StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.schedule import Schedule, build_schedule, with_whole_backwards
@@ -33,7 +34,14 @@ def cut_of(strategy: Strategy, shape: ModelShape) -> list[range]:
     Raises:
         StrategyError: there are more stages than links.
     """
-    return partition(chain_flops(shape), num_stages(strategy))
+    chain, stages = chain_flops(shape), num_stages(strategy)
+    if stages > len(chain):
+        raise StrategyError(
+            f"pp: {strategy} makes {stages} stages, but the model is a chain of {len(chain)} "
+            f"layers: embedding, {shape.num_layers} blocks and head; the most stages are "
+            f"{len(chain)}"
+        )
+    return partition(chain, stages)
 
 
 def chain_flops(shape: ModelShape) -> list[float]:

@@ -125,11 +125,12 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
 
 
 def _check_split(request: Request) -> None:
-    """Refuse a model or microbatches that the strategy does not split evenly.
+    """Refuse what the strategy does not split, or not evenly.
 
     Raises:
         StrategyError: sizes are not divisible, or there are too few blocks for a segment.
-        ConfigError: rows of a microbatch would be padded, or blocks compiled that cannot be.
+        ConfigError: rows of a microbatch would be padded, blocks compiled that cannot be, or the
+            loss scaled in stages that do not agree on the scale.
     """
     from phalanx.parallel.plan import plan_decoder
 
@@ -148,6 +149,12 @@ def _check_split(request: Request) -> None:
         raise ConfigError(
             f"compile is set, but blocks split by {plan.uncompiled} are not made to be compiled; "
             "leave compile out, or use dp or fsdp"
+        )
+    if config.precision == "float16" and strategy.pp.degree > 1:
+        # Each rank's GradScaler lowers the scale for its own stage's overflow alone.
+        raise ConfigError(
+            f"precision is float16, whose loss is scaled, and the stages of pp{strategy.pp.degree} "
+            "would not agree on the scale; the nearest is bfloat16"
         )
 
 

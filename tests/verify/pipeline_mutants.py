@@ -1,0 +1,259 @@
+"""Faults of pipelines, planted in the ranks of a job as those of mutants.py are."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import mutants
+import torch.distributed as dist
+from mutants import Mutant
+
+from phalanx.comm import comm
+from phalanx.data.batch import Batch
+from phalanx.models import decoder
+from phalanx.models.random import layer_keys
+from phalanx.parallel import reduce
+from phalanx.parallel.pipeline import runtime
+from phalanx.parallel.pipeline.schedule import Action
+from phalanx.parallel.pipeline.split import PipelineSplit, TiedReducer
+from phalanx.parallel.pipeline.stage import Stages
+from phalanx.parallel.sharded import ShardedReducer
+
+
+def _unsummed_copies(right: Any) -> Any:
+    return lambda self, phase: self._inner and self._inner.finish(phase)
+
+
+def _norm_of_one_stage(right: Any) -> Any:
+    def wrong(self: Any, tensor: Any, name: str, *rest: Any) -> Any:
+        return tensor if name == "pp" else right(self, tensor, name, *rest)
+
+    return wrong
+
+
+def _copies_that_count(right: Any) -> Any:
+    def wrong(self: Any, *args: Any) -> Any:
+        runner = right(self, *args)
+        runner.copies = frozenset()
+        return runner
+
+    return wrong
+
+
+def _drops_a_microbatch(right: Any) -> Any:
+    """What rank 1 has made of the first microbatch is lost."""
+
+    def wrong(self: Any, action: Action) -> None:
+        right(self, action)
+        if dist.get_rank() == 1 and action.microbatch == 0:
+            for weight in self.weights[action.stage]:
+                weight.grad = None
+
+    return wrong
+
+
+def _swapped_activations(right: Any) -> Any:
+    """The second microbatch goes on with what the first has sent, and the first with its."""
+
+    def wrong(self: Any, message: Any, stage: int) -> Any:
+        if not message.is_gradient and message.microbatch < 2:
+            message = message._replace(microbatch=1 - message.microbatch)
+        return right(self, message, stage)
+
+    return wrong
+
+
+def _swapped_gradients(right: Any) -> Any:
+    def wrong(self: Any, message: Any, stage: int) -> Any:
+        received = right(self, message, stage)
+        return received.flip(0) if message.is_gradient else received
+
+    return wrong
+
+
+def _skips_last_block(right: Any) -> Any:
+    @contextmanager
+    def wrong(self: Any, *args: Any) -> Any:
+        with right(self, *args):
+            stage = self.model.stage
+            fewer = range(stage.blocks.start, stage.blocks.stop - 1)
+            if fewer:
+                self.model.stage = stage._replace(blocks=fewer)
+            yield
+
+    return wrong
+
+
+def _keys_by_stage(right: Any) -> Any:
+    def wrong(blocks: Any, x: Any, angles: Any, documents: Any, keys: Any) -> Any:
+        for index, block in enumerate(blocks):
+            x = block(x, angles, documents, None if keys is None else layer_keys(keys, index))
+        return x
+
+    return wrong
+
+
+def _loss_of_each_stage(right: Any) -> Any:
+    def wrong(self: Any, tensor: Any, name: str, *rest: Any) -> Any:
+        done = right(self, tensor, name, *rest)
+        return done * self.size("pp") if name == "loss" else done
+
+    return wrong
+
+
+def _loss_of_last_stage(right: Any) -> Any:
+    """The ranks of the other stages never hear of it."""
+
+    def wrong(self: Any, tensor: Any, name: str, *rest: Any) -> Any:
+        return tensor if name == "loss" else right(self, tensor, name, *rest)
+
+    return wrong
+
+
+def _times_microbatches(right: Any) -> Any:
+    def wrong(self: Any, microbatches: Any, forward: Any, share_of: Any, *rest: Any) -> None:
+        def scaled(summed: Any) -> Any:
+            return share_of(summed) * len(microbatches)
+
+        right(self, microbatches, forward, scaled, *rest)
+
+    return wrong
+
+
+def _mean_of_means(right: Any) -> Any:
+    def wrong(self: Any, microbatches: Any, forward: Any, share_of: Any, *rest: Any) -> None:
+        counts = [int((microbatch.labels_BT >= 0).sum()) for microbatch in microbatches]
+        mean = sum(counts) / len(counts)
+
+        def weighed(microbatch: Batch) -> Any:
+            made = forward(microbatch)
+            count = int((microbatch.labels_BT >= 0).sum())
+            return made if made.ndim else made * mean / count
+
+        right(self, microbatches, weighed, share_of, *rest)
+
+    return wrong
+
+
+def _one_buffer(right: Any) -> Any:
+    """What comes is written over what came before."""
+
+    def wrong(self: Any, message: Any, source: int) -> Any:
+        buffer = right(self, message, source)
+        held = vars(self).setdefault("held", {})
+        return held.setdefault((message.is_gradient, message.stage, buffer.shape), buffer.detach())
+
+    return wrong
+
+
+def _without_weights_of_one(right: Any) -> Any:
+    def wrong(self: Any, action: Action) -> None:
+        if (action.op, action.microbatch) == ("W", 1):
+            self.weight_work.pop((action.stage, action.microbatch))
+        else:
+            right(self, action)
+
+    return wrong
+
+
+def _last_unreduced(right: Any) -> Any:
+    """FSDP2 keeps what it should reduce of the last microbatch."""
+
+    def wrong(self: Any, last: Any, reached: Any = None) -> None:
+        right(self, last, reached)
+        if last:
+            for module in self._own:
+                module.set_requires_gradient_sync(False, recurse=False)
+
+    return wrong
+
+
+OF_STAGES: dict[str, dict[str, Mutant]] = {
+    "pp2": {
+        "a tied copy whose gradient is not summed": (
+            "llama", [(TiedReducer, "finish", _unsummed_copies)],
+            "embedding", "its sum over ranks or microbatches",
+        ),
+        "the norm of one stage": (
+            "gpt2", [(comm.Comm, "all_reduce", _norm_of_one_stage)],
+            None, "norm over shards and stages",
+        ),
+        "a norm that counts the tied copy twice": (
+            "llama", [(PipelineSplit, "runner", _copies_that_count)],
+            None, "norm over shards and stages",
+        ),
+        "a microbatch's gradients lost in one stage": (
+            "llama", [(runtime._Step, "backward", _drops_a_microbatch)],
+            "norm", "its sum over ranks or microbatches",
+        ),
+        "an activation for another microbatch": (
+            "llama", [(runtime._Step, "_receive", _swapped_activations)],
+            "", "to blocks.2 (Block) differs though all before agrees; it comes from another stage",
+        ),
+        "a gradient of other rows": (
+            "gpt2", [(runtime._Step, "_receive", _swapped_gradients)],
+            "", "to the output of blocks.1 (Block); it comes from another stage",
+        ),
+        "a stage without its last block": (
+            "llama", [(Stages, "running", _skips_last_block)], "blocks.1", "never called",
+        ),
+        "dropout of a block by its number in the stage": (
+            "gpt2", [(decoder, "_run_blocks", _keys_by_stage)],
+            "", "what it gives to blocks.2 (Block) differs though all before agrees: its integers",
+        ),
+        "a loss that counts once a stage": (
+            "llama", [(comm.Comm, "all_reduce", _loss_of_each_stage)],
+            None, "the loss is 2 times what it should be",
+        ),
+        "a loss that stays with the last stage": (
+            "llama", [(comm.Comm, "all_reduce", _loss_of_last_stage)],
+            None, "the loss is 0 on rank 0",
+        ),
+        "gradients times the microbatches": (
+            "gpt2", [(runtime.Pipeline, "__call__", _times_microbatches)],
+            None, "gradient of output.weight is 3 times what it should be",
+        ),
+        "a mean of means": (
+            "llama", [(runtime.Pipeline, "__call__", _mean_of_means)],
+            None, "backward gives another gradient to the output of the model",
+        ),
+    },
+    "pp2:gpipe": {
+        "one buffer for all that is received": (
+            "gpt2", [(runtime._Step, "_buffer_for", _one_buffer)],
+            "", "to the output of blocks.1 (Block); it comes from another stage",
+        ),
+    },
+    "pp2:zb/1": {
+        "gradients of weights that one microbatch never makes": (
+            "llama", [(runtime._Step, "backward", _without_weights_of_one)],
+            "norm", "the gradient of norm.weight differs though every module's outputs",
+        ),
+    },
+}  # fmt: skip
+
+OF_STAGES_SPLIT: dict[str, dict[str, Mutant]] = {
+    "pp2,fsdp2": {
+        "shares of the last microbatch that are not reduced": (
+            "llama", [(ShardedReducer, "before_backward", _last_unreduced)],
+            "norm", "its sum over ranks or microbatches",
+        ),
+    },
+    "pp2,tp2": {
+        "an activation for another microbatch, under tp": (
+            "gpt2", [(runtime._Step, "_receive", _swapped_activations)],
+            "", "to blocks.2 (Block) differs though all before agrees; it comes from another stage",
+        ),
+        "norms of a stage whose gradients stay a rank's own": (
+            "gpt2", [(reduce, "partial_axes", lambda right: lambda parameter: ())],
+            "norm", "not that of its replica",
+        ),
+    },
+    "pp2,dp2": {
+        "gradients of a stage that stay a data rank's own": (
+            "llama", [(comm.Comm, "all_reduce_start", mutants._unreduced)],
+            "norm", "its sum over ranks or microbatches",
+        ),
+    },
+}  # fmt: skip
