@@ -1,4 +1,4 @@
-"""Pipelines alone and beside other axes: five steps of each against plain PyTorch in float64."""
+"""Pipelines alone and beside other axes against plain PyTorch in float64; five steps by hand."""
 
 from __future__ import annotations
 
@@ -66,20 +66,22 @@ OF_EIGHT = (
 )  # fmt: skip
 
 
-def case_of(strategy: Strategy, num_microbatches: int, *, tied: bool = True) -> Case:
+def case_of(strategy: Strategy, num_microbatches: int, steps: int, *, tied: bool) -> Case:
     num_rows = strategy.data_ranks * (2 * num_microbatches + 1)
     shape = dataclasses.replace(SHAPE, tied=tied)
-    batches = decoder_batches(shape, 5, num_rows, 18, strategy.data_ranks, 3)
+    batches = decoder_batches(shape, steps, num_rows, 18, strategy.data_ranks, 3)
     case = decoder_case(shape, batches, 3, OptimizerConfig(warmup_steps=1))
     return dataclasses.replace(case, accumulation=num_microbatches)
 
 
-def verdicts_on_ranks(texts: list[str], counts: tuple[int, ...]) -> list[tuple[str, Verdict]]:
+def verdicts_on_ranks(
+    texts: list[str], counts: tuple[int, ...], steps: int
+) -> list[tuple[str, Verdict]]:
     found: list[tuple[str, Verdict]] = []
     for number, text in enumerate(texts):
         strategy = Strategy.parse(text)
         for count in counts:
-            case = case_of(strategy, count, tied=number % 2 == 0)
+            case = case_of(strategy, count, steps, tied=number % 2 == 0)
             try:
                 verdict = verify_case(case, strategy, Ranks(strategy))
             except Exception as error:
@@ -89,9 +91,11 @@ def verdicts_on_ranks(texts: list[str], counts: tuple[int, ...]) -> list[tuple[s
     return found
 
 
-def check(texts: list[str], counts: tuple[int, ...], subtests: pytest.Subtests) -> None:
+def check(
+    texts: list[str], counts: tuple[int, ...], subtests: pytest.Subtests, steps: int = 5
+) -> None:
     (num_ranks,) = {Strategy.parse(text).num_ranks for text in texts}
-    found = run_ranks(verdicts_on_ranks, num_ranks, texts, counts, threads=1)[0]
+    found = run_ranks(verdicts_on_ranks, num_ranks, texts, counts, steps, threads=1)[0]
     assert len(found) == len(texts) * len(counts)
     for name, verdict in found:
         with subtests.test(name):
@@ -99,14 +103,19 @@ def check(texts: list[str], counts: tuple[int, ...], subtests: pytest.Subtests) 
             assert max(d.error for d in verdict.differences) <= 1e-10
 
 
-@pytest.mark.parametrize(("num_ranks", "counts"), [(2, (7,)), by_hand(2, (4,)), by_hand(4, (4, 7))])
-def test_every_schedule(num_ranks: int, counts: tuple[int, ...], subtests: pytest.Subtests) -> None:
-    check(list(SCHEDULES[num_ranks]), counts, subtests)
+@pytest.mark.parametrize(
+    ("num_ranks", "counts", "steps"),
+    [(2, (7,), 2), by_hand(2, (4, 7), 5), by_hand(4, (4, 7), 5)],
+)
+def test_every_schedule(
+    num_ranks: int, counts: tuple[int, ...], steps: int, subtests: pytest.Subtests
+) -> None:
+    check(list(SCHEDULES[num_ranks]), counts, subtests, steps)
 
 
-@pytest.mark.parametrize("texts", [["pp2:zbv,fsdp2", "pp2,dp2", "pp2,tp2", "pp2,fsdp2:zero1"]])
-def test_compositions_on_four_ranks(texts: list[str], subtests: pytest.Subtests) -> None:
-    check(texts, (3,), subtests)
+def test_compositions_on_four_ranks(subtests: pytest.Subtests) -> None:
+    texts = ["pp2:zbv,fsdp2", "pp2,dp2", "pp2,tp2", "pp2,fsdp2:zero1", "pp2,cp2"]
+    check(texts, (3,), subtests, 2)
 
 
 @pytest.mark.slow
