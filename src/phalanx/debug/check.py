@@ -106,6 +106,7 @@ class CollectiveCheck(Watch):
         self._rank = dist.get_rank()
         self.phase_name = ""
         self._numbers: Counter[str] = Counter()
+        self._awaited: set[int] = set()
         store = job_store()
         # Each rank counts its own, and all make the same: what an earlier check left, is not read.
         self._store = dist.PrefixStore(f"check/{store.add(f'checks/{self._rank}', 1)}", store)
@@ -315,13 +316,19 @@ class CollectiveCheck(Watch):
         """Say that this rank waits for a message, unless its sender has left already."""
         waits = f"it has not sent message {number} to rank {self._rank}"
         told = f"{_told(self._rank, fingerprint)}\n{'':10}waits for it"
+        if sender not in self._awaited:
+            self._awaited.add(sender)
+            number = self._store.add(f"receivers/{sender}", 1)
+            self._store.set(f"receivers/{sender}/{number}", str(self._rank))
         self._store.set(f"awaits/{sender}/{self._rank}", json.dumps([key, waits, told]))
         if self._read(f"gone/{sender}") == LEFT:
             raise self._unsent(sender, waits, told)
 
     def _leave(self) -> None:
         """Raise if another rank waits for a message of this one, which has left."""
-        for receiver in range(dist.get_world_size()):
+        num_receivers = int(self._read(f"receivers/{self._rank}") or 0)
+        for number in range(1, num_receivers + 1):
+            receiver = self._read(f"receivers/{self._rank}/{number}")
             if text := self._read(f"awaits/{self._rank}/{receiver}"):
                 key, waits, told = json.loads(text)
                 if self._store.check([key]):  # else it was sent
