@@ -20,7 +20,7 @@ def parameters_of(strategy: Strategy, shape: ModelShape, pp_rank: int) -> int:
     count, num_layers = num_parameters(shape), shape.num_layers
     if strategy.pp.degree == 1:
         return count.total
-    last_norm = (count.norm // (2 * num_layers + 1)) if not shape.qk_norm else shape.hidden
+    last_norm = shape.hidden * (2 if shape.norm == "layer" else 1)
     block = (count.attention + count.mlp + count.norm - last_norm) // num_layers
     first = count.embedding + count.position
     last = last_norm + (count.embedding if shape.tied else count.output)
