@@ -175,10 +175,6 @@ class Decoder(nn.Module):
         embeddings, head = ("embedding", "position_embedding"), ("norm", "output")
         return [here[n] for n in embeddings if n in here], [here[n] for n in head if n in here]
 
-    def remove(self, name: str) -> None:
-        """Take a module off, which other ranks of a pipeline have."""
-        self._modules[name] = None
-
     def initialize(self, seed: int) -> None:
         """Draw every weight from (seed, parameter name, flat index); see `fill_initial`."""
         for name, parameter in self.named_parameters():

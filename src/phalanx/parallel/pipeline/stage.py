@@ -36,16 +36,16 @@ class Stages:
         self.here = list(here)
         self._last_link = len(model.blocks) + 1
         kept = {link for stage in here for link in cut[stage]}
-        if 0 not in kept:
-            model.position_embedding = None
-            if not (model.shape.tied and self._last_link in kept):
-                model.remove("embedding")
+        absent = ["position_embedding"] if 0 not in kept else []
+        if 0 not in kept and not (model.shape.tied and self._last_link in kept):
+            absent += ["embedding"]
+        if self._last_link not in kept:
+            absent += ["norm", "output"]
+        for name in absent:
+            setattr(model, name, None)
         for index in range(len(model.blocks)):
             if index + 1 not in kept:
                 model.blocks[index] = Absent()
-        if self._last_link not in kept:
-            model.remove("norm")
-            model.remove("output")
 
     @property
     def num_stages(self) -> int:
