@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from phalanx.errors import StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.partition import partition
@@ -9,6 +11,7 @@ from phalanx.parallel.pipeline.schedule import Schedule, build_schedule, with_wh
 from phalanx.strategy import Strategy
 
 
+@functools.lru_cache
 def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
     """Return the schedule of a strategy, as its ranks run it.
 
@@ -28,7 +31,8 @@ def num_stages(strategy: Strategy) -> int:
     return schedule_of(strategy, 1).num_stages
 
 
-def cut_of(strategy: Strategy, shape: ModelShape) -> list[range]:
+@functools.lru_cache
+def cut_of(strategy: Strategy, shape: ModelShape) -> tuple[range, ...]:
     """Return the links of each stage: 0 is the embedding, then come the blocks, then the head.
 
     Raises:
@@ -41,7 +45,7 @@ def cut_of(strategy: Strategy, shape: ModelShape) -> list[range]:
             f"layers: embedding, {shape.num_layers} blocks and head; the most stages are "
             f"{len(chain)}"
         )
-    return partition(chain, stages)
+    return tuple(partition(chain, stages))
 
 
 def chain_flops(shape: ModelShape) -> list[float]:

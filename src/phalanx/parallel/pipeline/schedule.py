@@ -26,7 +26,6 @@ dualpipev      DeepSeek-AI 2024, arXiv 2412.19437: DualPipe, cut in half to a V
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -178,7 +177,6 @@ KINDS: Final = {
 """Kind of pp in a strategy -> its schedule."""
 
 
-@functools.lru_cache
 def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """Return the schedule of a kind of pp.
 
@@ -203,7 +201,6 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
     return Schedule(kind, tuple(rank_of), tuple(orders), num_microbatches)
 
 
-@functools.lru_cache
 def with_whole_backwards(schedule: Schedule) -> Schedule:
     """Return the schedule with B for each I, and nothing for W."""
     orders = (

@@ -10,8 +10,8 @@ Backward  dx[B, T, D] travels back. The gradients of a tied weight are summed ov
 Cost      A rank sends B T D elements a microbatch and border forward, and as much backward. It
           waits (p - 1) / (m + p - 1) of a step of m microbatches under 1F1B.
 Limits    Our decoder alone. At least as many layers (blocks, embedding, head) as stages. The
-          backward is made in two passes (zb, zbv, dualpipev) where no fsdp, tp or recomputation is
-          beside: their operators make both gradients at once, so there B stands for I and W.
+          backward is made in two passes (zb, zbv, dualpipev) where no fsdp, cp, tp or recomputation
+          is beside: their operators make both gradients at once, so there B stands for I and W.
 """
 
 from __future__ import annotations
