@@ -96,20 +96,20 @@ class Part(NamedTuple):
     consumed: int
 
 
-def solve_batch(batch: BatchConfig, num_data_ranks: int, num_stages: int = 1) -> BatchPlan:
+def solve_batch(batch: BatchConfig, num_data_ranks: int, pp_degree: int = 1) -> BatchPlan:
     """Solve the batch law for the numbers that are not given.
 
     Any two of global_size, microbatch and accumulation give the third. With fewer than two,
-    accumulation is 1, and if that is not enough microbatch is 4. Over the stages of a pipeline,
-    which works on several microbatches at once, accumulation is twice as many as there are stages,
-    or the most below that by which a given global_size can be cut.
+    accumulation is 1, and if that is not enough microbatch is 4. A pipeline of `pp_degree` ranks
+    works on several microbatches at once: there accumulation is twice that degree, or the most
+    below that by which a given global_size can be cut.
 
     Raises:
         BatchError: the numbers contradict each other; names the nearest that do not.
     """
     size, microbatch, accumulation = batch.global_size, batch.microbatch, batch.accumulation
     if accumulation is None and (size is None or microbatch is None):
-        accumulation = 1 if num_stages == 1 else 2 * num_stages
+        accumulation = 1 if pp_degree == 1 else 2 * pp_degree
         if size is not None and size % num_data_ranks == 0:
             rows = size // num_data_ranks
             accumulation = max(n for n in range(1, accumulation + 1) if rows % n == 0)
