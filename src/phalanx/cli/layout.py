@@ -59,10 +59,10 @@ def crossings(strategy: Strategy, num_here: int) -> Iterator[str]:
     for name, axis in reversed([*strategy.axes()]):
         begin, span = span, span * axis.degree
         if name in ("tp", "cp") and axis.degree > 1 and (span > num_here or num_here % span):
-            most = max(1, num_here // begin)
             yield (
                 f"{name}{axis.degree} is on several hosts of {num_here} ranks, and sends in each "
-                f"layer, which is slow between hosts; at most {name}{most} stays on one"
+                f"layer, which is slow between hosts; {max(1, num_here // begin)} of its ranks fit "
+                "on one"
             )
 
 
