@@ -40,6 +40,18 @@ def test_results_come_in_the_order_of_the_ranks() -> None:
     assert run_ranks(rank_and_sum, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
 
 
+def add_rank(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    tensors[0] += dist.get_rank()
+    return tensors
+
+
+def test_any_number_of_tensors_is_sent_and_each_rank_has_its_own() -> None:
+    tensors = [torch.ones(()) for _ in range(300)]
+    returned = run_ranks(add_rank, 3, tensors)
+    assert [float(sum(of_rank)) for of_rank in returned] == [300, 301, 302]
+    assert float(sum(tensors)) == 300
+
+
 def raise_on_rank_one() -> None:
     if dist.get_rank() == 1:
         raise ValueError("the user's own words")

@@ -22,6 +22,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.launch.by_value import ByValue
 from phalanx.launch.rank import RankInfo, run_rank
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.signals import collected, ignored_by_children
@@ -124,7 +125,8 @@ def _start(
     args: tuple[Any, ...],
 ) -> Rank:
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_rank, args=(info, listener, theirs, function, args))
+    sent = info, listener, theirs, function, ByValue(args)
+    process = context.Process(target=run_rank, args=sent)
     try:
         process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -19,6 +19,7 @@ from typing import Any
 
 from phalanx import errors
 from phalanx.errors import PhalanxError, RankFailed, message_of
+from phalanx.launch.by_value import ByValue
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import BEAT_S, PULSE
 from phalanx.launch.signals import ENDING
@@ -121,7 +122,7 @@ def run_rank(
         with PULSE.doing("running"):
             result = function(*args)
         sys.stdout.flush()
-        line.send("result", result)
+        line.send("result", ByValue(result))
         exit_code = 0
     except BaseException as error:
         # Once another rank has failed, the parent listens no more.

@@ -1,0 +1,36 @@
+"""Send tensors to another process by value.
+
+torch teaches multiprocessing to send each tensor as a file descriptor of shared memory. A process
+takes 250 of those when it starts, and a host lets it hold some thousand.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+
+class ByValue:
+    """What another process gets as `value` itself, with its own copy of each tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        written = BytesIO()
+        _PlainPickler(written).dump(self._value)
+        return pickle.loads, (written.getvalue(),)
+
+
+class _PlainPickler(ForkingPickler):
+    """Knows what multiprocessing can send, such as locks, and not what torch has added to it."""
+
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        known: Any = self.dispatch_table
+        self.dispatch_table = {
+            of: known[of] for of in known if not known[of].__module__.startswith("torch.")
+        }
