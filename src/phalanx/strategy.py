@@ -3,8 +3,9 @@
     pp2:1f1b,dp2,fsdp2,cp2:ring,tp4:2d,recompute:sqrt
 
 The text is a comma-separated list of `AXIS DEGREE [":" KIND ["/" OPTION]]`, in any order, and of
-the setting `recompute:KIND[/OPTION]`, which has no degree. The canonical order is outer to inner,
-the slowest link first: pp dp fsdp cp tp. An axis that is not named has degree 1. No torch here.
+the settings `recompute:KIND[/OPTION]` and `cut:LAYERS+LAYERS...`, which have no degree. The
+canonical order is outer to inner, the slowest link first: pp dp fsdp cp tp. An axis that is not
+named has degree 1. No torch here.
 """
 
 from __future__ import annotations
@@ -91,10 +92,11 @@ def built() -> dict[str, str]:
             form += f":{name}" if at > 0 else ""
             if kind.about is not None:
                 forms[form + (f"/{kind.option}" if kind.option else "")] = kind.about
-    return forms
+    return forms | {"cut:L+L+...": "layers of each stage of pp, embedding and head too"}
 
 
 _PART: Final = re.compile(r"([a-z_]+)([0-9]{1,9})?(?::([^/:]+)(?:/([0-9]{1,9}))?)?")
+_CUT: Final = re.compile(r"[0-9]{1,9}(\+[0-9]{1,9})*")
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Recompute:
 class Strategy:
     """How the work is split: a degree and a kind for each axis.
 
+    `cut` has the layers of each stage of a pipeline, where they are not to be found by their cost.
     `Strategy.parse(text)` reads the text form and `str()` gives the canonical one;
     `Strategy.parse(str(strategy)) == strategy` always holds.
 
@@ -152,6 +155,7 @@ class Strategy:
     cp: Axis = Axis(1, "ring")
     tp: Axis = Axis(1, "1d")
     recompute: Recompute = Recompute()
+    cut: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, axis in self.axes():
@@ -160,6 +164,13 @@ class Strategy:
             _check_kind(name, axis.kind, axis.option)
         _check_kind("recompute", self.recompute.kind, self.recompute.option)
         _check_arrangement(self.tp)
+        if self.cut and self.pp.degree == 1:
+            raise StrategyError(
+                f"{_cut_text(self.cut)} has the stages of a pipeline, and there is none; write "
+                f"pp{max(2, len(self.cut))} beside it, or leave it out"
+            )
+        if 0 in self.cut:
+            raise StrategyError(f"{_cut_text(self.cut)}: a stage has at least 1 layer")
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
@@ -184,6 +195,12 @@ class Strategy:
         """Yield (name, axis), outer to inner."""
         for name in AXES:
             yield name, getattr(self, name)
+
+    def with_degree(self, name: str, degree: int) -> Strategy:
+        """Return it with another degree of an axis; another of pp has other stages, and no cut."""
+        changed = dataclasses.replace(getattr(self, name), degree=degree)
+        cut = () if name == "pp" else self.cut
+        return dataclasses.replace(self, **{name: changed, "cut": cut})
 
     def named(self) -> Iterator[tuple[str, Axis | Recompute]]:
         """Yield (name, part) of each part that its text names, outer to inner, recompute last."""
@@ -226,7 +243,8 @@ class Strategy:
         return self.dp.degree * self.fsdp.degree
 
     def __str__(self) -> str:
-        return ",".join(_text(name, part) for name, part in self.named()) or "dp1"
+        parts = [_text(name, part) for name, part in self.named()]
+        return ",".join(parts + ([_cut_text(self.cut)] if self.cut else [])) or "dp1"
 
 
 def require_built(strategy: Strategy) -> None:
@@ -283,8 +301,7 @@ def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
         if num_ranks % others or (axis.degree == 1 and name != "dp"):
             continue
         try:
-            changed = dataclasses.replace(axis, degree=num_ranks // others)
-            return dataclasses.replace(strategy, **{name: changed})
+            return strategy.with_degree(name, num_ranks // others)
         except StrategyError:  # a tensor-parallel degree that its kind cannot arrange: try the next
             continue
     return Strategy(dp=Axis(num_ranks, strategy.dp.kind, strategy.dp.option))
@@ -298,7 +315,7 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}...")
 
 
-def _parse_part(part: str) -> tuple[str, Axis | Recompute]:
+def _parse_part(part: str) -> tuple[str, Axis | Recompute | tuple[int, ...]]:
     """Read one part between two commas into (name, value)."""
     match = _PART.fullmatch(part)
     if match is None:
@@ -307,10 +324,16 @@ def _parse_part(part: str) -> tuple[str, Axis | Recompute]:
             "pp4:interleaved/2, separated by commas"
         )
     name, degree, kind, option = match.groups()
+    if name == "cut":
+        if degree is not None or option is not None or not _CUT.fullmatch(kind or ""):
+            raise StrategyError(
+                f"cannot read {_shown(part)}; expected the layers of each stage, such as cut:4+5"
+            )
+        return name, tuple(map(int, kind.split("+")))
     if name not in KINDS:
         raise StrategyError(
             f"axis {_shown(name)} is unknown{nearest(name[:_LONGEST_SHOWN], KINDS)}; the axes are "
-            f"{', '.join(AXES)}, and recompute is a setting"
+            f"{', '.join(AXES)}, and recompute and cut are settings"
         )
     number = None if option is None else int(option)
     if name == "recompute":
@@ -373,3 +396,7 @@ def _text(name: str, part: Axis | Recompute) -> str:
     if part.option is not None:
         return f"{text}:{part.kind}/{part.option}"
     return text if part.kind == next(iter(KINDS[name])) else f"{text}:{part.kind}"
+
+
+def _cut_text(cut: tuple[int, ...]) -> str:
+    return f"cut:{'+'.join(map(str, cut))}"

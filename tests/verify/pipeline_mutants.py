@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
 
 import mutants
@@ -17,7 +16,7 @@ from phalanx.parallel import reduce
 from phalanx.parallel.pipeline import runtime
 from phalanx.parallel.pipeline.schedule import Action
 from phalanx.parallel.pipeline.split import PipelineSplit, TiedReducer
-from phalanx.parallel.pipeline.stage import Stages
+from phalanx.parallel.pipeline.stage import DecoderStages
 from phalanx.parallel.sharded import ShardedReducer
 
 
@@ -73,14 +72,14 @@ def _swapped_gradients(right: Any) -> Any:
 
 
 def _skips_last_block(right: Any) -> Any:
-    @contextmanager
-    def wrong(self: Any, *args: Any) -> Any:
-        with right(self, *args):
-            stage = self.model.stage
-            fewer = range(stage.blocks.start, stage.blocks.stop - 1)
-            if fewer:
-                self.model.stage = stage._replace(blocks=fewer)
-            yield
+    def wrong(self: Any, stage: int, received: Any, number: int, forward: Any) -> Any:
+        def fewer() -> Any:
+            blocks = self._model.stage.blocks
+            if len(blocks) > 1:
+                self._model.stage = self._model.stage._replace(blocks=blocks[:-1])
+            return forward()
+
+        return right(self, stage, received, number, fewer)
 
     return wrong
 
@@ -196,7 +195,7 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
             "", "to the output of blocks.1 (Block); it comes from another stage",
         ),
         "a stage without its last block": (
-            "llama", [(Stages, "running", _skips_last_block)], "blocks.1", "never called",
+            "llama", [(DecoderStages, "run", _skips_last_block)], "blocks.1", "never called",
         ),
         "dropout of a block by its number in the stage": (
             "gpt2", [(decoder, "_run_blocks", _keys_by_stage)],

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from typing_extensions import override
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.parallel.pipeline.runtime import Pipeline
 from phalanx.parallel.pipeline.schedule import Action, build_schedule
 from phalanx.parallel.pipeline.simulate import Span
+from phalanx.parallel.pipeline.stage import Stages
 
 
 class StageTimes(NamedTuple):
@@ -69,40 +70,35 @@ class RankRecord:
     gradients: dict[int, float]
 
 
-class TimedStages:
-    """The stages of a rank: what `Pipeline` asks of `stage.Stages`, and a forward for it to run.
+class TimedStages(Stages):
+    """The stages of a rank that wait.
 
     Attributes:
-        here: numbers of the stages.
         waits: of the current step, in order.
         most_held: the most graphs of a forward of one stage that were there at a time.
     """
 
-    def __init__(self, here: Sequence[int], times: StageTimes, message_size: int) -> None:
+    def __init__(
+        self, num_stages: int, here: Sequence[int], times: StageTimes, message_size: int
+    ) -> None:
         """Make a weight for each of the stages `here`; messages have `message_size` numbers."""
-        self.here = list(here)
+        super().__init__([range(stage, stage + 1) for stage in range(num_stages)], here)
         self.waits: list[Span] = []
         self.most_held = 0
         self._times = times
         self._message_size = message_size
         self._weights = {stage: nn.Parameter(torch.zeros(())) for stage in here}
-        self._now: tuple[int, Tensor | None] = (-1, None)
         self._num_held = 0
 
+    @override
     def weights(self, stage: int) -> list[nn.Parameter]:
-        """Return the one weight of a stage."""
         return [self._weights[stage]]
 
-    @contextmanager
-    def running(self, stage: int, received: Tensor | None, microbatch: int) -> Generator[None]:
-        """Let `forward` be that of one stage, on what the one before has sent."""
-        _ = microbatch
-        self._now = stage, received
-        yield
-
-    def forward(self, microbatch: int) -> Tensor:
+    @override
+    def run(
+        self, stage: int, received: Tensor | None, microbatch: int, forward: Callable[[], Tensor]
+    ) -> Tensor:
         """Wait, and return as many numbers as a message has: what came in, plus the weight, 0."""
-        stage, received = self._now
         self.wait(Action("F", stage, microbatch))
         weight = _wait_in_backward(
             self._weights[stage], self, Action("W", stage, microbatch), is_counted=True
@@ -151,6 +147,10 @@ def _wait_in_backward(
     return cast(Tensor, _WaitInBackward.apply(tensor, stages, action, is_counted))
 
 
+def _no_forward(_: Any) -> Tensor:
+    raise AssertionError("a stage that waits runs no model")
+
+
 def half_square(output: Tensor) -> Tensor:
     """Return half the sum of squares: its gradient is `output`, so that messages carry numbers."""
     return output.square().sum() / 2
@@ -179,18 +179,19 @@ def run_rank(
     """
     comm = Ranks({"pp": torch.distributed.get_world_size()})
     schedule = build_schedule(kind, comm.size("pp"), num_microbatches, chunks)
-    stages = TimedStages(schedule.stages_of(comm.coord("pp")), times, message_size)
-    pipeline = Pipeline(cast(Any, stages), comm, lambda _: schedule)
+    here = schedule.stages_of(comm.coord("pp"))
+    stages = TimedStages(schedule.num_stages, here, times, message_size)
+    pipeline = Pipeline(stages, comm, lambda _: schedule)
     steps: list[list[Span]] = []
     for _ in range(1 + num_steps):
         stages.waits = []
-        for stage in schedule.stages_of(comm.coord("pp")):
+        for stage in here:
             stages.weights(stage)[0].grad = None
         barrier()
-        pipeline(range(num_microbatches), stages.forward, half_square)
+        pipeline(range(num_microbatches), _no_forward, half_square)
         steps.append(stages.waits)
     gradients: dict[int, float] = {}
-    for stage in schedule.stages_of(comm.coord("pp")):
+    for stage in here:
         gradient = stages.weights(stage)[0].grad
         assert gradient is not None, "every stage has run its backward"
         gradients[stage] = float(gradient)

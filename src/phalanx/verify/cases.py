@@ -40,8 +40,9 @@ def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
     of_tp = strategy.tp.degree if strategy.tp.degree > 1 else 3
     by_heads = strategy.cp.degree if strategy.cp.kind == "ulysses" else 1
     unit = next(u for u in count(of_tp, of_tp) if 2 * u % (strategy.tp.degree * by_heads) == 0)
-    # Of a pipeline every stage has a block, and some have two.
+    # Of a pipeline every stage has a block, and some have two; or as many as its cut says.
     num_layers = 2 if strategy.pp.degree == 1 else num_stages(strategy) + 1
+    num_layers = max(1, sum(strategy.cut) - 2) if strategy.cut else num_layers
     llama = ModelShape(
         vocab_size=67, num_layers=num_layers, hidden=6 * unit, num_heads=2 * unit,
         num_kv_heads=unit, head_dim=4, ffn=11 * unit, max_seq_len=32, qk_norm=True, tied=True,
@@ -150,8 +151,7 @@ def with_three(strategy: Strategy) -> Strategy | None:
     for name in sorted(axes, key=lambda name: name not in AXIS_SETS["data"]):
         if axes[name].degree == 2:
             with suppress(StrategyError):  # not every kind can arrange three
-                wider = dataclasses.replace(axes[name], degree=3)
-                wider = dataclasses.replace(strategy, **{name: wider})
+                wider = strategy.with_degree(name, 3)
                 if wider.num_ranks <= MOST_RANKS:
                     return wider
     return None

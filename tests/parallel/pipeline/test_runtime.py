@@ -20,7 +20,7 @@ from phalanx.parallel.pipeline import runtime
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.runtime import Pipeline
 from phalanx.parallel.pipeline.schedule import Schedule, build_schedule
-from phalanx.parallel.pipeline.stage import Stages
+from phalanx.parallel.pipeline.stage import DecoderStages
 from phalanx.train.objective import NextToken
 from phalanx.verify.batches import decoder_batches, split
 
@@ -79,7 +79,7 @@ def run_each(
         model = decoder()
         schedule = build_schedule(kind, comm.size("pp"), 1, chunks)
         cut = partition([1.0] * (SHAPE.num_layers + 2), schedule.num_stages)
-        stages = Stages(model, cut, schedule.stages_of(comm.coord("pp")))
+        stages = DecoderStages(model, cut, schedule.stages_of(comm.coord("pp")))
         reducer = data.apply(model, comm) if comm.size("dp") > 1 else None
         p = comm.size("pp")
         run = Pipeline(

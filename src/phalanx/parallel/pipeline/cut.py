@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 from phalanx.errors import StrategyError
 from phalanx.models.shape import ModelShape
@@ -36,16 +38,40 @@ def cut_of(strategy: Strategy, shape: ModelShape) -> tuple[range, ...]:
     """Return the links of each stage: 0 is the embedding, then come the blocks, then the head.
 
     Raises:
-        StrategyError: there are more stages than links.
+        StrategyError: see `cut_chain`.
     """
-    chain, stages = chain_flops(shape), num_stages(strategy)
-    if stages > len(chain):
+    layers = f"embedding, {shape.num_layers} blocks and head"
+    return cut_chain(strategy, chain_flops(shape), layers)
+
+
+def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[range, ...]:
+    """Return the links of each stage of a chain: those that the strategy names, or the best cut.
+
+    Args:
+        strategy: how many stages there are, and perhaps where.
+        costs: of each link.
+        layers: what they are, in words.
+
+    Raises:
+        StrategyError: there are more stages than links, or the strategy names other numbers.
+    """
+    stages, num_links = num_stages(strategy), len(costs)
+    if stages > num_links:
         raise StrategyError(
-            f"pp: {strategy} makes {stages} stages, but the model is a chain of {len(chain)} "
-            f"layers: embedding, {shape.num_layers} blocks and head; the most stages are "
-            f"{len(chain)}"
+            f"pp: {strategy} makes {stages} stages, but the model is a chain of {num_links} "
+            f"layers: {layers}; the most stages are {num_links}"
         )
-    return tuple(partition(chain, stages))
+    if not strategy.cut:
+        return tuple(partition(costs, stages))
+    if (len(strategy.cut), sum(strategy.cut)) != (stages, num_links):
+        best = "+".join(str(len(links)) for links in partition(costs, stages))
+        raise StrategyError(
+            f"{strategy}: its cut has {len(strategy.cut)} stages of {sum(strategy.cut)} layers, "
+            f"but there are {stages} stages, and the model is a chain of {num_links} layers: "
+            f"{layers}; cut:{best} is the best by FLOPs"
+        )
+    ends = [0, *itertools.accumulate(strategy.cut)]
+    return tuple(map(range, ends, ends[1:]))
 
 
 def chain_flops(shape: ModelShape) -> list[float]:

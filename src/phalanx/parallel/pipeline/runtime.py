@@ -121,6 +121,7 @@ class Pipeline(Runner):
         self._comm = comm
         self._schedule_of = schedule_of
         self._sizes = Sizes(comm)
+        stages.prepare()
         # Once all axes have split the model: what fsdp gathers has other parameters for a while.
         self._weights = {stage: stages.weights(stage) for stage in stages.here}
 
@@ -166,8 +167,7 @@ class Pipeline(Runner):
                 else:
                     buffer = self._sizes.buffer(stage, microbatch, source)
                     received = self._comm.recv_start(buffer, "pp", source).wait()
-            with self.stages.running(stage, received, 0):
-                output = forward(microbatch)
+            output = self.stages.run(stage, received, 0, lambda: forward(microbatch))
             if stage + 1 < self.stages.num_stages:
                 target = schedule.rank_of[stage + 1]
                 if target != here:
@@ -238,8 +238,8 @@ class _Step:
         received = None
         if stage > 0:
             received = self._receive(Message(False, stage, number), stage - 1).requires_grad_()
-        with self.stages.running(stage, received, number):
-            output = forward(self.microbatches[number])
+        microbatch = self.microbatches[number]
+        output = self.stages.run(stage, received, number, lambda: forward(microbatch))
         if stage == self._last:
             output = share_of(output)
         else:

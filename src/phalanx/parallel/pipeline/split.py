@@ -9,9 +9,10 @@ Forward   x[B, T, D] of a microbatch travels from each stage to the next
 Backward  dx[B, T, D] travels back. The gradients of a tied weight are summed over its two copies.
 Cost      A rank sends B T D elements a microbatch and border forward, and as much backward. It
           waits (p - 1) / (m + p - 1) of a step of m microbatches under 1F1B.
-Limits    Our decoder alone. At least as many layers (blocks, embedding, head) as stages. The
-          backward is made in two passes (zb, zbv, dualpipev) where no fsdp, cp, tp or recomputation
-          is beside: their operators make both gradients at once, so there B stands for I and W.
+Limits    The model is a chain: our decoder, or see modules.py. At least as many layers (blocks,
+          embedding, head) as stages. The backward is made in two passes (zb, zbv, dualpipev) where
+          no fsdp, cp, tp or recomputation is beside: their operators make both gradients at once,
+          so there B stands for I and W.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.accumulate import Runner
-from phalanx.parallel.pipeline.cut import cut_of, schedule_of
+from phalanx.parallel.pipeline.cut import cut_chain, cut_of, schedule_of
+from phalanx.parallel.pipeline.modules import ModuleStages, cost_of, links_of
 from phalanx.parallel.pipeline.runtime import Pipeline, sent_after
-from phalanx.parallel.pipeline.stage import Stages
+from phalanx.parallel.pipeline.stage import DecoderStages, Stages
 from phalanx.parallel.reduce import GradientReducer, Parameters
 from phalanx.parallel.split import Split, Target
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.spec import BatchShape
+from phalanx.strategy import Strategy
 
 
 class PipelineSplit(Split):
@@ -44,23 +47,22 @@ class PipelineSplit(Split):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        model, strategy = target.model, target.strategy
-        if not isinstance(model, Decoder):
-            raise StrategyError(
-                f"pp: {type(model).__name__} cannot be cut into stages, only phalanx's Decoder "
-                "can; use fsdp"
-            )
-        schedule = schedule_of(strategy, 1)
-        self._width = model.shape.hidden
+        model = target.model
+        _refuse_batch_statistics(model)
+        here = schedule_of(target.strategy, 1).stages_of(target.pp_rank)
+        self._width: int | None = None
         self._itemsize = (target.compute or next(model.parameters()).dtype).itemsize
-        cut = cut_of(strategy, model.shape)
-        self.stages = Stages(model, cut, schedule.stages_of(target.pp_rank))
+        if isinstance(model, Decoder):
+            self._width = model.shape.hidden
+            self.stages: Stages = DecoderStages(model, cut_of(target.strategy, model.shape), here)
+        else:
+            self.stages = _module_stages(model, target.strategy, here)
 
     @override
     def remaining(self) -> Target:
-        here, ends = self.stages.here, {0, self.stages.num_stages - 1}
+        stages = self.stages
         return dataclasses.replace(
-            self.target, num_stages=len(here), num_ends=len(ends.intersection(here))
+            self.target, num_stages=len(stages.here), num_ends=stages.num_ends
         )
 
     @override
@@ -70,9 +72,13 @@ class PipelineSplit(Split):
         sizes = {"forward": list[int](), "backward": list[int]()}
         for action in schedule.orders[rank]:
             message = sent_after(action, schedule.num_stages - 1)
+            if self._width is None:
+                break  # what a stage of any module sends is known once it runs
             if message is not None and schedule.rank_of[message.stage] != rank:
                 phase = "backward" if message.is_gradient else "forward"
-                sizes[phase].append(self._message_bytes(*microbatches[action.microbatch]))
+                sizes[phase].append(
+                    self._message_bytes(*microbatches[action.microbatch], self._width)
+                )
         if (copy := self._tied()) is not None:
             sizes["reduce"] = [self._shard_bytes(copy)]
         return [
@@ -81,11 +87,11 @@ class PipelineSplit(Split):
             if each
         ]
 
-    def _message_bytes(self, num_rows: int, length: int) -> int:
+    def _message_bytes(self, num_rows: int, length: int, width: int) -> int:
         if self.target.strategy.tp.degree == 1:
-            return num_rows * length * self._width * self._itemsize
+            return num_rows * length * width * self._itemsize
         layout = layout_of(self.target.strategy)
-        held = layout.held(layout.residual, BatchShape(num_rows, length), self._width)
+        held = layout.held(layout.residual, BatchShape(num_rows, length), width)
         return len(held[0]) * len(held[1]) * len(held[2]) * self._itemsize
 
     def _shard_bytes(self, table: nn.Parameter) -> int:
@@ -98,10 +104,7 @@ class PipelineSplit(Split):
 
     def _tied(self) -> nn.Parameter | None:
         """Return the weight of which another rank has a copy, if there is one here."""
-        stages = self.stages
-        if not stages.is_tied or self.remaining().num_ends != 1:
-            return None
-        return stages.model.embedding.weight
+        return self.stages.tied if self.stages.num_ends == 1 else None
 
     @override
     def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer | None:
@@ -120,6 +123,30 @@ class PipelineSplit(Split):
         return Pipeline(
             self.stages, comm, lambda m: schedule_of(strategy, m), runner.reducer, copies
         )
+
+
+def _module_stages(model: nn.Module, strategy: Strategy, here: Sequence[int]) -> ModuleStages:
+    """Return the stages of a module that is not our decoder, cut by its parameters."""
+    if strategy.tp.degree > 1:
+        raise StrategyError(
+            f"strategy '{strategy}': tp beside pp is for phalanx's Decoder, and the model is a "
+            f"{type(model).__name__}; use fsdp beside pp"
+        )
+    links = links_of(model)
+    costs = [float(cost_of([model.get_submodule(name) for name in link])) for link in links]
+    cut = cut_chain(strategy, costs, ", ".join(" + ".join(link) for link in links))
+    return ModuleStages(model, links, cut, here)
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    """Refuse what normalises by the microbatch at hand, where one process has the whole batch."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:  # pyright: ignore[reportPrivateUsage]
+            raise StrategyError(
+                f"pp: '{name}' normalises by the statistics of a microbatch, and one process by "
+                "those of the whole batch; call eval() on it for its running statistics, or use "
+                "GroupNorm"
+            )
 
 
 class TiedReducer(GradientReducer):

@@ -1,43 +1,88 @@
-"""Cut a decoder into stages: which blocks a rank keeps, and what it runs of them at a time.
+"""The stages that a rank has of a model, and of a decoder: what it keeps, and what runs at a time.
 
-The chain that is cut is `embedding, block 0, ..., block L - 1, norm and output projection`. What a
-rank has no stage of is removed from its model, parameters and all; the names of what stays are
-those of the whole model, so that first weights, checkpoints and gradients go by name as ever. Where
-the embedding is the output projection too, the ranks of the first and of the last stage hold it.
+A model is a chain of links. What a rank has no stage of is removed from its model, parameters and
+all; the names of what stays are those of the whole model, so that first weights, checkpoints and
+gradients go by name as ever. A weight that the first and the last link read, as a tied embedding,
+is held by the ranks of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from phalanx.models.decoder import Decoder, Stage
+
+
+class Stages(ABC):
+    """The stages of a model that this rank runs.
+
+    Attributes:
+        cut: the links of the chain in each stage of the whole model.
+        here: numbers of the stages of this rank.
+        tied: the weight that the first and the last link read, if this rank has it.
+    """
+
+    def __init__(self, cut: Sequence[range], here: Sequence[int]) -> None:
+        self.cut = list(cut)
+        self.here = list(here)
+        self.tied: nn.Parameter | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return len(self.cut)
+
+    @property
+    def num_ends(self) -> int:
+        """How many of this rank's stages are the first or the last."""
+        return len({0, self.num_stages - 1}.intersection(self.here))
+
+    @abstractmethod
+    def weights(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters that a stage of this rank reads."""
+
+    def prepare(self) -> None:  # noqa: B027
+        """Get ready to run, once all axes have split the model."""
+
+    @abstractmethod
+    def run(
+        self, stage: int, received: Tensor | None, microbatch: int, forward: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return what a stage makes of what the one before has sent.
+
+        Args:
+            stage: of this rank.
+            received: the stage's input; None in the first stage.
+            microbatch: its number in the step.
+            forward: runs the whole model, and returns what is made of its output.
+
+        Returns:
+            What `forward` does, from the last stage; else the input of the next stage.
+        """
 
 
 class Absent(nn.Module):
     """Stands for a block that other ranks have."""
 
 
-class Stages:
-    """The stages of a decoder that this rank runs.
-
-    Attributes:
-        model: the decoder, of which only what these stages need is left.
-        cut: the links of the chain in each stage of the whole model; see above.
-        here: numbers of the stages of this rank.
-    """
+class DecoderStages(Stages):
+    """The stages of our decoder: `embedding, block 0, ..., block L - 1, norm and output`."""
 
     def __init__(self, model: Decoder, cut: Sequence[range], here: Sequence[int]) -> None:
         """Remove from `model`, in place, what the stages `here` do not run."""
-        self.model = model
-        self.cut = list(cut)
-        self.here = list(here)
+        super().__init__(cut, here)
+        self._model = model
         self._last_link = len(model.blocks) + 1
         kept = {link for stage in here for link in cut[stage]}
         absent = ["position_embedding"] if 0 not in kept else []
-        if 0 not in kept and not (model.shape.tied and self._last_link in kept):
+        is_tied = model.shape.tied and not kept.isdisjoint({0, self._last_link})
+        if is_tied:
+            self.tied = model.embedding.weight
+        if 0 not in kept and not is_tied:
             absent += ["embedding"]
         if self._last_link not in kept:
             absent += ["norm", "output"]
@@ -47,19 +92,9 @@ class Stages:
             if index + 1 not in kept:
                 model.blocks[index] = Absent()
 
-    @property
-    def num_stages(self) -> int:
-        """Stages of the whole model."""
-        return len(self.cut)
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether the first and the last stage hold one weight."""
-        return self.model.shape.tied and self.num_stages > 1
-
+    @override
     def weights(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters that a stage of this rank reads."""
-        model, links = self.model, self.cut[stage]
+        model, links = self._model, self.cut[stage]
         modules: list[nn.Module | None] = [
             model.blocks[link - 1] for link in links if 0 < link < self._last_link
         ]
@@ -70,13 +105,14 @@ class Stages:
         found = [p for m in modules if m is not None for p in m.parameters()]
         return list(dict.fromkeys(found))
 
-    @contextmanager
-    def running(self, stage: int, received: Tensor | None, microbatch: int) -> Generator[None]:
-        """Let a forward of the model be that of one stage, on what the one before has sent."""
+    @override
+    def run(
+        self, stage: int, received: Tensor | None, microbatch: int, forward: Callable[[], Tensor]
+    ) -> Tensor:
         links, last = self.cut[stage], self._last_link
         blocks = range(max(links.start - 1, 0), min(links.stop, last) - 1)
-        self.model.stage = Stage(blocks, received, last in links, microbatch)
+        self._model.stage = Stage(blocks, received, last in links, microbatch)
         try:
-            yield
+            return forward()
         finally:
-            self.model.stage = None
+            self._model.stage = None

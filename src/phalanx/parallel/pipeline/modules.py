@@ -1,0 +1,309 @@
+"""The stages of any module that is a chain of others: nn.Sequential, a decoder of transformers.
+
+A forward of the whole module runs, and a stage is cut out of it:
+
+    embedding    block 0     block 1     block 2     norm, head
+    `Absent`     `Absent`    runs        `Absent`
+    is passed    is passed   takes what  is where the stage
+    by           by          was sent    is left, with its input
+
+Absent modules have no parameters, but of a tied weight. The forward is left by an exception, which
+passes through whatever the module and the objective do with an output: they are written for one
+process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from phalanx.errors import StrategyError
+from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.pipeline.stage import Stages
+
+Links = Sequence[Sequence[str]]
+"""Names of the modules of each link of a chain; those of a link are always in one stage."""
+
+
+def links_of(model: nn.Module) -> Links:
+    """Return the links of a module: what it names as its `chain`, or what its form shows.
+
+    A `chain` is a list of names of submodules, in the order in which they run, each the input of
+    the next; or lists of names, for several that make one link. The links of an nn.Sequential are
+    its elements. Of another module they are what is before its one ModuleList, each element of the
+    list, and what is after it, in the order of registration. Modules without parameters, as far as
+    no link names them, run in every stage.
+
+    Raises:
+        StrategyError: the module is none of these, or it has parameters in no link.
+    """
+    given: Sequence[str | Sequence[str]] | None = getattr(model, "chain", None)
+    if given is not None:
+        links = [[each] if isinstance(each, str) else list(each) for each in given]
+    elif isinstance(model, nn.Sequential):
+        links = [[name] for name, _ in model.named_children()]
+    else:
+        links = _around_the_list(model)
+    _check(model, links)
+    return links
+
+
+def _around_the_list(model: nn.Module) -> list[list[str]]:
+    """Return what is before the blocks of a module, each block, and what is after them."""
+    blocks = [name for name, _ in blocks_of(model)]
+    lists = {name.rpartition(".")[0] for name in blocks}
+    if len(lists) != 1:
+        raise StrategyError(
+            f"pp: {type(model).__name__} has {len(lists)} lists of blocks; expected one ModuleList "
+            "of blocks that run one after another, an nn.Sequential, or the names of its modules "
+            "in their order as its `chain`"
+        )
+    (of_blocks,) = lists
+    before: list[str] = []
+    after: list[str] = []
+    found = before
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        nonlocal found
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if path == of_blocks:
+                found = after
+            elif of_blocks.startswith(f"{path}."):
+                visit(child, f"{path}.")
+            elif any(True for _ in child.parameters()):
+                found.append(path)
+
+    visit(model, "")
+    return [before, *([name] for name in blocks), after]
+
+
+def _check(model: nn.Module, links: Links) -> None:
+    """Refuse links that are not the model's, and parameters that are in none."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    named = [name for link in links for name in link]
+    for name in named:
+        if name not in modules or not name:
+            raise StrategyError(
+                f"pp: the `chain` of {type(model).__name__} names '{name}', which is no module of "
+                "it; expected names as in named_modules()"
+            )
+    for name, _ in model.named_parameters():
+        if not any(name.startswith(f"{module}.") for module in named):
+            raise StrategyError(
+                f"pp: the parameter '{name}' of {type(model).__name__} is in no link of its chain; "
+                "hold it in a module that is one, or name its module in the `chain`"
+            )
+
+
+def cost_of(link: Sequence[nn.Module]) -> int:
+    """Return what a link costs for each of its inputs: its parameters but of tables.
+
+    It is in proportion to the FLOPs of linear maps. Convolutions and attention are not seen; the
+    cut of a strategy can be given, and `pipeline.measured` has it from times.
+    """
+    modules = {module for each in link for module in each.modules()}
+    return sum(
+        parameter.numel()
+        for module in modules
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+class _Left(BaseException):
+    """A forward is left here: it has made the input of the next stage."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+
+class Absent(nn.Module):
+    """Stands for a module of another stage than that at work; has its plain attributes."""
+
+    def __init__(self, of: nn.Module, call: Callable[[Sequence[Any]], Tensor]) -> None:
+        super().__init__()
+        self.__dict__ |= {k: v for k, v in vars(of).items() if not k.startswith("_")}
+        self._call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Pass by, or leave the forward."""
+        return self._call([*args, *kwargs.values()])
+
+
+class ModuleStages(Stages):
+    """The stages of a module, see above."""
+
+    def __init__(
+        self, model: nn.Module, links: Links, cut: Sequence[range], here: Sequence[int]
+    ) -> None:
+        """Replace in `model`, in place, what the stages `here` do not run.
+
+        Raises:
+            StrategyError: two stages read one parameter, and they are not the first and the last.
+        """
+        super().__init__(cut, here)
+        self._model = model
+        self._stage_of = {
+            name: s for s, part in enumerate(cut) for at in part for name in links[at]
+        }
+        self._modules = {name: model.get_submodule(name) for name in self._stage_of}
+        self._absent = {
+            name: Absent(self._modules[name], functools.partial(self._call_absent, stage))
+            for name, stage in self._stage_of.items()
+        }
+        self._first = {s: [self._modules[name] for name in links[cut[s][0]]] for s in here}
+        self._weights = {
+            s: list(dict.fromkeys(p for n in self._names(s) for p in self._modules[n].parameters()))
+            for s in range(len(cut))
+        }
+        self._at_work = 0
+        self._waits = False
+        self._received: Tensor | None = None
+        self._left: _Left | None = None
+        tied = self._find_tied()
+        for name, stage in self._stage_of.items():
+            if stage not in here:
+                self._put(name, self._absent[name])
+        if tied is not None and self.num_ends > 0:
+            self.tied, name = tied
+            self._hold(self.tied, name)
+        self._run_whole = model.forward
+        model.forward = self._run_until_left
+
+    def _names(self, stage: int) -> list[str]:
+        return [name for name, of in self._stage_of.items() if of == stage]
+
+    def _find_tied(self) -> tuple[nn.Parameter, str] | None:
+        """Return the weight of the first and the last stage, and its name in the model."""
+        name_of = {parameter: name for name, parameter in self._model.named_parameters()}
+        ends, tied = {0, self.num_stages - 1}, list[nn.Parameter]()
+        for parameter, name in name_of.items():
+            stages = {s for s, weights in self._weights.items() if parameter in set(weights)}
+            if len(stages) > 1:
+                tied.append(parameter)
+            if len(stages) > 1 and (stages != ends or len(tied) > 1):
+                raise StrategyError(
+                    f"pp: stages {', '.join(map(str, sorted(stages)))} of "
+                    f"{type(self._model).__name__} read one parameter, '{name}'; expected one at "
+                    "most that several read, the first stage and the last; use fsdp"
+                )
+        return (tied[0], name_of[tied[0]]) if tied else None
+
+    def _hold(self, parameter: nn.Parameter, name: str) -> None:
+        """Register a parameter by its name in a module that is absent here."""
+        (link,) = (n for n in self._stage_of if name.startswith(f"{n}."))
+        if self._stage_of[link] in self.here:
+            return
+        module: nn.Module = self._absent[link]
+        *path, own = name.removeprefix(f"{link}.").split(".")
+        for step in path:
+            module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        module.register_parameter(own, parameter)
+
+    def _put(self, name: str, module: nn.Module) -> None:
+        parent, _, own = name.rpartition(".")
+        setattr(self._model.get_submodule(parent), own, module)
+
+    @override
+    def weights(self, stage: int) -> list[nn.Parameter]:
+        found = [p for name in self._names(stage) for p in self._modules[name].parameters()]
+        return list(dict.fromkeys(found))
+
+    @override
+    def prepare(self) -> None:
+        for stage, modules in self._first.items():
+            for module in modules if stage > 0 else ():
+                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        self._model.register_forward_hook(self._leave)
+
+    @override
+    def run(
+        self, stage: int, received: Tensor | None, microbatch: int, forward: Callable[[], Tensor]
+    ) -> Tensor:
+        self._at_work, self._received = stage, received
+        self._waits = received is not None
+        with self._others_absent(stage):
+            try:
+                output = forward()
+            except _Left as left:
+                return left.output
+            finally:
+                self._received = self._left = None
+        if stage < self.num_stages - 1:
+            raise StrategyError(
+                f"pp: a forward of {type(self._model).__name__} did not come to the stage after "
+                f"{stage}; expected an objective that calls the model, and a model that runs its "
+                "chain in order"
+            )
+        return output
+
+    @contextmanager
+    def _others_absent(self, stage: int) -> Generator[None]:
+        others = [n for n, of in self._stage_of.items() if of != stage and of in self.here]
+        for name in others:
+            self._put(name, self._absent[name])
+        try:
+            yield
+        finally:
+            for name in others:
+                self._put(name, self._modules[name])
+
+    def _run_until_left(self, *args: Any, **kwargs: Any) -> Any:
+        """Be the forward of the model: what fsdp does before and after it is done here too."""
+        try:
+            return self._run_whole(*args, **kwargs)
+        except _Left as left:
+            self._left = left
+            return left.output
+
+    def _leave(self, *_: Any) -> None:
+        if self._left is not None:
+            raise self._left
+
+    def _call_absent(self, stage: int, args: Sequence[Any]) -> Tensor:
+        if stage < self._at_work:
+            assert self._received is not None
+            return self._received
+        if self._waits:
+            raise StrategyError(
+                f"pp: {type(self._model).__name__} ran stage {stage} before {self._at_work}; its "
+                "chain is not in the order in which its modules run"
+            )
+        _check_border(self._names(stage)[0], args)
+        raise _Left(args[0])
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Let the first module that runs of a stage take what the stage has received."""
+        if not self._waits:
+            return None
+        self._waits = False
+        name = next(name for name, each in self._modules.items() if each is module)
+        _check_border(name, [*args, *kwargs.values()])
+        if args:
+            return (self._received, *args[1:]), kwargs
+        first, *_ = kwargs
+        return args, {**kwargs, first: self._received}
+
+
+def _check_border(name: str, args: Sequence[Any]) -> None:
+    """Refuse a link that takes more from the one before than one tensor can carry."""
+    first, *others = args or [None]
+    if not (isinstance(first, Tensor) and first.is_floating_point()):
+        raise StrategyError(
+            f"pp: the first argument of '{name}' is no floating-point tensor, and it is what one "
+            "stage sends the next; choose another cut"
+        )
+    if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(others)):
+        raise StrategyError(
+            f"pp: '{name}' takes a second tensor that needs a gradient, and a stage sends one; "
+            "choose another cut"
+        )
