@@ -291,7 +291,9 @@ class ShardedReducer(GradientReducer):
             is_reduced = is_last if self._kind == "zero1" else bool(here)
             module.set_requires_gradient_sync(is_reduced, recurse=False)
             module.set_requires_all_reduce(is_last, recurse=False)
-            module.set_reshard_after_backward(is_last or self._kind == "zero3", recurse=False)
+            # The rest is gathered for every stage of this rank, be it read there or not.
+            is_done = not self._left if module is self._root else is_last
+            module.set_reshard_after_backward(is_done or self._kind == "zero3", recurse=False)
 
     def finish(self, phase: Phase = no_phase) -> None:
         """Drop the gradients, all zeros, of what no rank used, and sum the others over cp."""

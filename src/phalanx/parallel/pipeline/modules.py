@@ -160,42 +160,38 @@ class ModuleStages(Stages):
             for name, stage in self._stage_of.items()
         }
         self._first = {s: [self._modules[name] for name in links[cut[s][0]]] for s in here}
-        self._weights = {
-            s: list(dict.fromkeys(p for n in self._names(s) for p in self._modules[n].parameters()))
-            for s in range(len(cut))
-        }
         self._at_work = 0
         self._waits = False
         self._received: Tensor | None = None
         self._left: _Left | None = None
-        tied = self._find_tied()
+        self._tied = self._find_tied()
+        tied = None if self._tied is None else model.get_parameter(self._tied)
         for name, stage in self._stage_of.items():
             if stage not in here:
                 self._put(name, self._absent[name])
-        if tied is not None and self.num_ends > 0:
-            self.tied, name = tied
-            self._hold(self.tied, name)
+        if self._tied is not None and tied is not None and self.num_ends > 0:
+            self._hold(tied, self._tied)
         self._run_whole = model.forward
         model.forward = self._run_until_left
 
     def _names(self, stage: int) -> list[str]:
         return [name for name, of in self._stage_of.items() if of == stage]
 
-    def _find_tied(self) -> tuple[nn.Parameter, str] | None:
-        """Return the weight of the first and the last stage, and its name in the model."""
-        name_of = {parameter: name for name, parameter in self._model.named_parameters()}
-        ends, tied = {0, self.num_stages - 1}, list[nn.Parameter]()
-        for parameter, name in name_of.items():
-            stages = {s for s, weights in self._weights.items() if parameter in set(weights)}
+    def _find_tied(self) -> str | None:
+        """Return the name of the weight of the first and the last stage, if there is one."""
+        read = [set(self.weights(stage)) for stage in range(self.num_stages)]
+        ends, tied = {0, self.num_stages - 1}, list[str]()
+        for name, parameter in self._model.named_parameters():
+            stages = {stage for stage, weights in enumerate(read) if parameter in weights}
             if len(stages) > 1:
-                tied.append(parameter)
+                tied.append(name)
             if len(stages) > 1 and (stages != ends or len(tied) > 1):
                 raise StrategyError(
                     f"pp: stages {', '.join(map(str, sorted(stages)))} of "
                     f"{type(self._model).__name__} read one parameter, '{name}'; expected one at "
                     "most that several read, the first stage and the last; use fsdp"
                 )
-        return (tied[0], name_of[tied[0]]) if tied else None
+        return tied[0] if tied else None
 
     def _hold(self, parameter: nn.Parameter, name: str) -> None:
         """Register a parameter by its name in a module that is absent here."""
@@ -212,6 +208,13 @@ class ModuleStages(Stages):
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, own = name.rpartition(".")
         setattr(self._model.get_submodule(parent), own, module)
+
+    @property
+    @override
+    def tied(self) -> nn.Parameter | None:
+        if self._tied is None or self.num_ends == 0:
+            return None
+        return self._model.get_parameter(self._tied)
 
     @override
     def weights(self, stage: int) -> list[nn.Parameter]:

@@ -23,13 +23,11 @@ class Stages(ABC):
     Attributes:
         cut: the links of the chain in each stage of the whole model.
         here: numbers of the stages of this rank.
-        tied: the weight that the first and the last link read, if this rank has it.
     """
 
     def __init__(self, cut: Sequence[range], here: Sequence[int]) -> None:
         self.cut = list(cut)
         self.here = list(here)
-        self.tied: nn.Parameter | None = None
 
     @property
     def num_stages(self) -> int:
@@ -40,6 +38,11 @@ class Stages(ABC):
     def num_ends(self) -> int:
         """How many of this rank's stages are the first or the last."""
         return len({0, self.num_stages - 1}.intersection(self.here))
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """The weight that the first and the last link read, if this rank has it."""
+        return None
 
     @abstractmethod
     def weights(self, stage: int) -> list[nn.Parameter]:
@@ -79,10 +82,7 @@ class DecoderStages(Stages):
         self._last_link = len(model.blocks) + 1
         kept = {link for stage in here for link in cut[stage]}
         absent = ["position_embedding"] if 0 not in kept else []
-        is_tied = model.shape.tied and not kept.isdisjoint({0, self._last_link})
-        if is_tied:
-            self.tied = model.embedding.weight
-        if 0 not in kept and not is_tied:
+        if 0 not in kept and not (model.shape.tied and self._last_link in kept):
             absent += ["embedding"]
         if self._last_link not in kept:
             absent += ["norm", "output"]
@@ -91,6 +91,12 @@ class DecoderStages(Stages):
         for index in range(len(model.blocks)):
             if index + 1 not in kept:
                 model.blocks[index] = Absent()
+
+    @property
+    @override
+    def tied(self) -> nn.Parameter | None:
+        is_held = self._model.shape.tied and self.num_ends > 0
+        return self._model.embedding.weight if is_held else None
 
     @override
     def weights(self, stage: int) -> list[nn.Parameter]:
