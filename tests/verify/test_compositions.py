@@ -114,7 +114,8 @@ def test_every_schedule(
 
 
 def test_compositions_on_four_ranks(subtests: pytest.Subtests) -> None:
-    texts = ["pp2:zbv,fsdp2", "pp2,dp2", "pp2,tp2", "pp2,fsdp2:zero1", "pp2,cp2"]
+    alone = "pp2:interleaved/2,fsdp2:zero1,cut:2+3+3+1"  # the tied end is a stage of its own
+    texts = ["pp2:zbv,fsdp2", "pp2,dp2", alone, "pp2,tp2", "pp2,cp2"]
     check(texts, (3,), subtests, 2)
 
 

@@ -126,13 +126,11 @@ class Stage(NamedTuple):
         blocks: which.
         received: the residual stream from the stage before; None in the first stage, which embeds.
         is_last: whether the norm and the output projection run.
-        microbatch: its number in the step.
     """
 
     blocks: range
     received: Tensor | None
     is_last: bool
-    microbatch: int
 
 
 class Decoder(nn.Module):

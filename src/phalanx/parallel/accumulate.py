@@ -32,6 +32,7 @@ class Runner(ABC):
     Attributes:
         reducer: sums the gradients over ranks; None where there is nothing to sum.
         copies: parameters that are a copy of what a rank of another stage holds, and counts.
+        microbatch: number, in the step, of the one that is at work.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Runner(ABC):
     ) -> None:
         self.reducer = reducer
         self.copies = frozenset(copies)
+        self.microbatch = 0
 
     @abstractmethod
     def __call__(
@@ -72,12 +74,12 @@ class Accumulate(Runner):
         share_of: ShareOf,
         phase: Phase = no_phase,
     ) -> None:
-        for number, microbatch in enumerate(microbatches, start=1):
+        for self.microbatch, microbatch in enumerate(microbatches):
             with phase("forward"):
                 loss = share_of(forward(microbatch))
             with phase("backward"):
                 if self.reducer is not None:
-                    is_last = number == len(microbatches)
+                    is_last = self.microbatch == len(microbatches) - 1
                     self.reducer.before_backward(self.reducer.parameters if is_last else ())
                 loss.backward()
         if self.reducer is not None:

@@ -21,7 +21,7 @@ from phalanx.comm.comm import Comm, local_shard
 
 
 def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0) -> torch.Tensor:
-    """Return the p-norm of all gradients taken as one vector; equal on every rank.
+    """Return the p-norm of all gradients taken as one vector, float64; equal on every rank.
 
     Args:
         gradients: plain tensors that every rank of a pipeline's stage holds in full, or DTensors;
@@ -39,7 +39,8 @@ def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0)
         for axis in axes or ():
             comm.all_reduce(norm, axis, "max" if math.isinf(p) else "sum")
         norms.append(norm)
-    every = torch.stack(norms or [torch.zeros(())])
+    # In one data type, whatever a stage has: its gradients may be of another, or there are none.
+    every = torch.stack(norms or [torch.zeros((), device=comm.device)]).double()
     total = every.max() if math.isinf(p) else every.sum()
     comm.all_reduce(total, "pp", "max" if math.isinf(p) else "sum")
     return total if math.isinf(p) else total.pow(1 / p)

@@ -116,7 +116,7 @@ def _record(
 
 def _recorded(run: ReferenceRun | SplitRun, step: int, **options: Any) -> tuple[Recorder, Any]:
     """Take the steps up to one, and record that; return what it gives, too."""
-    recorder = Recorder(run.model, **options)
+    recorder = Recorder(run.model, run.runner if isinstance(run, SplitRun) else None, **options)
     steps = run.steps(recorder.phase)
     for _ in range(step):
         next(steps)

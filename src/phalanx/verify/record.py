@@ -77,7 +77,13 @@ class RankFacts:
 
 
 class SplitRun:
-    """The steps of a case on this rank, split; its `ledger` has what the last of them sends."""
+    """The steps of a case on this rank, split.
+
+    Attributes:
+        ledger: has what the last step sends.
+        model: the rank's shard.
+        runner: of each step.
+    """
 
     def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
         # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.
@@ -88,7 +94,7 @@ class SplitRun:
         self.model = case.build().to(comm.device, case.torch_dtype).train()
         # Before the optimizer takes the parameters.
         plan = Plan(strategy, self.model, roles=case.roles, pp_rank=comm.coord("pp"))
-        runner = plan.build(comm)
+        self.runner = plan.build(comm)
         self._step = Step(
             self.model,
             build_optimizer(self.model, case.optimizer),
@@ -96,7 +102,7 @@ class SplitRun:
             case.optimizer,
             comm=comm,
             num_steps=len(case.batches),
-            run=runner,
+            run=self.runner,
             nonfinite="skip",  # what is not finite is compared and named
         )
 

@@ -23,8 +23,9 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from phalanx.models.decoder import Stage
+from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.context.order import Order
+from phalanx.parallel.pipeline.stage import Absent
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import BatchShape, Spec
 
@@ -76,12 +77,18 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, *, copies: bool = True, suspect: str | None = None
+        self,
+        model: nn.Module,
+        runner: Runner | None = None,
+        *,
+        copies: bool = True,
+        suspect: str | None = None,
     ) -> None:
         """Set the hooks.
 
         Args:
             model: after it was split.
+            runner: knows which microbatch is at work; there is one alone if None.
             copies: modules get copies of what they read, which they may overwrite; tp knows its
                 placeholders by where they lie, so there it is views.
             suspect: parameter whose gradient is to be recorded before it is reduced.
@@ -95,9 +102,11 @@ class Recorder:
         self._hooked: set[int] = set()
         self._calls: Counter[str] = Counter()
         self._stack: list[tuple[str, int]] = []
-        self._microbatch = -1
+        self._runner = runner
         self._is_forward = False
         for name, module in model.named_modules():
+            if isinstance(module, Absent):
+                continue
             module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
             module.register_forward_hook(partial(self._after, name))
 
@@ -105,8 +114,8 @@ class Recorder:
     def phase(self, name: str) -> Generator[None]:
         """Be told the phases of a step."""
         if name == "forward":
-            self._microbatch += 1
             self._calls.clear()
+            self._stack.clear()  # what a stage of a pipeline has left in the midst
         self._is_forward = name == "forward"
         try:
             yield
@@ -115,7 +124,7 @@ class Recorder:
 
     def restart(self) -> None:
         """Begin to record a step."""
-        self.is_on, self._microbatch = True, -1
+        self.is_on = True
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._stack.append((name, self._calls[name]))
@@ -150,9 +159,7 @@ class Recorder:
         """Return what records a tensor; nothing while a forward runs again for backward."""
         if not (self.is_on and self._is_forward):
             return lambda tensor: None
-        # Stages of a pipeline run microbatches in an order of their own.
-        stage: Stage | None = getattr(self._model, "stage", None)
-        microbatch = self._microbatch if stage is None else stage.microbatch
+        microbatch = 0 if self._runner is None else self._runner.microbatch
 
         def note(tensor: Tensor) -> None:
             copy = tensor.detach().cpu().clone()

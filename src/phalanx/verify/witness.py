@@ -122,7 +122,9 @@ def locate_rank(job: Job, case: Case, first: Difference) -> Place:
 
 def _record_step(job: Job, case: Case, step: int, suspect: str | None) -> Recorded:
     session = open_session(job)
-    recorder = Recorder(session.model, copies=job.strategy.tp.degree == 1, suspect=suspect)
+    recorder = Recorder(
+        session.model, session.step.run, copies=job.strategy.tp.degree == 1, suspect=suspect
+    )
     rows: dict[int, list[list[int]]] = {}
     session.step.objective = _Noting(session.step.objective, rows)
     with session.loader, session.saver, session.step.watched(recorder.phase):

@@ -19,13 +19,15 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.blocks import blocks_of
-from phalanx.parallel.pipeline.stage import Stages
+from phalanx.parallel.pipeline.stage import Absent, Stages
 
 Links = Sequence[Sequence[str]]
 """Names of the modules of each link of a chain; those of a link are always in one stage."""
@@ -125,7 +127,7 @@ class _Left(BaseException):
         self.output = output
 
 
-class Absent(nn.Module):
+class Passed(Absent):
     """Stands for a module of another stage than that at work; has its plain attributes."""
 
     def __init__(self, of: nn.Module, call: Callable[[Sequence[Any]], Tensor]) -> None:
@@ -156,13 +158,14 @@ class ModuleStages(Stages):
         }
         self._modules = {name: model.get_submodule(name) for name in self._stage_of}
         self._absent = {
-            name: Absent(self._modules[name], functools.partial(self._call_absent, stage))
+            name: Passed(self._modules[name], functools.partial(self._call_absent, stage))
             for name, stage in self._stage_of.items()
         }
         self._first = {s: [self._modules[name] for name in links[cut[s][0]]] for s in here}
         self._at_work = 0
         self._waits = False
         self._received: Tensor | None = None
+        self._given: list[tuple[Tensor, RemovableHandle]] = []
         self._left: _Left | None = None
         self._tied = self._find_tied()
         tied = None if self._tied is None else model.get_parameter(self._tied)
@@ -223,8 +226,8 @@ class ModuleStages(Stages):
 
     @override
     def prepare(self) -> None:
-        for stage, modules in self._first.items():
-            for module in modules if stage > 0 else ():
+        for modules in self._first.values():
+            for module in modules:
                 module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         self._model.register_forward_hook(self._leave)
 
@@ -232,8 +235,7 @@ class ModuleStages(Stages):
     def run(
         self, stage: int, received: Tensor | None, microbatch: int, forward: Callable[[], Tensor]
     ) -> Tensor:
-        self._at_work, self._received = stage, received
-        self._waits = received is not None
+        self._at_work, self._received, self._waits = stage, received, True
         with self._others_absent(stage):
             try:
                 output = forward()
@@ -241,6 +243,7 @@ class ModuleStages(Stages):
                 return left.output
             finally:
                 self._received = self._left = None
+                self._given.clear()
         if stage < self.num_stages - 1:
             raise StrategyError(
                 f"pp: a forward of {type(self._model).__name__} did not come to the stage after "
@@ -274,8 +277,7 @@ class ModuleStages(Stages):
 
     def _call_absent(self, stage: int, args: Sequence[Any]) -> Tensor:
         if stage < self._at_work:
-            assert self._received is not None
-            return self._received
+            return self._give(stage)
         if self._waits:
             raise StrategyError(
                 f"pp: {type(self._model).__name__} ran stage {stage} before {self._at_work}; its "
@@ -289,12 +291,40 @@ class ModuleStages(Stages):
         if not self._waits:
             return None
         self._waits = False
+        if self._received is None:
+            return None
         name = next(name for name, each in self._modules.items() if each is module)
-        _check_border(name, [*args, *kwargs.values()])
+        values = [*args, *kwargs.values()]
+        _check_border(name, values)
+        for tensor, refusal in self._given:
+            if tensor is values[0]:
+                refusal.remove()
+                return None
+        if values[0].requires_grad:
+            values[0].register_hook(functools.partial(self._refuse, self._stage_of[name] - 1))
         if args:
             return (self._received, *args[1:]), kwargs
         first, *_ = kwargs
         return args, {**kwargs, first: self._received}
+
+    def _give(self, stage: int) -> Tensor:
+        """Return what an absent module gives: the input of the stage at work, for it alone.
+
+        A gradient that comes back to it any other way is of a model that is no chain.
+        """
+        assert self._received is not None
+        if not (torch.is_grad_enabled() and self._received.requires_grad):
+            return self._received
+        given = self._received.view_as(self._received)
+        self._given.append((given, given.register_hook(functools.partial(self._refuse, stage))))
+        return given
+
+    def _refuse(self, stage: int, gradient: Tensor) -> None:
+        raise StrategyError(
+            f"pp: what stage {stage} of {type(self._model).__name__} makes is used after the "
+            "module that it is sent to, and a stage sends one tensor to the next alone; choose "
+            "another cut, or put what is around a module, as `x + block(x)`, into it"
+        )
 
 
 def _check_border(name: str, args: Sequence[Any]) -> None:

@@ -140,6 +140,7 @@ class Pipeline(Runner):
         )
         lasts = self._lasts(order)
         for at, action in enumerate(order):
+            self.microbatch = action.microbatch
             if action.op == "F":
                 with phase("forward"):
                     step.forward(action, forward, share_of)

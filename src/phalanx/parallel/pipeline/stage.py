@@ -117,7 +117,7 @@ class DecoderStages(Stages):
     ) -> Tensor:
         links, last = self.cut[stage], self._last_link
         blocks = range(max(links.start - 1, 0), min(links.stop, last) - 1)
-        self._model.stage = Stage(blocks, received, last in links, microbatch)
+        self._model.stage = Stage(blocks, received, last in links)
         try:
             return forward()
         finally:

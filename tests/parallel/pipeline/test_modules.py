@@ -1,0 +1,365 @@
+"""Pipelines of any chain of modules: nn.Sequential, transformers' models, a chain of one's own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import StrategyError
+from phalanx.launch.local import run_ranks
+from phalanx.parallel.pipeline.modules import links_of
+from phalanx.parallel.plan import Plan
+from phalanx.strategy import Strategy
+from phalanx.verify.harness import verify_on_ranks
+from phalanx.verify.record import Case
+from phalanx.verify.verdict import Verdict
+
+transformers = pytest.importorskip("transformers")
+
+NUM_ROWS, LENGTH, NUM_WORDS = 9, 7, 67
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    wide = [nn.Linear(12, 40), nn.GELU(), nn.Linear(40, 12)]
+    return nn.Sequential(
+        *wide, nn.LayerNorm(12), nn.Sequential(nn.Tanh(), nn.Linear(12, NUM_WORDS))
+    )
+
+
+class Convolutions(nn.Module):
+    """Names its chain, since it has no list; its pooling and its ReLU run in every stage."""
+
+    chain = ("first", ["second", "norm"], "last")
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.relu = nn.ReLU()
+        self.last = nn.Linear(6, NUM_WORDS)  # registered before what runs before it
+        self.first = nn.Conv1d(12, 8, 3, padding=1)
+        self.second = nn.Conv1d(8, 6, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.pool = nn.AdaptiveAvgPool1d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.first(x[..., None]))
+        x = self.relu(self.norm(self.second(x)))
+        return self.last(self.pool(x).flatten(1))
+
+
+class Residual(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).tanh()
+
+
+class Tabled(nn.Module):
+    """The first link and the last share a table, as a tied decoder's do."""
+
+    def __init__(self, block: type[nn.Linear] = Residual) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(NUM_WORDS, 12)
+        self.scale = nn.Linear(12, 12)
+        self.blocks = nn.ModuleList(block(12, 12) for _ in range(3))
+        self.head = nn.Linear(12, NUM_WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.scale(self.words(input_ids))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Around(Tabled):
+    """Adds what goes past a block to what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.scale(self.words(input_ids))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Past(nn.Sequential):
+    """Its last layer gets what the first has made, which went past two others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self[0](x)
+        return self[3](self[2](self[1](first)) + first)
+
+
+def past() -> nn.Module:
+    torch.manual_seed(0)
+    return Past(*(nn.Linear(12, 12) for _ in range(4)))
+
+
+def hub(family: str, **options: Any) -> nn.Module:
+    """Return a small model of transformers, whose norms compute in the type they are given."""
+    torch.manual_seed(0)
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    dropout |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    sizes = {
+        "vocab_size": NUM_WORDS, "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 16,
+    }  # fmt: skip
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "use_cache": False}
+    config = transformers.AutoConfig.for_model(family, **sizes, **ids, **{**dropout, **options})
+    of = transformers.AutoModelForCausalLM
+    if family == "bert":
+        of = transformers.AutoModelForSequenceClassification
+    model: nn.Module = of.from_config(config)
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            width = module.weight.numel()
+            model.set_submodule(name, nn.RMSNorm(width, module.variance_epsilon))
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Cross-entropy of what a model makes of some arguments, which may be an output of a class."""
+
+    inputs: tuple[str, ...]
+
+    def loss_sum(self, model: nn.Module, microbatch: dict, step: int) -> Tensor:
+        if self.inputs == ("features",):
+            output = model(microbatch["features"])
+        else:
+            output = model(**{name: microbatch[name] for name in self.inputs})
+        logits = getattr(output, "logits", output)
+        labels = microbatch["labels"] if logits.ndim == 3 else microbatch["labels"][:, 0]
+        labels = labels % logits.shape[-1]
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+    def num_valid(self, microbatch: dict) -> int:
+        return microbatch["labels"].numel()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    places = torch.arange(LENGTH)[None]
+    found: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        lengths = torch.randint(3, LENGTH + 1, (NUM_ROWS, 1), generator=draw)
+        words = torch.randint(0, NUM_WORDS, (NUM_ROWS, LENGTH + 1), generator=draw)
+        found.append(
+            {
+                "features": torch.randn(NUM_ROWS, 12, generator=draw, dtype=torch.float64),
+                "input_ids": words[:, :-1],
+                "attention_mask": (places < lengths).long(),
+                "labels": words[:, 1:],
+            }
+        )
+    return found
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "sequential": (mlp, ("features",)),
+    "chain": (Convolutions, ("features",)),
+    "past": (past, ("features",)),
+    "tabled": (Tabled, ("input_ids",)),
+    "llama": (
+        functools.partial(hub, "llama", num_key_value_heads=2, tie_word_embeddings=False),
+        ("input_ids", "attention_mask"),
+    ),
+    "qwen2, tied": (
+        functools.partial(hub, "qwen2", num_key_value_heads=2, tie_word_embeddings=True),
+        ("input_ids",),
+    ),
+    "gpt2": (functools.partial(hub, "gpt2"), ("input_ids", "attention_mask")),
+    "bert": (functools.partial(hub, "bert", num_labels=3), ("input_ids", "attention_mask")),
+}
+
+# Where what goes past a layer stays in one stage, it is no obstacle.
+JOBS: dict[str, Sequence[str]] = {
+    "pp2": [name for name in MODELS if name != "past"],
+    "pp2:gpipe,cut:1+4": ["sequential", "tabled", "gpt2"],
+    "pp2:interleaved/2": ["sequential", "qwen2, tied", "llama"],
+    "pp2:zbv": ["tabled", "gpt2"],
+    "pp2:zb/1": ["sequential"],
+    "pp2,cut:1+3": ["past"],
+    "pp2,cut:3+1": ["past"],
+    "pp2,recompute:full": ["llama", "tabled"],
+}
+
+
+def case_of(name: str, strategy: Strategy) -> Case:
+    build, inputs = MODELS[name]
+    return Case(build, Objective(inputs), batches(), 2 * strategy.pp.degree)
+
+
+def verdicts(jobs: dict[str, Sequence[str]]) -> list[tuple[str, Verdict]]:
+    found: list[tuple[str, Verdict]] = []
+    for text, names in jobs.items():
+        strategy = Strategy.parse(text)
+        cases = {name: case_of(name, strategy) for name in names}
+        found += [(text, verdict) for verdict in verify_on_ranks(cases, strategy)]
+    return found
+
+
+def test_two_ranks_compute_what_one_process_computes(subtests: pytest.Subtests) -> None:
+    found = run_ranks(verdicts, 2, JOBS, threads=1)[0]
+    assert len(found) == sum(map(len, JOBS.values()))
+    for text, verdict in found:
+        with subtests.test(f"{text} {verdict.case}"):
+            assert verdict.is_equal, str(verdict)
+
+
+def test_data_parallelism_beside_it(subtests: pytest.Subtests) -> None:
+    jobs = {"pp2,fsdp2": ["qwen2, tied"], "pp2,dp2": ["tabled"]}
+    for text, verdict in run_ranks(verdicts, 4, jobs, threads=1)[0]:
+        with subtests.test(f"{text} {verdict.case}"):
+            assert verdict.is_equal, str(verdict)
+
+
+def test_the_links_are_what_is_before_the_blocks_each_block_and_what_is_after() -> None:
+    assert links_of(hub("gpt2")) == [
+        ["transformer.wte", "transformer.wpe"],
+        *([f"transformer.h.{at}"] for at in range(3)),
+        ["transformer.ln_f", "lm_head"],
+    ]
+    assert links_of(mlp()) == [["0"], ["1"], ["2"], ["3"], ["4"]]
+    assert links_of(Convolutions()) == [["first"], ["second", "norm"], ["last"]]
+
+
+def test_a_rank_keeps_the_parameters_of_its_stages_by_their_names() -> None:
+    kept = []
+    for pp_rank in range(2):
+        model = MODELS["qwen2, tied"][0]()
+        whole = {name: tensor.clone() for name, tensor in model.named_parameters()}
+        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank)
+        mine = dict(model.named_parameters())
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in mine.items())
+        kept.append(set(mine))
+    assert kept[0] & kept[1] == {"model.embed_tokens.weight"}
+    assert kept[0] | kept[1] == set(whole)
+
+
+class TwoLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([nn.Linear(2, 2)])
+        self.decoder = nn.ModuleList([nn.Linear(2, 2)])
+
+
+class OwnParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(3))
+        self.blocks = nn.ModuleList([nn.Linear(2, 2)])
+
+
+class SharedBlocks(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        self[2].weight = self[1].weight
+
+
+class Misnamed(nn.Sequential):
+    chain = ("0", "first")
+
+
+@pytest.mark.parametrize(
+    ("build", "text", "words"),
+    [
+        (TwoLists, "pp2", "TwoLists has 2 lists of blocks; expected one ModuleList"),
+        (OwnParameter, "pp2", "the parameter 'positions' of OwnParameter is in no link"),
+        (SharedBlocks, "pp3", "stages 1, 2 of SharedBlocks read one parameter, '1.weight'"),
+        (functools.partial(Misnamed, nn.Linear(2, 2)), "pp2", "names 'first', which is no module"),
+        (mlp, "pp2,cut:2+4", "its cut has 2 stages of 6 layers, but there are 2 stages, and the"),
+        (mlp, "pp2,cut:1+2+2", "cut:3\\+2 is the best by FLOPs"),
+        (mlp, "pp6", "makes 6 stages, but the model is a chain of 5 layers: 0, 1, 2, 3, 4"),
+        (mlp, "pp2,tp2", "tp beside pp is for phalanx's Decoder"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+            "pp2",
+            "'1' normalises by the statistics of a microbatch",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    build: Callable[[], nn.Module], text: str, words: str
+) -> None:
+    with pytest.raises(StrategyError, match=words):
+        Plan(Strategy.parse(text), build())
+
+
+def test_running_statistics_of_a_batch_norm_are_no_obstacle() -> None:
+    Plan(Strategy.parse("pp2"), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval())
+
+
+class Skips(nn.Sequential):
+    """Its last layer takes what the first has made, past the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self[0](x)
+        return self[2](self[1](first), first)
+
+
+class Adds(nn.Linear):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return super().forward(x) + other
+
+
+class Backwards(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+class Unused(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x)
+
+
+def run_one(text: str, model: nn.Module, inputs: str) -> None:
+    case = Case(lambda: copy.deepcopy(model), Objective((inputs,)), batches(), 2)
+    verify_on_ranks({"": case}, Strategy.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "words"),
+    [
+        (
+            Skips(nn.Linear(12, 12), nn.Linear(12, 12), Adds(12, 12)),
+            "pp2,cut:2+1",
+            "'2' takes a second tensor that needs a gradient",
+        ),
+        (
+            Backwards(nn.Linear(12, 12), nn.Linear(12, 12)),
+            "pp2",
+            "its chain is not in the order in which its modules run",
+        ),
+        (
+            Unused(nn.Linear(12, 12), nn.Linear(12, 12)),
+            "pp2",
+            "did not come to the stage after 0",
+        ),
+        (
+            past(),
+            "pp2,cut:2+2",
+            "what stage 0 of Past makes is used after the module that it is sent to",
+        ),
+        (Around(), "pp2,cut:2+3", "what stage 0 of Around makes is used after the module"),
+        (Around(), "pp2,cut:3+2", "what stage 0 of Around makes is used after the module"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_forward_that_is_no_chain_is_named(model: nn.Module, text: str, words: str) -> None:
+    inputs = "input_ids" if isinstance(model, Tabled) else "features"
+    with pytest.raises(StrategyError, match=words):
+        run_ranks(run_one, 2, text, model, inputs, threads=1)
