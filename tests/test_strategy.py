@@ -38,12 +38,12 @@ def recomputes(draw: st.DrawFn) -> Recompute:
     return Recompute(kind, draw(st.integers(rule.least, 9)) if rule.option else None)
 
 
-def strategies() -> st.SearchStrategy[Strategy]:
-    return st.builds(
-        Strategy,
-        **{name: axes(name) for name in AXES},
-        recompute=recomputes(),  # type: ignore[arg-type]
-    )
+@st.composite
+def strategies(draw: st.DrawFn) -> Strategy:
+    values = {name: draw(axes(name)) for name in AXES}
+    sizes = st.lists(st.integers(1, 99), max_size=9).map(tuple)
+    cut = draw(sizes) if values["pp"].degree > 1 else ()
+    return Strategy(**values, recompute=draw(recomputes()), cut=cut)
 
 
 @given(strategies())
@@ -87,6 +87,7 @@ def test_text_is_read_or_refused_in_our_own_words(text: str) -> None:
         ("dp4:naive", "dp4:naive", 4, 4),
         ("tp4:2d,dp3", "dp3,tp4:2d", 12, 3),
         ("recompute:every/2,fsdp4:zero1", "fsdp4:zero1,recompute:every/2", 4, 4),
+        ("cut:4+05,pp2,recompute:full", "pp2,recompute:full,cut:4+5", 2, 1),
         (
             "pp2:1f1b,dp2,fsdp2,cp2:ring,tp4:2d,recompute:sqrt",
             "pp2,dp2,fsdp2,cp2,tp4:2d,recompute:sqrt",
@@ -99,6 +100,14 @@ def test_canonical_text(text: str, canonical: str, num_ranks: int, data_ranks: i
     strategy = Strategy.parse(text)
     assert str(strategy) == canonical
     assert (strategy.num_ranks, strategy.data_ranks) == (num_ranks, data_ranks)
+
+
+def test_another_degree_of_pp_has_no_cut() -> None:
+    strategy = Strategy.parse("pp2,dp2,cut:4+5")
+    assert str(strategy.with_degree("dp", 3)) == "pp2,dp3,cut:4+5"
+    assert str(strategy.with_degree("pp", 3)) == "pp3,dp2"
+    with pytest.raises(StrategyError, match="'pp2,dp4,cut:4\\+5' would use them all"):
+        check_ranks(strategy, 8)
 
 
 def test_axes_are_read_by_name() -> None:
@@ -133,6 +142,15 @@ def test_axes_are_read_by_name() -> None:
         ("recompute", "no degree, such as recompute:full"),
         ("recompute2:sqrt", "no degree, such as recompute:sqrt"),
         ("recompute:evry/2", "did you mean 'every'?"),
+        ("pp2,cut", "cannot read 'cut'; expected the layers of each stage, such as cut:4+5"),
+        ("pp2,cut2:4+5", "cannot read 'cut2:4+5'"),
+        ("pp2,cut:4,5", "cannot read '5'"),
+        ("pp2,cut:4+-5", "cannot read 'cut:4+-5'"),
+        (
+            "dp2,cut:4+5",
+            "cut:4+5 has the stages of a pipeline, and there is none; write pp2 beside",
+        ),
+        ("pp2,cut:9+0", "cut:9+0: a stage has at least 1 layer"),
     ],
 )
 def test_errors_name_the_thing_and_the_fix(text: str, words: str) -> None:

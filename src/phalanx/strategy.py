@@ -92,7 +92,7 @@ def built() -> dict[str, str]:
             form += f":{name}" if at > 0 else ""
             if kind.about is not None:
                 forms[form + (f"/{kind.option}" if kind.option else "")] = kind.about
-    return forms | {"cut:L+L+...": "layers of each stage of pp, embedding and head too"}
+    return forms
 
 
 _PART: Final = re.compile(r"([a-z_]+)([0-9]{1,9})?(?::([^/:]+)(?:/([0-9]{1,9}))?)?")

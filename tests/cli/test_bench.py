@@ -93,7 +93,7 @@ def test_bad_settings_are_one_message(arguments: str, words: str) -> None:
     [
         (
             "ceilng",
-            "'ceilng' is nothing.*'ceiling'.*it measures ceiling, mfu, pipeline, scaling, tensor",
+            "'ceilng' is nothing.*'ceiling'.*it measures ceiling, cut, mfu, pipeline, scaling",
         ),
         ("ceiling --dtype bf16", "'bf16'; expected one of auto, bfloat16"),
         ("mfu --size 3", "option '--size' is unknown"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 VERBS: Final[Mapping[str, tuple[str, str]]] = {
     "ceiling": ("ceiling:CeilingConfig", "the highest rate of matrix products on one device"),
+    "cut": ("cut:CutConfig", "the time of each layer, and the best cut into stages"),
     "mfu": ("mlp:MfuConfig", "the MFU and HFU of a plain perceptron"),
     "pipeline": ("pipeline:PipelineConfig", "the bubble of a pipeline, as planned and as measured"),
     "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),

@@ -9,7 +9,7 @@ from phalanx.strategy import built
 
 def strategy_help() -> str:
     """Return every strategy that is built, in a line each."""
-    forms = built()
+    forms = built() | {"cut:4+5": "layers of each stage of pp, counting embedding and head"}
     width = max(map(len, forms))
     head = "strategies, joined by commas, such as dp2,fsdp2,recompute:full (dp with fsdp is HSDP):"
     return "\n".join([head, *(f"  {form:<{width}}  {about}" for form, about in forms.items())])

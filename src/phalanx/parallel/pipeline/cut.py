@@ -70,7 +70,12 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
             f"but there are {stages} stages, and the model is a chain of {num_links} layers: "
             f"{layers}; cut:{best} is the best by FLOPs"
         )
-    ends = [0, *itertools.accumulate(strategy.cut)]
+    return ranges_of(strategy.cut)
+
+
+def ranges_of(cut: Sequence[int]) -> tuple[range, ...]:
+    """Return the links of stages of so many links each."""
+    ends = [0, *itertools.accumulate(cut)]
     return tuple(map(range, ends, ends[1:]))
 
 

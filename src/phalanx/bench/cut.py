@@ -1,0 +1,147 @@
+"""How long each layer of a decoder takes on this machine, and the best cut into stages by that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+from rich.table import Table
+
+from phalanx.bench.verb import Found, ResultConfig, Say, table, use_threads
+from phalanx.config import ShapeConfig
+from phalanx.config.fields import Positional, Range
+from phalanx.errors import ConfigError
+from phalanx.measure.environment import has_fast_bfloat16
+from phalanx.measure.utilization import percent
+from phalanx.models.decoder import Decoder
+from phalanx.models.random import row_keys
+from phalanx.models.registry import shape_of, with_sizes
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.pipeline.cut import chain_flops, cut_of, ranges_of
+from phalanx.parallel.pipeline.measured import link_times, with_best_cut
+from phalanx.parallel.pipeline.partition import imbalance, stage_costs
+from phalanx.parallel.pipeline.stage import DecoderStages
+from phalanx.strategy import Strategy, require_built
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutConfig(ResultConfig):
+    """Measure the layers of a decoder one by one, and cut it into stages by their times."""
+
+    strategy: Annotated[str, Positional("[STRATEGY]")] = "pp2"
+    """A strategy with pp, such as pp4 or pp2:zbv."""
+    model: str = "demo"
+    """Preset of the model's shape."""
+    microbatch: Annotated[int, Range(1)] = 4
+    """Sequences in one forward pass."""
+    seq_len: Annotated[int, Range(1)] = 256
+    """Tokens of a sequence."""
+    threads: Annotated[int | None, Range(1)] = None
+    """CPU threads, as each rank will have; 1 if unset."""
+    precision: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
+    """Data type of the arithmetic; auto: bfloat16 where the device has it, else float32."""
+    rounds: Annotated[int, Range(1)] = 7
+    """Rounds; each runs every layer once."""
+    shape: ShapeConfig = field(default_factory=ShapeConfig)
+    """Sizes that replace the preset's."""
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """The decoder."""
+        sizes = with_sizes(shape_of(self.model), self.shape)
+        return dataclasses.replace(sizes, max_seq_len=max(self.seq_len, sizes.max_seq_len))
+
+
+def run(config: CutConfig, say: Say) -> Found:
+    """Measure, and show the layers and both cuts.
+
+    Raises:
+        ConfigError: the strategy has no pp, or a cut of its own.
+        StrategyError: it cannot be read, or has more stages than the model has layers.
+    """
+    strategy = Strategy.parse(config.strategy)
+    require_built(strategy)
+    if strategy.pp.degree == 1 or strategy.cut:
+        raise ConfigError(
+            f"strategy is '{config.strategy}'; it must have pp and no cut, which is what is "
+            "looked for, such as pp2"
+        )
+    shape = config.model_shape
+    by_flops = dataclasses.replace(
+        strategy, cut=tuple(len(links) for links in cut_of(strategy, shape))
+    )
+    use_threads(config.threads or 1)
+    precision = config.precision
+    if precision == "auto":
+        precision = "bfloat16" if has_fast_bfloat16("cpu") else "float32"
+    say(f"{shape.num_layers + 2} layers, {1 + config.rounds} rounds in {precision} ...")
+    times = measure(config, shape, precision)
+    of_both = [forward_s + backward_s for forward_s, backward_s in times]
+    by_times = with_best_cut(strategy, of_both)
+    cuts = {"FLOPs": by_flops, "times": by_times}
+    return Found(
+        name=f"cut-{config.model}-pp{strategy.pp.degree}",
+        shown=[
+            _table_of_layers(shape, times),
+            _table_of_cuts(cuts, of_both),
+            f"phalanx train --strategy {by_times}",
+        ],
+        values={
+            "shape": dataclasses.asdict(shape),
+            "precision": precision,
+            "microbatch": config.microbatch,
+            "seq_len": config.seq_len,
+            "threads": torch.get_num_threads(),
+            "forward_s": [forward_s for forward_s, _ in times],
+            "backward_s": [backward_s for _, backward_s in times],
+            "cuts": {by: str(cut) for by, cut in cuts.items()},
+        },
+    )
+
+
+def measure(config: CutConfig, shape: ModelShape, precision: str) -> list[tuple[float, float]]:
+    """Return the seconds of forward and backward of embedding, each block and head."""
+    compute: torch.dtype = getattr(torch, precision)
+    model = Decoder(shape).to(torch.float64 if precision == "float64" else torch.float32).train()
+    model.compute_dtype = compute
+    model.initialize(0)
+    num_links = shape.num_layers + 2
+    stages = DecoderStages(model, ranges_of([1] * num_links), range(num_links))
+    draw = torch.Generator().manual_seed(0)
+    size = (config.microbatch, config.seq_len + 1)
+    tokens = torch.randint(shape.vocab_size, size, generator=draw)
+    keys = row_keys(0, 0, torch.arange(config.microbatch)) if shape.dropout else None
+
+    def forward() -> torch.Tensor:
+        return model(tokens[:, :-1], tokens[:, 1:], dropout_keys_B=keys)
+
+    return link_times(stages, forward, config.rounds)
+
+
+def _table_of_layers(shape: ModelShape, times: Sequence[tuple[float, float]]) -> Table:
+    flops, whole = chain_flops(shape), sum(sum(each) for each in times)
+    names = ["embedding", *(f"block {at}" for at in range(shape.num_layers)), "norm and head"]
+    rows = [
+        (
+            name,
+            f"{forward_s * 1e3:.2f}",
+            f"{backward_s * 1e3:.2f}",
+            percent((forward_s + backward_s) / whole),
+            percent(of_flops / sum(flops)),
+        )
+        for name, (forward_s, backward_s), of_flops in zip(names, times, flops, strict=True)
+    ]
+    return table(("layer", "forward ms", "backward ms", "share", "share of FLOPs"), rows)
+
+
+def _table_of_cuts(cuts: dict[str, Strategy], times: Sequence[float]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for by, strategy in cuts.items():
+        stages = ranges_of(strategy.cut)
+        slowest_s = max(stage_costs(times, stages))
+        layers = "+".join(map(str, strategy.cut))
+        rows.append((by, layers, f"{slowest_s * 1e3:.2f}", f"{imbalance(times, stages):.2f}"))
+    return table(("cut by", "layers", "slowest stage, ms", "slowest / mean"), rows, 2)
