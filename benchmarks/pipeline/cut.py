@@ -22,6 +22,7 @@ from common import spread, write_result
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.launch.local import run_ranks
+from phalanx.launch.malloc import keep_freed_memory
 from phalanx.parallel.pipeline.cut import ranges_of
 from phalanx.parallel.pipeline.measured import link_times, with_best_cut
 from phalanx.parallel.pipeline.modules import ModuleStages, cost_of, links_of
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    keep_freed_memory()  # as ranks do
     torch.set_num_threads(1)
     strategy, model = Strategy.parse("pp2"), build()
     links = links_of(model)

@@ -14,6 +14,7 @@ from phalanx.bench.verb import Found, ResultConfig, Say, table, use_threads
 from phalanx.config import ShapeConfig
 from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
+from phalanx.launch.malloc import keep_freed_memory
 from phalanx.measure.environment import has_fast_bfloat16
 from phalanx.measure.utilization import percent
 from phalanx.models.decoder import Decoder
@@ -73,6 +74,7 @@ def run(config: CutConfig, say: Say) -> Found:
     by_flops = dataclasses.replace(
         strategy, cut=tuple(len(links) for links in cut_of(strategy, shape))
     )
+    keep_freed_memory()  # as ranks do
     use_threads(config.threads or 1)
     precision = config.precision
     if precision == "auto":
