@@ -23,7 +23,7 @@ class Waits:
         self.number = 0
 
     @contextmanager
-    def __call__(self) -> Generator[None]:
+    def __call__(self, _: object) -> Generator[None]:
         self.number += 1
         yield
 

@@ -58,7 +58,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Return the tensor once the collective has ended (for CUDA: once it is on the stream)."""
         if self._work is not None:
-            with waiting():
+            with waiting(self._tensor):
                 self._work.wait()
             self._work = None
         return self._tensor

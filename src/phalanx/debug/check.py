@@ -15,6 +15,9 @@ across groups too.
 
 A send and its receive are compared when the second of them is called, without a meeting. What a
 rank is to receive of one that has left is told by the later of the two.
+
+A rank that waits for long says for whom, in a call or, by `Comm`, for a message. Ranks that wait
+for each other in a circle never go on, and are told so.
 """
 
 from __future__ import annotations
@@ -24,18 +27,21 @@ import inspect
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from phalanx.comm.calls import Call, axes_by_ranks, read_call
 from phalanx.comm.join import job_store
+from phalanx.comm.waits import told_to
 from phalanx.comm.watch import Watch
 from phalanx.debug.fingerprint import Fingerprint, difference, find_places, pair_difference, take
 from phalanx.errors import CollectiveMismatch, named
@@ -78,6 +84,20 @@ class Meeting:
         return f"call {self.number} on {self.axis} ({where})"
 
 
+class Edge(NamedTuple):
+    """What a rank that waits needs of another.
+
+    Attributes:
+        rank: the other.
+        key: of the store.
+        is_there: whether the other is still to come while the key is there, or while it is not.
+    """
+
+    rank: int
+    key: str
+    is_there: bool
+
+
 class CollectiveCheck(Watch):
     """Compares the collectives that run inside `with CollectiveCheck(mesh):`.
 
@@ -107,9 +127,18 @@ class CollectiveCheck(Watch):
         self.phase_name = ""
         self._numbers: Counter[str] = Counter()
         self._awaited: set[int] = set()
+        # Address of what a message is to fill -> its sender, its key and this rank's call.
+        self._receiving: dict[int, tuple[int, str, Fingerprint]] = {}
+        self._num_waits = 0
+        self._telling = ExitStack()
         store = job_store()
         # Each rank counts its own, and all make the same: what an earlier check left, is not read.
         self._store = dist.PrefixStore(f"check/{store.add(f'checks/{self._rank}', 1)}", store)
+
+    @override
+    def __enter__(self) -> Self:
+        self._telling.enter_context(told_to(self._wait_for_message))
+        return super().__enter__()
 
     def __exit__(
         self,
@@ -125,6 +154,7 @@ class CollectiveCheck(Watch):
             if error is None:
                 raise  # else the error goes on, and matters more
         finally:
+            self._telling.close()
             super().__exit__(kind, error, trace)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,7 +199,7 @@ class CollectiveCheck(Watch):
         text = fingerprint.text()
         self._store.set(f"last/{self._rank}", json.dumps([text, str(meeting)]))
         self._store.set(meeting.key(self._rank), text)
-        is_unlike = self._come(meeting, text, is_even=fingerprint.is_even)
+        is_unlike = self._come(meeting, fingerprint)
         if meeting.number > 1:
             # All have come to this call, so all have read what was said at the one before.
             self._forget(dataclasses.replace(meeting, number=meeting.number - 1))
@@ -185,17 +215,17 @@ class CollectiveCheck(Watch):
                 "Each rank of a group must make the same calls in the same order."
             )
 
-    def _come(self, meeting: Meeting, text: str, *, is_even: bool) -> bool:
+    def _come(self, meeting: Meeting, fingerprint: Fingerprint) -> bool:
         """Wait until all ranks have come to a call; return whether their calls must be compared."""
-        store = self._store
+        store, text = self._store, fingerprint.text()
         first = store.compare_set(meeting.key("first"), "", text).decode()
-        if first != text or not is_even:
+        if first != text or not fingerprint.is_even:
             store.set(meeting.key("unlike"), "")
         if store.add(meeting.key("count"), 1) == len(meeting.ranks):
             is_unlike = store.check([meeting.key("unlike")])
             store.set(meeting.key("all"), "unlike" if is_unlike else "alike")
             return is_unlike
-        self._wait(meeting)
+        self._wait(meeting, fingerprint)
         return store.get(meeting.key("all")) == b"unlike"
 
     def _forget(self, meeting: Meeting) -> None:
@@ -205,31 +235,48 @@ class CollectiveCheck(Watch):
             for what in ("first", "unlike", "count", "all"):
                 self._store.delete_key(meeting.key(what))
 
-    def _wait(self, meeting: Meeting) -> None:
+    def _wait(self, meeting: Meeting, fingerprint: Fingerprint) -> None:
         """Return when all ranks have come to a call."""
-        began_s = time.monotonic()
-        look_s, pause_s = began_s + LOOK_S, 20e-6
+        told = f"{_told(self._rank, fingerprint)}\n{'':10}waits there, {meeting}"
+
+        def look(waited_s: float) -> None:
+            missing = self._missing(meeting)
+            self._look(meeting, missing, waited_s)
+            self._refuse_circle([Edge(rank, meeting.key(rank), False) for rank in missing], told)
+
         # The store answers all ranks: the more they are, the less often each may ask.
         longest_s = 2e-3 * max(1.0, len(meeting.ranks) / 8)
-        while not self._store.check([meeting.key("all")]):
-            now_s = time.monotonic()
-            if now_s > look_s:
-                try:
-                    self._look(meeting, now_s - began_s)
-                except CollectiveMismatch:
-                    # A rank that comes later must not be the last, and run the collective.
-                    self._store.add(meeting.key("count"), -1)
-                    self._store.delete_key(meeting.key(self._rank))
-                    raise
-                look_s = now_s + LOOK_S
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
+        try:
+            self._poll(lambda: self._store.check([meeting.key("all")]), look, longest_s)
+        except CollectiveMismatch:
+            # A rank that comes later must not be the last, and run the collective.
+            self._store.add(meeting.key("count"), -1)
+            self._store.delete_key(meeting.key(self._rank))
+            raise
 
-    def _look(self, meeting: Meeting, waited_s: float) -> None:
+    def _poll(
+        self, is_over: Callable[[], bool], look: Callable[[float], None], longest_s: float
+    ) -> None:
+        """Return when a wait is over; call `look` now and then, with the time that it has taken."""
+        self._num_waits += 1
+        began_s = time.monotonic()
+        look_s, pause_s = began_s + LOOK_S, 20e-6
+        try:
+            while not is_over():
+                now_s = time.monotonic()
+                if now_s > look_s:
+                    if self._store.check(["verdict"]):
+                        raise self._verdict("")
+                    look(now_s - began_s)
+                    look_s = now_s + LOOK_S
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+        finally:
+            if time.monotonic() > began_s + LOOK_S:
+                self._store.delete_key(f"waits/{self._rank}")
+
+    def _look(self, meeting: Meeting, missing: list[int], waited_s: float) -> None:
         """Find out why ranks have not come, and raise if they never will."""
-        if self._store.check(["verdict"]):
-            raise self._verdict("")
-        missing = self._missing(meeting)
         why, advice = "", ""
         for rank in missing:
             end = self._read(f"gone/{rank}")
@@ -258,6 +305,44 @@ class CollectiveCheck(Watch):
             else:
                 asked += [ranks[len(ranks) // 2 :], ranks[: len(ranks) // 2]]
         return missing
+
+    # Ranks that wait for each other.
+
+    def _refuse_circle(self, edges: Sequence[Edge], told: str) -> None:
+        """Say whom this rank waits for, and raise if that one waits for it in turn.
+
+        What a rank waits for is there or not for as long as it waits. So ranks that are found twice
+        in the same waits were all waiting in between.
+        """
+        mine = json.dumps([self._num_waits, told, edges])
+        self._store.set(f"waits/{self._rank}", mine)
+        if circle := self._circle():
+            waits = [self._read(f"waits/{rank}") for rank in circle]
+            if circle == self._circle() and waits == [self._read(f"waits/{r}") for r in circle]:
+                lines = "\n".join(json.loads(text)[1] for text in waits if text is not None)
+                raise self._verdict(
+                    f"{named(sorted(circle))} wait for each other, in a circle\n{lines}\n"
+                    "Ranks must come to their calls and messages in one order."
+                )
+
+    def _circle(self) -> list[int]:
+        """Return the ranks from this one back to itself, each of which waits for the next."""
+        came_from: dict[int, int] = {}
+        found = [self._rank]
+        while found:
+            rank = found.pop(0)
+            text = self._read(f"waits/{rank}")
+            for other, key, is_there in [] if text is None else json.loads(text)[2]:
+                if other in came_from or self._store.check([key]) != is_there:
+                    continue
+                came_from[other] = rank
+                found.append(other)
+        if self._rank not in came_from:
+            return []
+        circle = [came_from[self._rank]]
+        while circle[-1] != self._rank:
+            circle.append(came_from[circle[-1]])
+        return circle[::-1]
 
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
         """Tell what a rank waits in, and the last call of each that it waits for."""
@@ -300,6 +385,7 @@ class CollectiveCheck(Watch):
         theirs = self._store.compare_set(key, "", text).decode()
         if theirs == text:  # this rank is the first of the two
             if not is_send:
+                self._receiving[call.inputs[0].data_ptr()] = peer, key, fingerprint
                 self._await(peer, key, fingerprint, self._numbers[line])
             return
         self._store.delete_key(key)
@@ -323,6 +409,25 @@ class CollectiveCheck(Watch):
         self._store.set(f"awaits/{sender}/{self._rank}", json.dumps([key, waits, told]))
         if self._read(f"gone/{sender}") == LEFT:
             raise self._unsent(sender, waits, told)
+
+    @contextmanager
+    def _wait_for_message(self, tensor: torch.Tensor | None) -> Generator[None]:
+        """Wait for the sender of what a tensor is to receive, before this rank blocks for it."""
+        address = None if tensor is None else tensor.data_ptr()
+        if address in self._receiving:
+            sender, key, fingerprint = self._receiving.pop(address)
+            told = f"{_told(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
+
+            def look(waited_s: float) -> None:
+                end = self._read(f"gone/{sender}")
+                if end is not None and waited_s > min(GRACE_S, self.limit_s):
+                    raise self._verdict(
+                        f"rank {sender} has ended by {end}, and sends no more\n{told}"
+                    )
+                self._refuse_circle([Edge(sender, key, True)], told)
+
+            self._poll(lambda: not self._store.check([key]), look, 2e-3)
+        yield
 
     def _leave(self) -> None:
         """Raise if another rank waits for a message of this one, which has left."""

@@ -89,7 +89,7 @@ class Records:
             self.session.step.watched(lambda name: self.timer.phase(TERMS[name]))
         )
         if self.session.comm.device.type == "cpu":  # a GPU's stream waits, not this thread
-            self._watching.enter_context(told_to(lambda: self.timer.phase("communication")))
+            self._watching.enter_context(told_to(lambda _: self.timer.phase("communication")))
         return self
 
     def __exit__(self, *_: object) -> None:
