@@ -623,6 +623,7 @@ def test_under_torchrun_one_rank_says_it_once(config: TrainConfig, tmp_path: Pat
     )
     assert done.returncode != 0
     assert done.stderr.count(" differ at call ") == 1, done.stderr
+    assert re.search(r"rank 0: all_reduce sum of int64.* in phase count of step 4\n", done.stderr)
     assert re.search(r"rank 1: all_reduce sum of float32\[3\]\n +at .*script.py:11 in", done.stderr)
     assert re.search(r"^rank [01]: ranks 0 and 1 differ", done.stderr, re.MULTILINE)
     assert f'File "{Path(phalanx.__file__).parent}' not in done.stderr  # no traceback of ours

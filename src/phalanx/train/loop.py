@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,7 +116,11 @@ def _checked(session: Session) -> Generator[None]:
         named=dict(session.model.named_parameters()),
         limit_s=min(LIMIT_S, config.timeout_s),
     )
-    with collectives, session.step.watched(collectives.phase):
+
+    def phase(name: str) -> AbstractContextManager[None]:
+        return collectives.phase(f"{name} of step {session.step.steps_done + 1}")
+
+    with collectives, session.step.watched(phase):
         yield
 
 
