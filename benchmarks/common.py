@@ -4,7 +4,8 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,53 @@ def spread(values: Sequence[float], form: str) -> str:
     """Return median, least and most as cells of a table."""
     numbers = (statistics.median(values), min(values), max(values))
     return " | ".join(format(number, form) for number in numbers)
+
+
+def by_hand(script: str, *words: str) -> list[str]:
+    """Return a run of a loop written by hand, a file of benchmarks/, on two processes."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+        f"benchmarks/{script}", *words,
+    ]  # fmt: skip
+
+
+def compare(
+    commands: Callable[[str], Mapping[str, Sequence[str]]],
+    baseline: str,
+    rounds: int,
+    keep: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda _: {},
+) -> dict[str, Any]:
+    """Run whole processes in turns, and print their tokens a second against one of them.
+
+    Args:
+        commands: the run of each row, given a folder for what it writes.
+        baseline: name of the row to compare with.
+        rounds: each runs every row once.
+        keep: what else to keep of the document in the last line of each, a number by its name.
+
+    Returns:
+        What a file of results has: the commands, and of each row all values and the ratio.
+    """
+    values: dict[str, dict[str, list[float]]] = {}
+    for number in range(1, rounds + 1):
+        for name in commands(""):
+            with tempfile.TemporaryDirectory() as out:
+                document = last_json(commands(out)[name])
+            rate = document["tokens_per_s"]
+            for key, value in {"tokens_per_s": rate, **keep(document)}.items():
+                values.setdefault(name, {}).setdefault(key, []).append(value)
+            print(f"round {number}: {name:<28} {rate:8,.0f} tokens/s", flush=True)
+    first = values[baseline]["tokens_per_s"]
+    print(f"\n| | tokens/s, median | min | max | against {baseline}, round by round: median |")
+    print("|---|---:|---:|---:|---:|")
+    rows = {}
+    for name, row in values.items():
+        rates = row["tokens_per_s"]
+        ratio = statistics.median(a / b for a, b in zip(rates, first, strict=True))
+        rows[name] = {**row, "median": statistics.median(rates), "ratio": ratio}
+        print(f"| {name} | {spread(rates, ',.0f')} | {ratio:.2f}x |")
+    run = {name: " ".join(words[1:]) for name, words in commands("OUT").items()}
+    return {"rounds": rounds, "commands": run, "rows": rows}
 
 
 def write_result(path: Path | None, values: Mapping[str, Any]) -> None:

@@ -1,22 +1,25 @@
 """The loop to compare with, written by hand: the transformers Llama in two stages under 1F1B.
 
 Written as a careful user would with torch.distributed.pipelining: the layers of each stage in a
-module of their own, Schedule1F1B, fused AdamW, SDPA attention, clipping by the norm over both
-stages. The tokens are made beforehand, so loading costs nothing.
+module of their own, Schedule1F1B, fused AdamW over float32 weights, bfloat16 by autocast, SDPA
+attention, clipping by the norm over both stages. The tokens are made beforehand, so loading costs
+nothing.
 """
 
 import argparse
-import json
-import os
-import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from by_hand import join, leave, llama, read_arguments
 
 
 class Stage(nn.Module):
@@ -53,30 +56,13 @@ def clip(stage: nn.Module) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name, default in {
-        "steps": 8, "warmup": 2, "layers": 8, "hidden": 512, "heads": 8, "ffn": 1408,
-        "vocabulary": 8192, "seq-len": 256, "microbatch": 2, "microbatches": 8, "first-layers": 4,
-    }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
+    sizes = {"steps": 8, "warmup": 2, "microbatch": 2, "microbatches": 8, "first-layers": 4}
+    args = read_arguments(parser, sizes)
+    join()
     rank = dist.get_rank()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=args.ffn,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads,
-        max_position_embeddings=args.seq_len,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    module = Stage(LlamaForCausalLM(config), args.first_layers, rank)
+    module = Stage(llama(args), args.first_layers, rank)
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, args.microbatches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
@@ -86,22 +72,20 @@ def main() -> None:
         tokens = torch.randint(args.vocabulary, shape)
         dist.barrier()
         begin_s = time.perf_counter()
-        if rank == 0:
-            schedule.step(tokens)
-        else:
-            losses: list[Tensor] = []
-            schedule.step(target=tokens, losses=losses)
-            torch.stack(losses).mean().item()
+        is_cast = args.precision == "bfloat16"
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast):
+            if rank == 0:
+                schedule.step(tokens)
+            else:
+                losses: list[Tensor] = []
+                schedule.step(target=tokens, losses=losses)
+                torch.stack(losses).mean().item()
         clip(module)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step >= args.warmup:
             seconds.append(time.perf_counter() - begin_s)
-    if rank == 0:
-        rates = [shape[0] * shape[1] / s for s in seconds]
-        print(json.dumps({"tokens_per_s": statistics.median(rates)}), flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo's threads sometimes abort a process that succeeded
+    leave(shape[0] * shape[1], seconds)
 
 
 if __name__ == "__main__":
