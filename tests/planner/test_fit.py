@@ -128,3 +128,47 @@ def test_requests_are_judged_without_torch() -> None:
 def test_the_memory_of_this_host_is_read() -> None:
     assert 0 < host.free_memory_bytes() < 1 << 50
     assert 0 <= host.free_swap_bytes() < 1 << 50
+
+
+BLOCKS = ModelShape(
+    vocab_size=60_000, num_layers=10, hidden=256, num_heads=4, num_kv_heads=4, head_dim=64,
+    ffn=768, max_seq_len=64,
+)  # fmt: skip
+"""Its embedding costs no FLOPs, and holds much."""
+
+
+def test_the_stages_of_a_pipeline_are_counted_each_with_its_own() -> None:
+    of = load("pp2", BLOCKS, accumulation=4)
+    fullest = need_of(of).total
+    one = need_of(load("dp1", BLOCKS, accumulation=4))
+    assert fullest > (one.weights + one.moments + one.gradients) / 2
+    with torch.device("meta"):
+        models = [Decoder(BLOCKS) for _ in range(2)]
+    held = [
+        Plan(of.strategy, model, pp_rank=rank).holds(4).parameter_bytes
+        for rank, model in enumerate(models)
+    ]
+    assert sum(held) == one.weights
+
+
+def test_a_cut_by_memory_is_proposed_where_the_fastest_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = load("pp2", BLOCKS, microbatch=64, accumulation=4, seq_len=64)
+    fastest = need_of(of).total
+    best = min(
+        (
+            need_of(dataclasses.replace(of, strategy=Strategy.parse(f"pp2,cut:{n}+{12 - n}"))).total
+            for n in range(1, 12)
+        ),
+    )
+    assert best < 0.75 * fastest
+    room = int((best / 0.8 + fastest) / 2)
+    assert best < 0.8 * room < fastest
+    monkeypatch.setattr("phalanx.planner.fit._SMALLEST_GPU_BYTES", 0)
+    monkeypatch.setattr(host, "largest_gpu_bytes", lambda: room)
+    with pytest.raises(ConfigError, match=r"try --strategy (pp2,cut:\d+\+\d+) ") as caught:
+        check_fit(of, "blocks", "cuda", 2)
+    (text,) = re.findall(r"try --strategy (pp2,cut:\S+) ", str(caught.value))
+    assert need_of(dataclasses.replace(of, strategy=Strategy.parse(text))).total <= 0.8 * room
+    check_fit(dataclasses.replace(of, strategy=Strategy.parse(text)), "blocks", "cuda", 2)

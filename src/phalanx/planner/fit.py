@@ -8,23 +8,29 @@ Only what must be in memory at once, so that no run is refused that would fit: o
 as its strategy shards them, with the exact count of parameters; both of the last, where
 microbatches are accumulated. Not counted are gathered copies, buckets, buffers that pass, and the
 libraries but for the least a process takes. On a CPU the ranks of this host share what is free,
-swap included; on a GPU each must fit into the largest there is.
+swap included, the stages of a pipeline each with its own; on a GPU each must fit into the largest
+there is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.registry import PRESETS
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.pipeline.cut import chain_flops, num_stages
+from phalanx.parallel.pipeline.partition import partition
 from phalanx.planner import host
 from phalanx.planner.activations import activations
 from phalanx.planner.model_shape import num_parameters
 from phalanx.planner.stages import held_of, parameters_of
 from phalanx.strategy import Axis, Recompute, Strategy
+
+_SMALLEST_GPU_BYTES = 4 << 30
+"""No GPU to train on has less: what needs no more is not looked at."""
 
 
 @dataclass(frozen=True)
@@ -66,31 +72,70 @@ class Need:
 
 def need_of(load: Load) -> Need:
     """Count what one rank must hold; of a pipeline, the one that must hold the most."""
+    needs = (_need_of_rank(load, pp_rank) for pp_rank in range(load.strategy.pp.degree))
+    return max(needs, key=lambda need: need.total)
+
+
+def _need_of_host(load: Load, num_here: int) -> int:
+    """Return what the ranks of a host must hold together, at least.
+
+    Where they are some of all ranks, they may be of the stages of a pipeline that hold the least.
+    """
+    needs = [_need_of_rank(load, pp_rank).total for pp_rank in range(load.strategy.pp.degree)]
+    if num_here < load.strategy.num_ranks:
+        return num_here * min(needs)
+    return num_here * sum(needs) // len(needs)
+
+
+def _need_of_rank(load: Load, pp_rank: int) -> Need:
     strategy, shape = load.strategy, load.shape
     precision = "bfloat16" if load.precision == "auto" else load.precision
     master_bytes = 8 if precision == "float64" else 4
     of_one = activations(shape, strategy, load.seq_len, load.microbatch, precision)
-    needs: list[Need] = []
-    for pp_rank in range(strategy.pp.degree):
-        count = parameters_of(strategy, shape, pp_rank)
-        split = count // strategy.tp.degree * master_bytes
-        share = split // strategy.fsdp.degree
-        kept = 0
-        if not load.is_compiled:
-            kept = held_of(strategy, shape, of_one, load.accumulation, pp_rank)
-        needs.append(
-            Need(
-                weights=share,
-                moments=2 * share,
-                # Stage 1 adds whole gradients up; those of one microbatch it reduces as they come.
-                gradients=split
-                if strategy.fsdp.kind == "zero1" and load.accumulation > 1
-                else share,
-                activations=kept,
-                is_accumulated=load.accumulation > 1,
-            )
-        )
-    return max(needs, key=lambda need: need.total)
+    split = parameters_of(strategy, shape, pp_rank) // strategy.tp.degree * master_bytes
+    share = split // strategy.fsdp.degree
+    kept = 0
+    if not load.is_compiled:
+        kept = held_of(strategy, shape, of_one, load.accumulation, pp_rank)
+    # Stage 1 adds whole gradients up; those of one microbatch it reduces as they come.
+    adds_whole = strategy.fsdp.kind == "zero1" and load.accumulation > 1
+    return Need(
+        weights=share,
+        moments=2 * share,
+        gradients=split if adds_whole else share,
+        activations=kept,
+        is_accumulated=load.accumulation > 1,
+    )
+
+
+def with_cut_that_fits(load: Load, room_bytes: float) -> Load | None:
+    """Return the load with the fastest cut of which no rank needs more than some room.
+
+    None if there is no such cut, the one at hand is given by hand, or ranks have several stages.
+    """
+    strategy, shape = load.strategy, load.shape
+    degree, num_links = strategy.pp.degree, shape.num_layers + 2
+    if degree == 1 or strategy.cut or num_stages(strategy) != degree:
+        return None
+
+    def with_cut(cut: Sequence[int]) -> Load:
+        return dataclasses.replace(load, strategy=dataclasses.replace(strategy, cut=tuple(cut)))
+
+    def fits(links: range, stage: int) -> bool:
+        # What the others have does not matter: one link each, and the rest wherever it may be.
+        before, after = stage, degree - 1 - stage
+        first = [links.start - (before - 1), *[1] * (before - 1)] if before else []
+        last = [*[1] * (after - 1), num_links - links.stop - (after - 1)] if after else []
+        if (not before and links.start) or (not after and links.stop < num_links):
+            return False
+        cut = [*first, len(links), *last]
+        return min(cut) > 0 and _need_of_rank(with_cut(cut), stage).total <= room_bytes
+
+    try:
+        best = partition(chain_flops(shape), degree, fits)
+    except StrategyError:
+        return None
+    return with_cut([len(links) for links in best])
 
 
 def check_memory_for(num_ranks: int) -> None:
@@ -115,34 +160,38 @@ def check_fit(load: Load, name: str, device: str, num_here: int) -> None:
     Raises:
         ConfigError: the arithmetic, and what would fit.
     """
-    need = need_of(load)
     if device == "cuda":
         room, where, each = None, "the largest GPU of this host has", 0
-        if need.total > 4 << 30:  # no GPU is as small
+        if need_of(load).total > _SMALLEST_GPU_BYTES:
             room = host.largest_gpu_bytes()
         num_here = 1
     else:
         room, each = host.free_memory_bytes() + host.free_swap_bytes(), host.RANK_BYTES
         where = "this host has left"
-    if room is None or num_here * (need.total + each) <= room:
+
+    def whole(other: Load) -> int:
+        if device == "cuda":
+            return need_of(other).total
+        return _need_of_host(other, num_here) + num_here * each
+
+    if room is None or whole(load) <= room:
         return
     if num_here * each > room:
         return  # too many processes for any model, which is said elsewhere
-
-    def whole(other: Load) -> int:
-        return num_here * (need_of(other).total + each)
-
+    ways = [*_ways_out(load)]
+    if device == "cuda" and (other_cut := with_cut_that_fits(load, 4 / 5 * room)) is not None:
+        ways.insert(0, (f"--strategy {other_cut.strategy}", other_cut))
     # What is counted is not all: only what leaves a fifth of the room is worth an advice.
-    fitting = [
-        (words, whole(other)) for words, other in _ways_out(load) if 5 * whole(other) <= 4 * room
-    ]
+    fitting = [(words, whole(other)) for words, other in ways if 5 * whole(other) <= 4 * room]
     splits = [way for way in fitting if not way[0].startswith("--model")]
     advice = [f"{words} (at least {_gib(size)} GiB)" for words, size in splits[:2]]
     advice += [f"{words} ({_gib(size)} GiB)" for words, size in fitting[len(splits) :][:1]]
     ranks = f"{num_here} ranks hold" if num_here > 1 else "a rank holds"
+    need = need_of(load)
+    each_words = "the fullest" if load.strategy.pp.degree > 1 else "each"
     raise ConfigError(
         f"{name} ({num_parameters(load.shape).total:,} parameters) does not fit: under "
-        f"{load.strategy}, {ranks} at least {_gib(num_here * (need.total + each))} GiB (each "
+        f"{load.strategy}, {ranks} at least {_gib(whole(load))} GiB ({each_words} "
         f"{_gib(need.weights)} of weights, {_gib(need.moments)} of AdamW's moments, "
         f"{_gib(need.gradients)} of gradients, {_gib(need.activations)} of activations for "
         f"{load.microbatch} x {load.seq_len} tokens), and {where} {_gib(room)}; "
