@@ -242,6 +242,11 @@ class Strategy:
         """Groups of ranks that see different samples: dp times fsdp."""
         return self.dp.degree * self.fsdp.degree
 
+    @property
+    def num_shards(self) -> int:
+        """Shards of the trained state under fsdp, which splits it over cp too; 1 without fsdp."""
+        return self.fsdp.degree * self.cp.degree if self.fsdp.degree > 1 else 1
+
     def __str__(self) -> str:
         parts = [_text(name, part) for name, part in self.named()]
         return ",".join(parts + ([_cut_text(self.cut)] if self.cut else [])) or "dp1"

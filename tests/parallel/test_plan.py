@@ -100,13 +100,15 @@ class Context(Split):
 def test_a_new_axis_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [split for split in SPLITS if split.axis != Context.axis]
     monkeypatch.setattr(plan, "SPLITS", (*others, Context))
-    alone, both = (plan_decoder(Strategy.parse(text), SHAPE) for text in ("fsdp2", "fsdp2,cp2"))
+    alone, both = (plan_decoder(Strategy.parse(text), SHAPE) for text in ("fsdp4", "fsdp2,cp2"))
     assert both.holds(2).gradient_bytes == 4 * alone.holds(2).gradient_bytes
     of_context = Entry("forward", "cp", "all_reduce", 2, 4, 4)
     sent = both.traffic(MICROBATCHES)
     assert sent[-1] == of_context
-    # Beside it fsdp sends what it does alone, and sums its shares over cp.
-    assert [entry for entry in sent if entry.axis != "cp"] == alone.traffic(MICROBATCHES)
+    # Beside it fsdp splits over both.
+    of_four = [e for e in alone.traffic(MICROBATCHES) if e.phase != "agree"]
+    expected = [dataclasses.replace(entry, axis="fsdp_cp") for entry in of_four]
+    assert [entry for entry in sent if entry.axis == "fsdp_cp"] == expected
     cut = plan_decoder(Strategy.parse("cp2"), SHAPE).holds()
     assert cut.parameter_bytes < plan_decoder(Strategy(), SHAPE).holds().parameter_bytes
 

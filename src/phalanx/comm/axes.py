@@ -9,13 +9,15 @@ AXIS_SETS: Final[dict[str, tuple[str, ...]]] = {
     "data": ("dp", "fsdp"),
     "loss": ("pp", "dp", "fsdp", "cp"),
     "grad": ("dp", "fsdp", "cp"),
+    "fsdp_cp": ("fsdp", "cp"),
     "job": ("pp", "dp", "fsdp", "cp", "tp"),
 }
 """Name of a set -> its axes.
 
 `data` holds different samples. `loss` holds terms of the loss: cp splits the positions of a sample,
 and of a pipeline the last stage alone has a loss.
-`grad` holds terms of the gradient of one parameter. `job` is every axis.
+`grad` holds terms of the gradient of one parameter. `fsdp_cp` holds shards of one parameter where
+the job has both; there it is an axis of the mesh too, made of these two. `job` is every axis.
 """
 
 

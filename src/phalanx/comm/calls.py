@@ -111,6 +111,8 @@ def axes_by_ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     groups = {tuple(dist.get_process_group_ranks(mesh.get_group(name))): name for name in names}
     if sub_axes := axes_of("tp", names):
         groups.setdefault(tuple(mesh[sub_axes].mesh.flatten().tolist()), "tp")
+    if "fsdp" in names and "cp" in names:
+        groups.setdefault(tuple(mesh["fsdp", "cp"].mesh.flatten().tolist()), "fsdp_cp")
     if len(names) > 1:
         groups.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), "_".join(names))
     return groups

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phalanx.comm.axes import axes_of
 from phalanx.errors import ConfigError
 
 STORE_CONNECTIONS = 3
@@ -43,6 +44,9 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 _inner_meshes: dict[DeviceMesh, DeviceMesh] = {}
 """By the mesh that has pp, too."""
+
+_sharding_meshes: dict[DeviceMesh, DeviceMesh] = {}
+"""By the mesh of the job."""
 
 
 def join(
@@ -103,6 +107,8 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
     if device == "cpu":
         peers += [_few(num_ranks)]
         peers += [_few(size) if axis == "dp" else size - 1 for axis, size in axes.items()]
+        if "fsdp" in axes and "cp" in axes:
+            peers += [axes["fsdp"] * axes["cp"] - 1]
     return RESERVED_FILES + STORE_CONNECTIONS * num_ranks + sum(peers) + GROUP_FILES * len(peers)
 
 
@@ -203,10 +209,31 @@ def inner_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return _inner_meshes[mesh]
 
 
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of dp, if there is any, and fsdp; where there is cp, of fsdp_cp.
+
+    It is one object a mesh, as FSDP2 requires.
+    """
+    names = mesh.mesh_dim_names or ()
+    if mesh not in _sharding_meshes:
+        data = axes_of("data", names)
+        found = mesh["fsdp"] if data == ("fsdp",) else mesh[data]
+        if "cp" in names:
+            # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
+            found = mesh["fsdp", "cp"]._flatten("fsdp_cp")  # pyright: ignore[reportPrivateUsage]
+            if "dp" in names:
+                found = DeviceMesh._concatenate([mesh["dp"], found])  # pyright: ignore[reportPrivateUsage]
+        _sharding_meshes[mesh] = found
+    return _sharding_meshes[mesh]
+
+
 def _new_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:
     check_files(axes, dist.get_world_size(), device)
     with _lazily_connected():
         mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    for axis in axes:
-        _connect(mesh.get_group(axis), fully=axis != "dp")
+        groups = {axis: mesh.get_group(axis) for axis in axes}
+        if "fsdp" in axes and "cp" in axes:
+            groups["fsdp_cp"] = sharding_mesh(mesh)["fsdp_cp"].get_group()
+    for axis, group in groups.items():
+        _connect(group, fully=axis != "dp")
     return mesh

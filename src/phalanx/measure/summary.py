@@ -96,7 +96,7 @@ def _send_less(sent: Sequence[Entry]) -> str:
     for entry in sent:
         by_axis[entry.axis] += math.ceil(entry.sent_bytes)
     axis = next((axis for axis, _ in by_axis.most_common(1)), "dp")
-    if axis == "fsdp":
+    if axis in ("fsdp", "fsdp_cp"):
         gathers = sum(e.op == "all_gather" and e.axis == axis for e in sent)
         if gathers > 1:  # in forward and again in backward
             return (

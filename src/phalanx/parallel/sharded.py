@@ -4,20 +4,21 @@ Idea      Ranks that hold the same thing N times can hold a share each and gathe
           used (Rajbhandari et al., ZeRO, SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB 2023).
           The stages say what is left whole: `zero1` parameters and gradients, `zero2` parameters,
           `zero3` nothing. With dp > 1 it is HSDP: shares within fsdp, copies of them across dp.
-          Across cp stand copies too: its ranks have other positions of the same samples.
+          Beside cp the shards are split over fsdp x cp: its ranks have other positions of the
+          same samples, and so terms of the same gradients. Below fsdp means both.
           A group is what travels together: a block, the embedding, the head, the rest: groups.py.
 Layout    X[B_dp,fsdp, ...]  W[I_fsdp, ...]  dW[I_fsdp, ...]: rows of each parameter, and its AdamW
           moments, split over fsdp; a parameter of uneven rows is padded on its way only.
 Forward   all_gather: W[I_fsdp] -> W, in the data type that the block computes in; zero3 frees it
           after each group but the last block, the head and the rest: their backward is near
 Backward  zero3: all_gather again, but of the embedding, whose backward does not read W.
-          dW{sum dp,fsdp,cp} = f'(X, W), reduce_scatter over fsdp -> dW[I_fsdp]{sum dp,cp},
-          all_reduce over dp -> dW[I_fsdp]{sum cp}, and, once a step, over cp -> dW[I_fsdp]
+          dW{sum dp,fsdp} = f'(X, W), reduce_scatter over fsdp -> dW[I_fsdp]{sum dp},
+          all_reduce over dp -> dW[I_fsdp]
 Cost      With P bytes of parameters, padded, and A microbatches a step, a rank sends (N-1)/N times
               zero1  P + P              gathers once, reduces once: adds up whole gradients
               zero2  P + A P            gathers once, reduces each microbatch: adds up shares
               zero3  (2 P - K) A + A P  K: what is gathered once: all but the first blocks
-          and across M ranks of dp, or of cp, 2 (M-1)/M P/N. One byte a parameter besides, see
+          and across M ranks of dp 2 (M-1)/M P/N. One byte a parameter besides, see
           `GradientReducer.agree`.
           With a narrower data type of the arithmetic, gathers of blocks shrink to it.
 Limits    Any N and M. A parameter that two groups share is refused; where weights are tied, the
@@ -30,7 +31,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -41,6 +41,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Ranks, local_shard
+from phalanx.comm.join import sharding_mesh
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import StrategyError
 from phalanx.parallel import overlap
@@ -49,8 +50,6 @@ from phalanx.parallel.reduce import (
     GradientReducer,
     Parameters,
     add_up_in_parts,
-    buckets,
-    sum_in_buckets,
 )
 from phalanx.parallel.split import Split, StateBytes, Target
 
@@ -58,7 +57,7 @@ Kind = Literal["zero1", "zero2", "zero3"]
 
 
 class ShardedSplit(Split):
-    """The axis fsdp, and dp and cp beside it: across those stand copies of the shares."""
+    """The axis fsdp, with cp beside it, and dp: across that stand copies of the shards."""
 
     axis = "fsdp"
 
@@ -70,6 +69,7 @@ class ShardedSplit(Split):
         self._groups = groups_of(target.model, target.compute, target.shapes, keeps=keeps)
         self._kind: Kind = cast(Kind, strategy.fsdp.kind)
         self._degree = {axis: getattr(strategy, axis).degree for axis in ("fsdp", "dp", "cp")}
+        self._num_shards = strategy.num_shards
         if strategy.tp.degree > 1:
             mesh_dims()
 
@@ -79,7 +79,7 @@ class ShardedSplit(Split):
         With one microbatch zero1 reduces each group's gradients as soon as they are made, and holds
         no more than zero2.
         """
-        groups, num_ranks = self._groups, self._degree["fsdp"]
+        groups, num_ranks = self._groups, self._num_shards
         gathered_bytes = sum(g.gathered_bytes(num_ranks) for g in groups)
         if self._kind == "zero3":
             num_blocks = max(1, sum(g.place == "block" for g in groups))
@@ -101,8 +101,9 @@ class ShardedSplit(Split):
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return what is gathered and reduced."""
-        groups, degree = self._groups, self._degree
-        num_ranks, times = degree["fsdp"], len(microbatches)
+        groups, num_ranks, times = self._groups, self._num_shards, len(microbatches)
+        axis = "fsdp" if self._degree["cp"] == 1 else "fsdp_cp"
+        degree = {**self._degree, axis: num_ranks}
         gathered, again, shares, reduced = list[int](), list[int](), list[int](), list[int]()
         is_zero3 = self._kind == "zero3"
         for g in groups:
@@ -114,25 +115,17 @@ class ShardedSplit(Split):
             if share := g.share_bytes(num_ranks):
                 shares += [share]
                 reduced += [share * num_ranks] * (1 if self._kind == "zero1" else ends)
-        of_each = [
-            p.padded(num_ranks) // num_ranks * g.master.itemsize
-            for g in groups
-            for p in g.parameters
-            if p.is_trained
-        ]
-        copies = [sum(of_each[at] for at in bucket) for bucket in buckets(of_each)]
-        flags = len(of_each)
+        flags = sum(p.is_trained for g in groups for p in g.parameters)
         times_gathered, times_again = (times, times) if is_zero3 else (1, 0)
         times_reduced = 1 if self._kind == "zero1" else times
         rows = [
-            ("forward", "fsdp", "all_gather", gathered * times_gathered),
-            ("backward", "fsdp", "all_gather", again * times_again),
-            ("backward", "fsdp", "reduce_scatter", reduced * times_reduced),
+            ("forward", axis, "all_gather", gathered * times_gathered),
+            ("backward", axis, "all_gather", again * times_again),
+            ("backward", axis, "reduce_scatter", reduced * times_reduced),
             ("backward", "dp", "all_reduce", shares),
             ("agree", "dp", "all_reduce", [flags]),
             ("agree", "fsdp", "all_reduce", [flags]),
             ("agree", "cp", "all_reduce", [flags]),
-            ("reduce", "cp", "all_reduce", copies),
         ]
         return [
             Entry(phase, axis, op, len(sizes), sum(sizes), sent_bytes(op, sum(sizes), degree[axis]))
@@ -186,11 +179,11 @@ class ShardedSplit(Split):
 
 def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
     """Return the arguments by which FSDP2 knows its axes among those that split parameters."""
-    axes = comm.axes_of("data")
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return {"mesh": comm.mesh["fsdp"] if axes == ("fsdp",) else comm.mesh[axes]}
-    copies = "dp" if "dp" in axes else None
-    return {"mesh": comm.model_mesh, "dp_mesh_dims": mesh_dims()(shard="fsdp", replicate=copies)}
+    shards, copies = comm.axes_of("fsdp_cp"), "dp" if "dp" in comm.axes else None
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        where = mesh_dims()(shard=shards, replicate=copies)
+        return {"mesh": comm.model_mesh, "dp_mesh_dims": where}
+    return {"mesh": sharding_mesh(comm.mesh)}
 
 
 def mesh_dims() -> type[Any]:
@@ -296,25 +289,13 @@ class ShardedReducer(GradientReducer):
             module.set_reshard_after_backward(is_done or self._kind == "zero3", recurse=False)
 
     def finish(self, phase: Phase = no_phase) -> None:
-        """Drop the gradients, all zeros, of what no rank used, and sum the others over cp."""
+        """Drop the gradients, all zeros, of what no rank used."""
         with phase("agree"):
             is_used = self.agree([parameter in self._used for parameter in self.parameters])
         for parameter in itertools.compress(self.parameters, map(operator.not_, is_used)):
             parameter.grad = None
         self._used.clear()
         self._left = set(self.parameters)
-        if self.comm.size("cp") > 1:
-            with phase("reduce"), torch.no_grad():
-                self._sum_over_copies()
-
-    def _sum_over_copies(self) -> None:
-        """Sum over cp, whose ranks FSDP2 does not know."""
-        by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                by_dtype[parameter.dtype].append(local_shard(parameter.grad))
-        for parts in by_dtype.values():
-            sum_in_buckets(parts, self.comm, ("cp",))
 
 
 def _free_after_inference(model: nn.Module, *_: Any) -> None:

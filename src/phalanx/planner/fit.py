@@ -93,7 +93,7 @@ def _need_of_rank(load: Load, pp_rank: int) -> Need:
     master_bytes = 8 if precision == "float64" else 4
     of_one = activations(shape, strategy, load.seq_len, load.microbatch, precision)
     split = parameters_of(strategy, shape, pp_rank) // strategy.tp.degree * master_bytes
-    share = split // strategy.fsdp.degree
+    share = split // strategy.num_shards
     kept = 0
     if not load.is_compiled:
         kept = held_of(strategy, shape, of_one, load.accumulation, pp_rank)

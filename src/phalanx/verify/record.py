@@ -271,5 +271,6 @@ def _brings(tensor: Tensor, comm: Comm) -> bool:
         assert not any(p.is_partial() for p in tensor.placements), "a sum over ranks is still owed"
         names = tensor.device_mesh.mesh_dim_names or ()
         pairs = zip(names, tensor.placements, strict=True)
-        shards = {name for name, placement in pairs if not placement.is_replicate()}
+        sharded = [name for name, placement in pairs if not placement.is_replicate()]
+        shards = {axis for name in sharded for axis in comm.axes_of(name)}
     return all(comm.coord(axis) == 0 for axis in comm.axes if axis != "pp" and axis not in shards)

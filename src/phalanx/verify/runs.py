@@ -11,6 +11,7 @@ from phalanx.config import BatchConfig, ShapeConfig, TrainConfig
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Axis, Strategy
 from phalanx.verify.cases import awkward_shapes
+from phalanx.verify.settings import SEQ_LEN
 
 STEPS = 2
 """Steps after which the first run saves and the second goes on; each ends after twice as many."""
@@ -28,6 +29,10 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
     num_lines = max(300, 4 * given.corpus.seq_len)
     lines = (f"The square of {n} is {n * n}, its cube {n**3}.\n" for n in range(num_lines))
     (folder / "squares.txt").write_text("".join(lines))
+    plan = plan_decoder(strategy, awkward_shapes(strategy)["llama"])
+    seq_len, shards = given.corpus.seq_len, plan.position_shards
+    if seq_len == SEQ_LEN:
+        seq_len = -(-seq_len // shards) * shards
     own: dict[str, Any] = {
         "data": str(folder / "squares.txt"),
         "tokenizer": None,
@@ -45,13 +50,16 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
         "keep_checkpoints": None,
         "shape": _sizes(given, strategy),
         "corpus": dataclasses.replace(
-            given.corpus, vocab_size=300, max_bytes=None, cache=str(folder / "cache")
+            given.corpus,
+            seq_len=seq_len,
+            vocab_size=300,
+            max_bytes=None,
+            cache=str(folder / "cache"),
         ),
     }
     if given.batch == BatchConfig():
-        row_shards = plan_decoder(strategy, awkward_shapes(strategy)["llama"]).row_shards
         own["batch"] = BatchConfig(
-            microbatch=max(2, row_shards), accumulation=max(2, strategy.pp.degree + 1)
+            microbatch=max(2, plan.row_shards), accumulation=max(2, strategy.pp.degree + 1)
         )
     given_values = {field.name: getattr(given, field.name) for field in fields(TrainConfig)}
     return TrainConfig(**(given_values | own))

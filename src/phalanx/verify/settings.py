@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 from phalanx.config import CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.config.fields import Positional, Range, Use
 
+SEQ_LEN = 17
+"""Tokens of a sample, if nothing is said; a run takes as many more as cp needs for equal shards."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyShape(ShapeConfig):
@@ -46,7 +49,7 @@ class VerifyConfig:
     accumulation: Annotated[int | None, Range(1)] = None
     """Microbatches that each rank cuts its share into; 2 if unset, or one more than there are
     ranks on pp."""
-    seq_len: Annotated[int, Range(1)] = 17
+    seq_len: Annotated[int, Range(1)] = SEQ_LEN
     """Tokens of a sequence."""
     seed: Annotated[int, Range(0, 2**63 - 1, "[]")] = 0
     """Fixes weights, batches and dropout masks."""
@@ -88,7 +91,9 @@ class VerifyTrainConfig(TrainConfig):
     """Where to compute."""
     eval_samples: Annotated[int, Use.LAW, Range(1)] = 5
     """Validation samples in one measurement of the validation loss."""
-    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(seq_len=17, validation=0.1))
+    corpus: CorpusConfig = field(
+        default_factory=lambda: CorpusConfig(seq_len=SEQ_LEN, validation=0.1)
+    )
     """How text becomes samples."""
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=1)

@@ -100,7 +100,7 @@ class PipelineSplit(Split):
         if strategy.tp.degree > 1:
             layout = layout_of(strategy)
             num_rows, width = layout.column.shard_shape(table.shape, layout.comm)
-        return -(-num_rows // strategy.fsdp.degree) * width * table.itemsize
+        return -(-num_rows // strategy.num_shards) * width * table.itemsize
 
     def _tied(self) -> nn.Parameter | None:
         """Return the weight of which another rank has a copy, if there is one here."""

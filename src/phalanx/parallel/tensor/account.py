@@ -84,7 +84,7 @@ def traffic(
                     pair = sums[phase, entry.axis, entry.op]
                     pair[0] += num_batches * number * entry.calls
                     pair[1] += num_batches * number * entry.payload_bytes
-    for axes, sizes in _replicas(parameters, target.strategy.fsdp.degree).items():
+    for axes, sizes in _replicas(parameters, target.strategy.num_shards).items():
         for axis in axes:
             sums["reduce", axis, "all_reduce"][0] += len(buckets(sizes, BUCKET_BYTES))
             sums["reduce", axis, "all_reduce"][1] += sum(sizes)

@@ -60,10 +60,11 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
                 f"and tp splits its rows, which fsdp cannot split again; use dp{num_ranks}, or "
                 f"hold them as {row.binding.num_maps} modules"
             )
-        if dtensor_shards_agree(num_rows, sizes, num_ranks):
+        if dtensor_shards_agree(num_rows, sizes, strategy.num_shards):
             continue
         others = _from_nearest(num_ranks)
-        fits = [n for n in others if dtensor_shards_agree(num_rows, sizes, n)]
+        cp = strategy.cp.degree
+        fits = [n for n in others if dtensor_shards_agree(num_rows, sizes, n * cp)]
         multiple = math.prod(sizes)
         raise StrategyError(
             f"{Strategy(fsdp=strategy.fsdp, tp=strategy.tp)}: '{row.name}' has {num_rows} rows, of "

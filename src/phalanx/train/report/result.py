@@ -47,12 +47,12 @@ def hsdp_text(sent: Sequence[Entry], strategy: Strategy, parameter_bytes: int) -
     None where parameters are not both sharded and replicated, or tp sends beside them. P is
     `parameter_bytes`, of the full model in the data type of the masters.
     """
-    num_ranks, num_groups = strategy.fsdp.degree, strategy.dp.degree
+    num_ranks, num_groups = strategy.num_shards, strategy.dp.degree
     if min(num_ranks, num_groups) == 1 or strategy.tp.degree > 1 or not sent:
         return None
     inside, across = (
-        sum(e.sent_bytes for e in sent if e.axis == axis and e.phase in ("forward", "backward"))
-        for axis in ("fsdp", "dp")
+        sum(e.sent_bytes for e in sent if e.axis in axes and e.phase in ("forward", "backward"))
+        for axes in (("fsdp", "fsdp_cp"), ("dp",))
     )
     inside_unit = parameter_bytes * (num_ranks - 1) / num_ranks
     across_unit = 2 * (num_groups - 1) / num_groups * parameter_bytes / num_ranks
