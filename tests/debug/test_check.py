@@ -27,7 +27,7 @@ from phalanx.comm.ledger import Ledger
 from phalanx.config import TrainConfig
 from phalanx.debug.check import CollectiveCheck
 from phalanx.debug.fingerprint import Fingerprint
-from phalanx.errors import CollectiveMismatch, RankFailed
+from phalanx.errors import CollectiveMismatch, RankFailed, TrainingError
 from phalanx.launch.local import run_ranks
 from phalanx.train.run import train
 from small_run import losses, small_run
@@ -344,6 +344,19 @@ def send_before_or_after_a_collective() -> None:
         else:
             comm.recv_start(numbers, "pp", 0).wait()
             comm.all_reduce(numbers, "pp")
+
+
+def wait_for_one_who_never_sends() -> None:
+    comm = Ranks({"pp": 2})
+    with CollectiveCheck(comm.mesh, limit_s=0.5):
+        if comm.coord("pp") == 1:
+            comm.recv_start(torch.ones(4), "pp", 0).wait()
+        job_store().wait(["never"])
+
+
+def test_a_message_that_never_comes_is_waited_for_as_long_as_without_the_check() -> None:
+    with pytest.raises((RankFailed, TrainingError), match=r"waited in vain|imed out"):
+        run_ranks(wait_for_one_who_never_sends, 2, timeout_s=2.0)
 
 
 def test_one_that_waits_in_a_collective_for_one_that_waits_for_its_message() -> None:

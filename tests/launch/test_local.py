@@ -1,6 +1,7 @@
 """Starting ranks: results in order, the first failure named, nothing left behind."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from phalanx.errors import (
     TrainingError,
 )
 from phalanx.launch import supervisor
+from phalanx.launch.by_value import ByValue
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank import is_reader_gone
@@ -50,6 +52,16 @@ def test_any_number_of_tensors_is_sent_and_each_rank_has_its_own() -> None:
     returned = run_ranks(add_rank, 3, tensors)
     assert [float(sum(of_rank)) for of_rank in returned] == [300, 301, 302]
     assert float(sum(tensors)) == 300
+
+
+def size_of(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_views_are_sent_without_what_they_are_views_of() -> None:
+    tensors = list(torch.ones(100, 1000).unbind())
+    assert len(pickle.dumps(ByValue(tensors))) < 2 * 4 * 100 * 1000
+    assert run_ranks(size_of, 1, tensors) == [4 * 100 * 1000]
 
 
 def raise_on_rank_one() -> None:

@@ -17,7 +17,7 @@ from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.planner import host
-from phalanx.planner.fit import Load, check_fit, need_of
+from phalanx.planner.fit import Load, _need_of_rank, check_fit, need_of
 from phalanx.strategy import Strategy
 
 SMALL = ModelShape(
@@ -149,6 +149,30 @@ def test_the_stages_of_a_pipeline_are_counted_each_with_its_own() -> None:
         for rank, model in enumerate(models)
     ]
     assert sum(held) == one.weights
+
+
+@pytest.mark.parametrize(("num_here", "counted"), [(2, "all"), (1, "least")])
+def test_a_host_is_refused_for_the_stages_that_it_must_hold(
+    monkeypatch: pytest.MonkeyPatch, num_here: int, counted: str
+) -> None:
+    of = load("pp2", BLOCKS, accumulation=4)
+    needs = [_need_of_rank(of, rank).total for rank in range(2)]
+    assert needs[0] != needs[1]
+    room = (sum(needs) if counted == "all" else min(needs)) + num_here * host.RANK_BYTES
+    monkeypatch.setattr(host, "free_swap_bytes", lambda: 0)
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: room)
+    check_fit(of, "blocks", "cpu", num_here)
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: room - 2)
+    with pytest.raises(ConfigError, match="does not fit: under pp2"):
+        check_fit(of, "blocks", "cpu", num_here)
+
+
+def test_a_cut_by_hand_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "free_swap_bytes", lambda: 0)
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: 3 * host.RANK_BYTES)
+    huge = dataclasses.replace(BLOCKS, hidden=8192, ffn=24576, num_heads=128, num_kv_heads=128)
+    with pytest.raises(ConfigError, match="does not fit: under pp2,cut:6"):
+        check_fit(load("pp2,cut:6+6", huge), "huge", "cpu", 2)
 
 
 def test_a_cut_by_memory_is_proposed_where_the_fastest_does_not_fit(

@@ -70,6 +70,12 @@ def run(config: CutConfig, say: Say) -> Found:
             f"strategy is '{config.strategy}'; it must have pp and no cut, which is what is "
             "looked for, such as pp2"
         )
+    plain = Strategy(pp=strategy.pp, dp=strategy.dp, fsdp=strategy.fsdp)
+    if strategy != plain:
+        raise ConfigError(
+            f"strategy is '{config.strategy}'; layers are timed as one rank runs them whole, so it "
+            f"can have pp, dp and fsdp; the nearest is {plain}"
+        )
     shape = config.model_shape
     by_flops = dataclasses.replace(
         strategy, cut=tuple(len(links) for links in cut_of(strategy, shape))

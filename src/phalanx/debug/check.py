@@ -165,15 +165,21 @@ class CollectiveCheck(Watch):
         """
         call = read_call(func, args, kwargs)
         if call is not None and len(call.ranks) > 1:
-            try:
+            with self._store_is_held():
                 self._check(call)
-            except dist.DistNetworkError as error:
-                raise CollectiveMismatch(
-                    "the calls of the ranks cannot be compared any more: the process that holds "
-                    "the job's store (rank 0, or torchrun's own) has ended; its last words say why",
-                    self._rank,
-                ) from error
         return func(*args, **kwargs)
+
+    @contextmanager
+    def _store_is_held(self) -> Generator[None]:
+        """Say what it means that the store cannot be reached."""
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            raise CollectiveMismatch(
+                "the calls of the ranks cannot be compared any more: the process that holds "
+                "the job's store (rank 0, or torchrun's own) has ended; its last words say why",
+                self._rank,
+            ) from error
 
     def _check(self, call: Call) -> None:
         places, module = find_places(inspect.currentframe())
@@ -316,33 +322,45 @@ class CollectiveCheck(Watch):
         """
         mine = json.dumps([self._num_waits, told, edges])
         self._store.set(f"waits/{self._rank}", mine)
-        if circle := self._circle():
+        if circle := self._circle(edges):
             waits = [self._read(f"waits/{rank}") for rank in circle]
-            if circle == self._circle() and waits == [self._read(f"waits/{r}") for r in circle]:
+            first = next(edge for edge in edges if edge.rank == circle[1])
+            is_same = None not in waits and self._is_open(first) and circle == self._circle(edges)
+            if is_same and waits == [self._read(f"waits/{rank}") for rank in circle]:
                 lines = "\n".join(json.loads(text)[1] for text in waits if text is not None)
                 raise self._verdict(
                     f"{named(sorted(circle))} wait for each other, in a circle\n{lines}\n"
                     "Ranks must come to their calls and messages in one order."
                 )
 
-    def _circle(self) -> list[int]:
-        """Return the ranks from this one back to itself, each of which waits for the next."""
-        came_from: dict[int, int] = {}
-        found = [self._rank]
-        while found:
+    def _circle(self, edges: Sequence[Edge]) -> list[int]:
+        """Return the ranks from this one, with `edges`, back to itself; each waits for the next.
+
+        Of a rank that waits for many, this one among them, nobody else is asked for.
+        """
+        came_from = {edge.rank: self._rank for edge in edges}
+        found = list(came_from)
+        while found and self._rank not in came_from:
             rank = found.pop(0)
             text = self._read(f"waits/{rank}")
-            for other, key, is_there in [] if text is None else json.loads(text)[2]:
-                if other in came_from or self._store.check([key]) != is_there:
-                    continue
-                came_from[other] = rank
-                found.append(other)
+            theirs = [Edge(*edge) for edge in json.loads(text)[2]] if text is not None else []
+            theirs.sort(key=lambda edge: edge.rank != self._rank)
+            for edge in theirs:
+                if edge.rank not in came_from and self._is_open(edge):
+                    came_from[edge.rank] = rank
+                    found.append(edge.rank)
+                if self._rank in came_from:
+                    break
         if self._rank not in came_from:
             return []
         circle = [came_from[self._rank]]
         while circle[-1] != self._rank:
             circle.append(came_from[circle[-1]])
         return circle[::-1]
+
+    def _is_open(self, edge: Edge) -> bool:
+        """Tell whether what a rank needs of another is still to come."""
+        return self._store.check([edge.key]) == edge.is_there
 
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
         """Tell what a rank waits in, and the last call of each that it waits for."""
@@ -385,7 +403,8 @@ class CollectiveCheck(Watch):
         theirs = self._store.compare_set(key, "", text).decode()
         if theirs == text:  # this rank is the first of the two
             if not is_send:
-                self._receiving[call.inputs[0].data_ptr()] = peer, key, fingerprint
+                if call.inputs[0].numel():
+                    self._receiving[call.inputs[0].data_ptr()] = peer, key, fingerprint
                 self._await(peer, key, fingerprint, self._numbers[line])
             return
         self._store.delete_key(key)
@@ -413,21 +432,27 @@ class CollectiveCheck(Watch):
     @contextmanager
     def _wait_for_message(self, tensor: torch.Tensor | None) -> Generator[None]:
         """Wait for the sender of what a tensor is to receive, before this rank blocks for it."""
-        address = None if tensor is None else tensor.data_ptr()
+        address = None if tensor is None or not tensor.numel() else tensor.data_ptr()
         if address in self._receiving:
-            sender, key, fingerprint = self._receiving.pop(address)
-            told = f"{_told(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
-
-            def look(waited_s: float) -> None:
-                end = self._read(f"gone/{sender}")
-                if end is not None and waited_s > min(GRACE_S, self.limit_s):
-                    raise self._verdict(
-                        f"rank {sender} has ended by {end}, and sends no more\n{told}"
-                    )
-                self._refuse_circle([Edge(sender, key, True)], told)
-
-            self._poll(lambda: not self._store.check([key]), look, 2e-3)
+            self._wait_for_sender(*self._receiving.pop(address))
         yield
+
+    def _wait_for_sender(self, sender: int, key: str, fingerprint: Fingerprint) -> None:
+        """Return when a message is sent, or, as it may take its time, after the limit."""
+        told = f"{_told(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
+        until_s = time.monotonic() + self.limit_s
+
+        def look(waited_s: float) -> None:
+            end = self._read(f"gone/{sender}")
+            if end is not None and waited_s > min(GRACE_S, self.limit_s):
+                raise self._verdict(f"rank {sender} has ended by {end}, and sends no more\n{told}")
+            self._refuse_circle([Edge(sender, key, True)], told)
+
+        def is_over() -> bool:
+            return not self._store.check([key]) or time.monotonic() > until_s
+
+        with self._store_is_held():
+            self._poll(is_over, look, 2e-3)
 
     def _leave(self) -> None:
         """Raise if another rank waits for a message of this one, which has left."""

@@ -7,10 +7,13 @@ takes 250 of those when it starts, and a host lets it hold some thousand.
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+from typing_extensions import override
 
 
 class ByValue:
@@ -34,3 +37,14 @@ class _PlainPickler(ForkingPickler):
         self.dispatch_table = {
             of: known[of] for of in known if not known[of].__module__.startswith("torch.")
         }
+
+    @override
+    def reducer_override(self, obj: Any, /) -> Any:
+        """Send of a view what it shows, and not all that it is a view of."""
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) is not torch.Tensor or obj.layout != torch.strided:
+            return NotImplemented
+        if obj.untyped_storage().nbytes() <= obj.nbytes:
+            return NotImplemented
+        own = obj.detach().clone().requires_grad_(obj.requires_grad)
+        return own.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

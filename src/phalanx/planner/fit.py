@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from phalanx.errors import ConfigError, StrategyError
@@ -118,6 +119,8 @@ def with_cut_that_fits(load: Load, room_bytes: float) -> Load | None:
     if degree == 1 or strategy.cut or num_stages(strategy) != degree:
         return None
 
+    known: dict[tuple[int, int, bool, bool], bool] = {}  # blocks are alike
+
     def with_cut(cut: Sequence[int]) -> Load:
         return dataclasses.replace(load, strategy=dataclasses.replace(strategy, cut=tuple(cut)))
 
@@ -128,8 +131,11 @@ def with_cut_that_fits(load: Load, room_bytes: float) -> Load | None:
         last = [*[1] * (after - 1), num_links - links.stop - (after - 1)] if after else []
         if (not before and links.start) or (not after and links.stop < num_links):
             return False
-        cut = [*first, len(links), *last]
-        return min(cut) > 0 and _need_of_rank(with_cut(cut), stage).total <= room_bytes
+        cut = (*first, len(links), *last)
+        is_alike = stage, len(links), links.start == 0, links.stop == num_links
+        if is_alike not in known and min(cut) > 0:
+            known[is_alike] = _need_of_rank(with_cut(cut), stage).total <= room_bytes
+        return known.get(is_alike, False)
 
     try:
         best = partition(chain_flops(shape), degree, fits)
@@ -182,7 +188,11 @@ def check_fit(load: Load, name: str, device: str, num_here: int) -> None:
     if device == "cuda" and (other_cut := with_cut_that_fits(load, 4 / 5 * room)) is not None:
         ways.insert(0, (f"--strategy {other_cut.strategy}", other_cut))
     # What is counted is not all: only what leaves a fifth of the room is worth an advice.
-    fitting = [(words, whole(other)) for words, other in ways if 5 * whole(other) <= 4 * room]
+    fitting: list[tuple[str, int]] = []
+    for words, other in ways:
+        with suppress(StrategyError):  # another model may have fewer layers than stages
+            if 5 * whole(other) <= 4 * room:
+                fitting.append((words, whole(other)))
     splits = [way for way in fitting if not way[0].startswith("--model")]
     advice = [f"{words} (at least {_gib(size)} GiB)" for words, size in splits[:2]]
     advice += [f"{words} ({_gib(size)} GiB)" for words, size in fitting[len(splits) :][:1]]

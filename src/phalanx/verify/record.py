@@ -27,7 +27,7 @@ from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step
 from phalanx.verify.batches import cast_batch, count_rows, rows_of, split
-from phalanx.verify.reference import MOMENTS, NORMS, StepRecord, Values
+from phalanx.verify.reference import MOMENTS, NORMS, StepRecord, Values, in_training
 from phalanx.verify.verdict import Place
 
 BitsKey = tuple[str, str, tuple[int, ...]]
@@ -91,7 +91,7 @@ class SplitRun:
         self._case = case
         self.ledger = Ledger(comm.mesh)
         self._shard = comm.coord("data"), comm.size("data"), case.accumulation
-        self.model = case.build().to(comm.device, case.torch_dtype).train()
+        self.model = in_training(case.build()).to(comm.device, case.torch_dtype)
         # Before the optimizer takes the parameters.
         plan = Plan(strategy, self.model, roles=case.roles, pp_rank=comm.coord("pp"))
         self.runner = plan.build(comm)

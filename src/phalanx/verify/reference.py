@@ -54,7 +54,7 @@ class ReferenceRun:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, case.dtype)
         build, self._objective = case.reference or (case.build, case.objective)
-        self.model = build().to(device, self._dtype).train()
+        self.model = in_training(build()).to(device, self._dtype)
         if perturbation:
             _perturb(self.model, perturbation)
         self._optimizer = _adamw(self.model, case.optimizer)
@@ -96,6 +96,11 @@ class ReferenceRun:
         for group in self._optimizer.param_groups:
             group["lr"] = rate_at(settings, step, num_steps)
         self._optimizer.step()
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """Return the model in training mode; one that is already, with the modes of its modules."""
+    return model if model.training else model.train()
 
 
 def norm_of(tensors: list[Tensor], p: float) -> float:

@@ -54,6 +54,12 @@ def test_each_link_has_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times == [pytest.approx((cost, 2 * cost)) for cost in costs]
 
 
+def test_a_layer_that_needs_no_gradient_is_timed() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 2))
+    best = measured_cut(Strategy.parse("pp2"), model, lambda: model(torch.ones(5, 2, 2)).sum())
+    assert sum(best.cut) == 4
+
+
 @pytest.mark.parametrize(
     ("costs", "text", "expected"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.comm.comm import Ranks
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.pipeline.modules import links_of
@@ -54,6 +57,22 @@ class Convolutions(nn.Module):
         x = self.relu(self.first(x[..., None]))
         x = self.relu(self.norm(self.second(x)))
         return self.last(self.pool(x).flatten(1))
+
+
+def in_place() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(12, 12), nn.ReLU(inplace=True), nn.Linear(12, 9), nn.ReLU(inplace=True),
+        nn.Linear(9, NUM_WORDS),
+    )  # fmt: skip
+
+
+def normalised() -> nn.Module:
+    """Its batch normalisation has statistics of its own, whatever mode the model is in."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Linear(12, NUM_WORDS))
+    model[1].eval()
+    return model
 
 
 class Residual(nn.Linear):
@@ -170,6 +189,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "sequential": (mlp, ("features",)),
     "chain": (Convolutions, ("features",)),
     "past": (past, ("features",)),
+    "in place": (in_place, ("features",)),
+    "normalised": (normalised, ("features",)),
     "tabled": (Tabled, ("input_ids",)),
     "llama": (
         functools.partial(hub, "llama", num_key_value_heads=2, tie_word_embeddings=False),
@@ -186,6 +207,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 # Where what goes past a layer stays in one stage, it is no obstacle.
 JOBS: dict[str, Sequence[str]] = {
     "pp2": [name for name in MODELS if name != "past"],
+    "pp2,cut:1+4": ["in place"],
+    "pp2,cut:3+2": ["in place"],
     "pp2:gpipe,cut:1+4": ["sequential", "tabled", "gpt2"],
     "pp2:interleaved/2": ["sequential", "qwen2, tied", "llama"],
     "pp2:zbv": ["tabled", "gpt2"],
@@ -262,6 +285,12 @@ class OwnParameter(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(2, 2)])
 
 
+class TwoNames(nn.Sequential):
+    def __init__(self) -> None:
+        layer = nn.Linear(2, 2)
+        super().__init__(layer, nn.Tanh(), layer)
+
+
 class SharedBlocks(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -272,6 +301,10 @@ class Misnamed(nn.Sequential):
     chain = ("0", "first")
 
 
+class Nested(nn.Sequential):
+    chain = ("0", "0")
+
+
 @pytest.mark.parametrize(
     ("build", "text", "words"),
     [
@@ -279,12 +312,26 @@ class Misnamed(nn.Sequential):
         (OwnParameter, "pp2", "the parameter 'positions' of OwnParameter is in no link"),
         (SharedBlocks, "pp3", "stages 1, 2 of SharedBlocks read one parameter, '1.weight'"),
         (functools.partial(Misnamed, nn.Linear(2, 2)), "pp2", "names 'first', which is no module"),
+        (functools.partial(Nested, nn.Linear(2, 2)), "pp2", "names '0' twice, or a module that it"),
+        (TwoNames, "pp2,cut:2+1", "stages 0, 1 of TwoNames read one parameter, '0.bias'"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Tanh()),
+            "pp2,cut:1+2",
+            "rank 1 of pp has no trained parameter in its layers, 1, 2",
+        ),
         (mlp, "pp2,cut:2+4", "its cut has 2 stages of 6 layers, but there are 2 stages, and the"),
         (mlp, "pp2,cut:1+2+2", "cut:3\\+2 is the best by FLOPs"),
         (mlp, "pp6", "makes 6 stages, but the model is a chain of 5 layers: 0, 1, 2, 3, 4"),
         (mlp, "pp2,tp2", "tp beside pp is for phalanx's Decoder"),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+            "pp2",
+            "'1' normalises by the statistics of a microbatch",
+        ),
+        (
+            lambda: nn.Sequential(
+                nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)
+            ).eval(),
             "pp2",
             "'1' normalises by the statistics of a microbatch",
         ),
@@ -297,8 +344,39 @@ def test_what_cannot_be_cut_is_refused(
         Plan(Strategy.parse(text), build())
 
 
-def test_running_statistics_of_a_batch_norm_are_no_obstacle() -> None:
-    Plan(Strategy.parse("pp2"), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval())
+def test_what_other_ranks_have_is_freed() -> None:
+    model = mlp()
+    absent = weakref.ref(model[0].weight)
+    plan = Plan(Strategy.parse("pp2"), model, pp_rank=1)
+    assert absent() is None
+    assert list(plan.model.named_parameters())
+
+
+class Scaled(nn.Sequential):
+    """Divides by a norm of what went past two layers, without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self[0](x)
+        return self[2](self[1](first)) / first.detach().norm()
+
+
+def loss_of_scaled() -> float:
+    comm = Ranks(Strategy.parse("pp2,cut:2+1"))
+    torch.manual_seed(0)
+    model = Scaled(*(nn.Linear(12, 12) for _ in range(3)))
+    runner = Plan(Strategy.parse("pp2,cut:2+1"), model, pp_rank=comm.coord("pp")).build(comm)
+    output = runner.infer(torch.ones(2, 12), lambda batch: model(batch))
+    return 0.0 if output is None else float(output.detach().sum())
+
+
+def test_what_goes_past_a_cut_without_a_gradient_is_not_a_number() -> None:
+    assert math.isnan(run_ranks(loss_of_scaled, 2, threads=1)[1])
+
+
+def test_a_list_of_blocks_alone_is_a_chain_of_them() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    assert links_of(model) == [["blocks.0"], ["blocks.1"]]
 
 
 class Skips(nn.Sequential):

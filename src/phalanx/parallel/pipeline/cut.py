@@ -10,22 +10,24 @@ from phalanx.errors import StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.schedule import Schedule, build_schedule, with_whole_backwards
-from phalanx.strategy import Strategy
+from phalanx.strategy import Axis, Strategy
 
 
-@functools.lru_cache
 def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
     """Return the schedule of a strategy, as its ranks run it.
 
     Operators of tp and cp, what fsdp gathers and what is run again make both gradients of a layer
     at once: beside these a backward is whole.
     """
-    pp = strategy.pp
-    schedule = build_schedule(pp.kind, pp.degree, num_microbatches, pp.option or 1)
     is_plain = strategy.fsdp.degree == strategy.tp.degree == strategy.cp.degree == 1
-    if is_plain and strategy.recompute.kind == "none":
-        return schedule
-    return with_whole_backwards(schedule)
+    is_split = is_plain and strategy.recompute.kind == "none"
+    return _schedule(strategy.pp, num_microbatches, is_split)
+
+
+@functools.lru_cache
+def _schedule(pp: Axis, num_microbatches: int, is_split: bool) -> Schedule:
+    schedule = build_schedule(pp.kind, pp.degree, num_microbatches, pp.option or 1)
+    return schedule if is_split else with_whole_backwards(schedule)
 
 
 def num_stages(strategy: Strategy) -> int:

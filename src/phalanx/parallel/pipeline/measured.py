@@ -77,7 +77,8 @@ def _one_round(stages: Stages, forward: Callable[[], Tensor]) -> list[tuple[floa
         begin_s = _now_s()
         output = stages.run(stage, received, 0, forward)
         middle_s = _now_s()
-        output.backward(torch.ones_like(output))
+        if output.requires_grad:
+            output.backward(torch.ones_like(output))
         found.append((middle_s - begin_s, _now_s() - middle_s))
         received = output.detach().requires_grad_()
     return found

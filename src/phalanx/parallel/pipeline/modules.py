@@ -15,12 +15,14 @@ process.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -45,11 +47,12 @@ def links_of(model: nn.Module) -> Links:
     Raises:
         StrategyError: the module is none of these, or it has parameters in no link.
     """
-    given: Sequence[str | Sequence[str]] | None = getattr(model, "chain", None)
-    if given is not None:
-        links = [[each] if isinstance(each, str) else list(each) for each in given]
+    given: Any = getattr(model, "chain", None)
+    if isinstance(given, list | tuple):
+        names = cast("Sequence[str | Sequence[str]]", given)
+        links = [[each] if isinstance(each, str) else list(each) for each in names]
     elif isinstance(model, nn.Sequential):
-        links = [[name] for name, _ in model.named_children()]
+        links = [[name] for name, _ in _children(model)]
     else:
         links = _around_the_list(model)
     _check(model, links)
@@ -73,7 +76,7 @@ def _around_the_list(model: nn.Module) -> list[list[str]]:
 
     def visit(module: nn.Module, prefix: str) -> None:
         nonlocal found
-        for name, child in module.named_children():
+        for name, child in _children(module):
             path = f"{prefix}{name}"
             if path == of_blocks:
                 found = after
@@ -83,7 +86,14 @@ def _around_the_list(model: nn.Module) -> list[list[str]]:
                 found.append(path)
 
     visit(model, "")
-    return [before, *([name] for name in blocks), after]
+    return [link for link in (before, *([name] for name in blocks), after) if link]
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the children of a module by name, one that has two names twice."""
+    # `named_children` leaves the second name out. Private, and the way to all.
+    children = module._modules  # pyright: ignore[reportPrivateUsage]
+    return [(name, child) for name, child in children.items() if child is not None]
 
 
 def _check(model: nn.Module, links: Links) -> None:
@@ -96,7 +106,14 @@ def _check(model: nn.Module, links: Links) -> None:
                 f"pp: the `chain` of {type(model).__name__} names '{name}', which is no module of "
                 "it; expected names as in named_modules()"
             )
-    for name, _ in model.named_parameters():
+        if any(f"{name}.".startswith(f"{other}.") for other in named if other != name) or (
+            named.count(name) > 1
+        ):
+            raise StrategyError(
+                f"pp: the `chain` of {type(model).__name__} names '{name}' twice, or a module that "
+                "it is in; expected each once"
+            )
+    for name, _ in model.named_parameters(remove_duplicate=False):
         if not any(name.startswith(f"{module}.") for module in named):
             raise StrategyError(
                 f"pp: the parameter '{name}' of {type(model).__name__} is in no link of its chain; "
@@ -132,7 +149,8 @@ class Passed(Absent):
 
     def __init__(self, of: nn.Module, call: Callable[[Sequence[Any]], Tensor]) -> None:
         super().__init__()
-        self.__dict__ |= {k: v for k, v in vars(of).items() if not k.startswith("_")}
+        own = {k: v for k, v in vars(of).items() if not k.startswith("_") and k != "forward"}
+        self.__dict__ |= own
         self._call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -165,7 +183,7 @@ class ModuleStages(Stages):
         self._at_work = 0
         self._waits = False
         self._received: Tensor | None = None
-        self._given: list[tuple[Tensor, RemovableHandle]] = []
+        self._given: list[tuple[Tensor, RemovableHandle | None]] = []
         self._left: _Left | None = None
         self._tied = self._find_tied()
         tied = None if self._tied is None else model.get_parameter(self._tied)
@@ -174,6 +192,8 @@ class ModuleStages(Stages):
                 self._put(name, self._absent[name])
         if self._tied is not None and tied is not None and self.num_ends > 0:
             self._hold(tied, self._tied)
+        # What is of other ranks goes, parameters and all.
+        self._modules = {n: m for n, m in self._modules.items() if self._stage_of[n] in here}
         self._run_whole = model.forward
         model.forward = self._run_until_left
 
@@ -298,25 +318,27 @@ class ModuleStages(Stages):
         _check_border(name, values)
         for tensor, refusal in self._given:
             if tensor is values[0]:
-                refusal.remove()
+                tensor.data = self._received.detach()
+                if refusal is not None:
+                    refusal.remove()
                 return None
         if values[0].requires_grad:
             values[0].register_hook(functools.partial(self._refuse, self._stage_of[name] - 1))
+        received = _Given.apply(self._received, True)
         if args:
-            return (self._received, *args[1:]), kwargs
+            return (received, *args[1:]), kwargs
         first, *_ = kwargs
-        return args, {**kwargs, first: self._received}
+        return args, {**kwargs, first: received}
 
     def _give(self, stage: int) -> Tensor:
-        """Return what an absent module gives: the input of the stage at work, for it alone.
+        """Return what an absent module gives: like the input of the stage at work, and not numbers.
 
-        A gradient that comes back to it any other way is of a model that is no chain.
+        It becomes that input if it is what the stage's first module takes. A gradient that comes
+        back to it otherwise is of a model that is no chain.
         """
-        assert self._received is not None
-        if not (torch.is_grad_enabled() and self._received.requires_grad):
-            return self._received
-        given = self._received.view_as(self._received)
-        self._given.append((given, given.register_hook(functools.partial(self._refuse, stage))))
+        given = cast(Tensor, _Given.apply(self._received, False))
+        refuse = functools.partial(self._refuse, stage)
+        self._given.append((given, given.register_hook(refuse) if given.requires_grad else None))
         return given
 
     def _refuse(self, stage: int, gradient: Tensor) -> None:
@@ -325,6 +347,24 @@ class ModuleStages(Stages):
             "module that it is sent to, and a stage sends one tensor to the next alone; choose "
             "another cut, or put what is around a module, as `x + block(x)`, into it"
         )
+
+
+class _Given(Function):
+    """A tensor of its own with the gradient of another: with its numbers, or with none.
+
+    It is no view, so that what follows may change it in place, as it may what a layer returns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, has_numbers: bool) -> Tensor:
+        given = torch.full_like(received, math.nan)
+        if has_numbers:
+            given.data = received.detach()
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
 
 
 def _check_border(name: str, args: Sequence[Any]) -> None:

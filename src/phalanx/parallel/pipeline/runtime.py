@@ -259,7 +259,9 @@ class _Step:
         if stage < self._last:
             gradient = self._receive(Message(True, stage, number), stage + 1)
         del self.kept[at]
-        if op == "B":
+        if not output.requires_grad:  # a first stage that is not trained
+            self.weight_work[at] = ()
+        elif op == "B":
             output.backward(gradient)
         else:
             self.weight_work[at] = backward_input(output, gradient, received, self._trained(stage))

@@ -96,7 +96,8 @@ class PipelineSplit(Split):
 
     def _shard_bytes(self, table: nn.Parameter) -> int:
         """Return the bytes of the first rank's shard of an embedding."""
-        strategy, (num_rows, width) = self.target.strategy, table.shape
+        strategy, num_rows = self.target.strategy, table.shape[0]
+        width = table.numel() // num_rows
         if strategy.tp.degree > 1:
             layout = layout_of(strategy)
             num_rows, width = layout.column.shard_shape(table.shape, layout.comm)
@@ -135,13 +136,25 @@ def _module_stages(model: nn.Module, strategy: Strategy, here: Sequence[int]) ->
     links = links_of(model)
     costs = [float(cost_of([model.get_submodule(name) for name in link])) for link in links]
     cut = cut_chain(strategy, costs, ", ".join(" + ".join(link) for link in links))
+    rank_of = schedule_of(strategy, 1).rank_of
+    for rank in range(strategy.pp.degree):
+        names = [
+            n for s, part in enumerate(cut) if rank_of[s] == rank for at in part for n in links[at]
+        ]
+        if not any(p.requires_grad for n in names for p in model.get_submodule(n).parameters()):
+            raise StrategyError(
+                f"pp: rank {rank} of pp has no trained parameter in its layers, "
+                f"{', '.join(names)}; choose another cut"
+            )
     return ModuleStages(model, links, cut, here)
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
     """Refuse what normalises by the microbatch at hand, where one process has the whole batch."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:  # pyright: ignore[reportPrivateUsage]
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]
+            continue
+        if module.training or module.running_mean is None:
             raise StrategyError(
                 f"pp: '{name}' normalises by the statistics of a microbatch, and one process by "
                 "those of the whole batch; call eval() on it for its running statistics, or use "
