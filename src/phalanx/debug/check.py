@@ -31,7 +31,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from phalanx.comm.calls import Call, axes_by_ranks, read_call
 from phalanx.comm.join import job_store
 from phalanx.comm.waits import told_to
 from phalanx.comm.watch import Watch
+from phalanx.debug.circle import Edge, WaitGraph
 from phalanx.debug.fingerprint import Fingerprint, difference, find_places, pair_difference, take
 from phalanx.errors import CollectiveMismatch, named
 
@@ -84,20 +85,6 @@ class Meeting:
         return f"call {self.number} on {self.axis} ({where})"
 
 
-class Edge(NamedTuple):
-    """What a rank that waits needs of another.
-
-    Attributes:
-        rank: the other.
-        key: of the store.
-        is_there: whether the other is still to come while the key is there, or while it is not.
-    """
-
-    rank: int
-    key: str
-    is_there: bool
-
-
 class CollectiveCheck(Watch):
     """Compares the collectives that run inside `with CollectiveCheck(mesh):`.
 
@@ -129,11 +116,11 @@ class CollectiveCheck(Watch):
         self._awaited: set[int] = set()
         # Address of what a message is to fill -> its sender, its key and this rank's call.
         self._receiving: dict[int, tuple[int, str, Fingerprint]] = {}
-        self._num_waits = 0
         self._telling = ExitStack()
         store = job_store()
         # Each rank counts its own, and all make the same: what an earlier check left, is not read.
         self._store = dist.PrefixStore(f"check/{store.add(f'checks/{self._rank}', 1)}", store)
+        self._graph = WaitGraph(self._store, self._rank)
 
     @override
     def __enter__(self) -> Self:
@@ -264,7 +251,7 @@ class CollectiveCheck(Watch):
         self, is_over: Callable[[], bool], look: Callable[[float], None], longest_s: float
     ) -> None:
         """Return when a wait is over; call `look` now and then, with the time that it has taken."""
-        self._num_waits += 1
+        self._graph.begin()
         began_s = time.monotonic()
         look_s, pause_s = began_s + LOOK_S, 20e-6
         try:
@@ -278,8 +265,7 @@ class CollectiveCheck(Watch):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
         finally:
-            if time.monotonic() > began_s + LOOK_S:
-                self._store.delete_key(f"waits/{self._rank}")
+            self._graph.end()
 
     def _look(self, meeting: Meeting, missing: list[int], waited_s: float) -> None:
         """Find out why ranks have not come, and raise if they never will."""
@@ -312,55 +298,14 @@ class CollectiveCheck(Watch):
                 asked += [ranks[len(ranks) // 2 :], ranks[: len(ranks) // 2]]
         return missing
 
-    # Ranks that wait for each other.
-
     def _refuse_circle(self, edges: Sequence[Edge], told: str) -> None:
-        """Say whom this rank waits for, and raise if that one waits for it in turn.
-
-        What a rank waits for is there or not for as long as it waits. So ranks that are found twice
-        in the same waits were all waiting in between.
-        """
-        mine = json.dumps([self._num_waits, told, edges])
-        self._store.set(f"waits/{self._rank}", mine)
-        if circle := self._circle(edges):
-            waits = [self._read(f"waits/{rank}") for rank in circle]
-            first = next(edge for edge in edges if edge.rank == circle[1])
-            is_same = None not in waits and self._is_open(first) and circle == self._circle(edges)
-            if is_same and waits == [self._read(f"waits/{rank}") for rank in circle]:
-                lines = "\n".join(json.loads(text)[1] for text in waits if text is not None)
-                raise self._verdict(
-                    f"{named(sorted(circle))} wait for each other, in a circle\n{lines}\n"
-                    "Ranks must come to their calls and messages in one order."
-                )
-
-    def _circle(self, edges: Sequence[Edge]) -> list[int]:
-        """Return the ranks from this one, with `edges`, back to itself; each waits for the next.
-
-        Of a rank that waits for many, this one among them, nobody else is asked for.
-        """
-        came_from = {edge.rank: self._rank for edge in edges}
-        found = list(came_from)
-        while found and self._rank not in came_from:
-            rank = found.pop(0)
-            text = self._read(f"waits/{rank}")
-            theirs = [Edge(*edge) for edge in json.loads(text)[2]] if text is not None else []
-            theirs.sort(key=lambda edge: edge.rank != self._rank)
-            for edge in theirs:
-                if edge.rank not in came_from and self._is_open(edge):
-                    came_from[edge.rank] = rank
-                    found.append(edge.rank)
-                if self._rank in came_from:
-                    break
-        if self._rank not in came_from:
-            return []
-        circle = [came_from[self._rank]]
-        while circle[-1] != self._rank:
-            circle.append(came_from[circle[-1]])
-        return circle[::-1]
-
-    def _is_open(self, edge: Edge) -> bool:
-        """Tell whether what a rank needs of another is still to come."""
-        return self._store.check([edge.key]) == edge.is_there
+        """Raise if one of those that this rank waits for waits for it in turn."""
+        if circle := self._graph.circle(edges, told):
+            lines = "\n".join(circle.values())
+            raise self._verdict(
+                f"{named(sorted(circle))} wait for each other, in a circle\n{lines}\n"
+                "Ranks must come to their calls and messages in one order."
+            )
 
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
         """Tell what a rank waits in, and the last call of each that it waits for."""
@@ -444,7 +389,8 @@ class CollectiveCheck(Watch):
 
         def look(waited_s: float) -> None:
             end = self._read(f"gone/{sender}")
-            if end is not None and waited_s > min(GRACE_S, self.limit_s):
+            # Of one that has left, `_await` or its own `_leave` tells.
+            if end not in (None, LEFT) and waited_s > min(GRACE_S, self.limit_s):
                 raise self._verdict(f"rank {sender} has ended by {end}, and sends no more\n{told}")
             self._refuse_circle([Edge(sender, key, True)], told)
 
