@@ -1,5 +1,6 @@
 """What benchmarks share: runs of `phalanx train` on one shape, spreads in tables, result files."""
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -58,6 +59,26 @@ def spread(values: Sequence[float], form: str) -> str:
     """Return median, least and most as cells of a table."""
     numbers = (statistics.median(values), min(values), max(values))
     return " | ".join(format(number, form) for number in numbers)
+
+
+def arguments(about: str, rounds: int, steps: int) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark that compares training runs."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def rows_of(
+    strategies: Sequence[str], steps: int, out: str, precision: str, *words: str
+) -> dict[str, list[str]]:
+    """Return the run of each strategy, by the name of its row."""
+    return {
+        f"phalanx {strategy}": [*train_command(strategy, steps, out, precision=precision), *words]
+        for strategy in strategies
+    }
 
 
 def by_hand(script: str, *words: str) -> list[str]:

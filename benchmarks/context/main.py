@@ -6,7 +6,6 @@ python benchmarks/context/main.py [--length 2048] [--rounds 3] [--steps 3] [--pr
 A step is two samples, for fsdp2 has to have one for each rank; the others take one after the other.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import compare, train_command, write_result
+from common import arguments, compare, rows_of, write_result
 
 WARMUP_STEPS = 1
 STRATEGIES = ("fsdp2", "tp2", "cp2", "cp2:ulysses")
@@ -31,24 +30,15 @@ def memory_of(document: Mapping[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(str(__doc__), rounds=3, steps=3)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     num_steps = max(3, args.steps + WARMUP_STEPS)  # the account of memory needs three
 
     def commands(out: str) -> dict[str, list[str]]:
-        return {
-            f"phalanx {strategy}": [
-                *train_command(strategy, num_steps, out, precision=args.precision),
-                *(f"--corpus.seq-len={args.length}", f"--shape.max-seq-len={args.length}"),
-                *("--batch.microbatch=1", "--batch.global-size=2"),
-            ]
-            for strategy in STRATEGIES
-        }
+        words = [f"--corpus.seq-len={args.length}", f"--shape.max-seq-len={args.length}"]
+        words += ["--batch.microbatch=1", "--batch.global-size=2"]
+        return rows_of(STRATEGIES, num_steps, out, args.precision, *words)
 
     found = compare(commands, "phalanx fsdp2", args.rounds, memory_of)
     print("\n| | MiB at the peak | of it activations | resident MiB |\n|---|---:|---:|---:|")

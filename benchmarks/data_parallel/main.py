@@ -4,12 +4,11 @@ python benchmarks/data_parallel/main.py ddp|fsdp [--rounds 5] [--steps 12] [--pr
     [--out FILE.json]
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import by_hand, compare, train_command, write_result
+from common import arguments, by_hand, compare, rows_of, write_result
 
 WARMUP_STEPS = 3
 
@@ -21,12 +20,8 @@ LOOP = "transformers, by hand"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(str(__doc__), rounds=5, steps=12)
     parser.add_argument("against", choices=STRATEGIES)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     loop = by_hand(
         "transformers_loop.py", f"--wrap={args.against}", f"--steps={args.steps}",
@@ -35,11 +30,7 @@ def main() -> None:
 
     def commands(out: str) -> dict[str, list[str]]:
         num_steps = args.steps + WARMUP_STEPS
-        ours = {
-            f"phalanx {s}": train_command(s, num_steps, out, precision=args.precision)
-            for s in STRATEGIES[args.against]
-        }
-        return {**ours, LOOP: loop}
+        return {**rows_of(STRATEGIES[args.against], num_steps, out, args.precision), LOOP: loop}
 
     found = compare(commands, LOOP, args.rounds)
     about = {"against": args.against, "steps": args.steps, "precision": args.precision}

@@ -3,12 +3,11 @@
 python benchmarks/pipeline/main.py [--rounds 5] [--steps 8] [--precision bfloat16] [--out FILE.json]
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import by_hand, compare, train_command, write_result
+from common import arguments, by_hand, compare, rows_of, write_result
 
 WARMUP_STEPS = 2
 LOOP = "by hand, 4 and 4 layers"
@@ -16,24 +15,13 @@ MICROBATCHES = ("--batch.microbatch=2", "--batch.accumulation=8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = arguments(str(__doc__), rounds=5, steps=8).parse_args()
     words = (f"--steps={args.steps}", f"--precision={args.precision}")
     loop = by_hand("pipeline/transformers_loop.py", *words)
 
     def commands(out: str) -> dict[str, list[str]]:
         num_steps = args.steps + WARMUP_STEPS
-        ours = {
-            f"phalanx {s}": [
-                *train_command(s, num_steps, out, precision=args.precision),
-                *MICROBATCHES,
-            ]
-            for s in ("pp2", "pp2:zb/1")
-        }
+        ours = rows_of(("pp2", "pp2:zb/1"), num_steps, out, args.precision, *MICROBATCHES)
         return {**ours, LOOP: loop, "by hand, 5 and 3 layers": [*loop, "--first-layers=5"]}
 
     found = compare(commands, LOOP, args.rounds)

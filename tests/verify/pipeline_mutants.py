@@ -72,14 +72,14 @@ def _swapped_gradients(right: Any) -> Any:
 
 
 def _skips_last_block(right: Any) -> Any:
-    def wrong(self: Any, stage: int, received: Any, number: int, forward: Any) -> Any:
+    def wrong(self: Any, stage: int, received: Any, forward: Any) -> Any:
         def fewer() -> Any:
             blocks = self._model.stage.blocks
             if len(blocks) > 1:
                 self._model.stage = self._model.stage._replace(blocks=blocks[:-1])
             return forward()
 
-        return right(self, stage, received, number, fewer)
+        return right(self, stage, received, fewer)
 
     return wrong
 

@@ -191,8 +191,9 @@ def check_fit(load: Load, name: str, device: str, num_here: int) -> None:
     fitting: list[tuple[str, int]] = []
     for words, other in ways:
         with suppress(StrategyError):  # another model may have fewer layers than stages
-            if 5 * whole(other) <= 4 * room:
-                fitting.append((words, whole(other)))
+            size = whole(other)
+            if 5 * size <= 4 * room:
+                fitting.append((words, size))
     splits = [way for way in fitting if not way[0].startswith("--model")]
     advice = [f"{words} (at least {_gib(size)} GiB)" for words, size in splits[:2]]
     advice += [f"{words} ({_gib(size)} GiB)" for words, size in fitting[len(splits) :][:1]]

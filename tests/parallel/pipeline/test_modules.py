@@ -320,7 +320,7 @@ class Nested(nn.Sequential):
             "rank 1 of pp has no trained parameter in its layers, 1, 2",
         ),
         (mlp, "pp2,cut:2+4", "its cut has 2 stages of 6 layers, but there are 2 stages, and the"),
-        (mlp, "pp2,cut:1+2+2", "cut:3\\+2 is the best by FLOPs"),
+        (mlp, "pp2,cut:1+2+2", "cut:3\\+2 is the best by their cost"),
         (mlp, "pp6", "makes 6 stages, but the model is a chain of 5 layers: 0, 1, 2, 3, 4"),
         (mlp, "pp2,tp2", "tp beside pp is for phalanx's Decoder"),
         (

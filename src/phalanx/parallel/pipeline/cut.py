@@ -70,7 +70,7 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
         raise StrategyError(
             f"{strategy}: its cut has {len(strategy.cut)} stages of {sum(strategy.cut)} layers, "
             f"but there are {stages} stages, and the model is a chain of {num_links} layers: "
-            f"{layers}; cut:{best} is the best by FLOPs"
+            f"{layers}; cut:{best} is the best by their cost"
         )
     return ranges_of(strategy.cut)
 

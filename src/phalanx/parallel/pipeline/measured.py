@@ -75,7 +75,7 @@ def _one_round(stages: Stages, forward: Callable[[], Tensor]) -> list[tuple[floa
         for weight in stages.weights(stage):
             weight.grad = None
         begin_s = _now_s()
-        output = stages.run(stage, received, 0, forward)
+        output = stages.run(stage, received, forward)
         middle_s = _now_s()
         if output.requires_grad:
             output.backward(torch.ones_like(output))

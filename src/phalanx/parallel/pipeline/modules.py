@@ -7,9 +7,9 @@ A forward of the whole module runs, and a stage is cut out of it:
     is passed    is passed   takes what  is where the stage
     by           by          was sent    is left, with its input
 
-Absent modules have no parameters, but of a tied weight. The forward is left by an exception, which
-passes through whatever the module and the objective do with an output: they are written for one
-process.
+Absent modules have no parameters, but of a tied weight, and what they give is not a number. The
+forward is left by an exception, which passes through whatever the module and the objective do with
+an output: they are written for one process.
 """
 
 from __future__ import annotations
@@ -252,9 +252,7 @@ class ModuleStages(Stages):
         self._model.register_forward_hook(self._leave)
 
     @override
-    def run(
-        self, stage: int, received: Tensor | None, microbatch: int, forward: Callable[[], Tensor]
-    ) -> Tensor:
+    def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
         self._at_work, self._received, self._waits = stage, received, True
         with self._others_absent(stage):
             try:
@@ -357,9 +355,10 @@ class _Given(Function):
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, has_numbers: bool) -> Tensor:
-        given = torch.full_like(received, math.nan)
-        if has_numbers:
-            given.data = received.detach()
+        if not has_numbers:
+            return torch.full_like(received, math.nan)
+        given = received.new_empty(0)
+        given.data = received.detach()
         return given
 
     @staticmethod

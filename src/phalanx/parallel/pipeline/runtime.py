@@ -168,7 +168,7 @@ class Pipeline(Runner):
                 else:
                     buffer = self._sizes.buffer(stage, microbatch, source)
                     received = self._comm.recv_start(buffer, "pp", source).wait()
-            output = self.stages.run(stage, received, 0, lambda: forward(microbatch))
+            output = self.stages.run(stage, received, lambda: forward(microbatch))
             if stage + 1 < self.stages.num_stages:
                 target = schedule.rank_of[stage + 1]
                 if target != here:
@@ -240,7 +240,7 @@ class _Step:
         if stage > 0:
             received = self._receive(Message(False, stage, number), stage - 1).requires_grad_()
         microbatch = self.microbatches[number]
-        output = self.stages.run(stage, received, number, lambda: forward(microbatch))
+        output = self.stages.run(stage, received, lambda: forward(microbatch))
         if stage == self._last:
             output = share_of(output)
         else:

@@ -52,15 +52,12 @@ class Stages(ABC):
         """Get ready to run, once all axes have split the model."""
 
     @abstractmethod
-    def run(
-        self, stage: int, received: Tensor | None, microbatch: int, forward: Callable[[], Tensor]
-    ) -> Tensor:
+    def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
         """Return what a stage makes of what the one before has sent.
 
         Args:
             stage: of this rank.
             received: the stage's input; None in the first stage.
-            microbatch: its number in the step.
             forward: runs the whole model, and returns what is made of its output.
 
         Returns:
@@ -112,9 +109,7 @@ class DecoderStages(Stages):
         return list(dict.fromkeys(found))
 
     @override
-    def run(
-        self, stage: int, received: Tensor | None, microbatch: int, forward: Callable[[], Tensor]
-    ) -> Tensor:
+    def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
         links, last = self.cut[stage], self._last_link
         blocks = range(max(links.start - 1, 0), min(links.stop, last) - 1)
         self._model.stage = Stage(blocks, received, last in links)
