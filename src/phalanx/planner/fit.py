@@ -88,16 +88,16 @@ def _need_of_host(load: Load, num_here: int) -> int:
     return num_here * sum(needs) // len(needs)
 
 
-def _need_of_rank(load: Load, pp_rank: int) -> Need:
+def _need_of_rank(load: Load, pp_rank: int, cut: Sequence[range] | None = None) -> Need:
     strategy, shape = load.strategy, load.shape
     precision = "bfloat16" if load.precision == "auto" else load.precision
     master_bytes = 8 if precision == "float64" else 4
     of_one = activations(shape, strategy, load.seq_len, load.microbatch, precision)
-    split = parameters_of(strategy, shape, pp_rank) // strategy.tp.degree * master_bytes
+    split = parameters_of(strategy, shape, pp_rank, cut) // strategy.tp.degree * master_bytes
     share = split // strategy.num_shards
     kept = 0
     if not load.is_compiled:
-        kept = held_of(strategy, shape, of_one, load.accumulation, pp_rank)
+        kept = held_of(strategy, shape, of_one, load.accumulation, pp_rank, cut)
     # Stage 1 adds whole gradients up; those of one microbatch it reduces as they come.
     adds_whole = strategy.fsdp.kind == "zero1" and load.accumulation > 1
     return Need(
@@ -115,33 +115,24 @@ def with_cut_that_fits(load: Load, room_bytes: float) -> Load | None:
     None if there is no such cut, the one at hand is given by hand, or ranks have several stages.
     """
     strategy, shape = load.strategy, load.shape
-    degree, num_links = strategy.pp.degree, shape.num_layers + 2
+    degree, last = strategy.pp.degree, shape.num_layers + 1
     if degree == 1 or strategy.cut or num_stages(strategy) != degree:
         return None
-
     known: dict[tuple[int, int, bool, bool], bool] = {}  # blocks are alike
 
-    def with_cut(cut: Sequence[int]) -> Load:
-        return dataclasses.replace(load, strategy=dataclasses.replace(strategy, cut=tuple(cut)))
-
     def fits(links: range, stage: int) -> bool:
-        # What the others have does not matter: one link each, and the rest wherever it may be.
-        before, after = stage, degree - 1 - stage
-        first = [links.start - (before - 1), *[1] * (before - 1)] if before else []
-        last = [*[1] * (after - 1), num_links - links.stop - (after - 1)] if after else []
-        if (not before and links.start) or (not after and links.stop < num_links):
-            return False
-        cut = (*first, len(links), *last)
-        is_alike = stage, len(links), links.start == 0, links.stop == num_links
-        if is_alike not in known and min(cut) > 0:
-            known[is_alike] = _need_of_rank(with_cut(cut), stage).total <= room_bytes
-        return known.get(is_alike, False)
+        is_alike = stage, len(links), 0 in links, last in links
+        if is_alike not in known:
+            cut = [links] * degree  # those of the other stages are not looked at
+            known[is_alike] = _need_of_rank(load, stage, cut).total <= room_bytes
+        return known[is_alike]
 
     try:
         best = partition(chain_flops(shape), degree, fits)
     except StrategyError:
         return None
-    return with_cut([len(links) for links in best])
+    cut = tuple(len(links) for links in best)
+    return dataclasses.replace(load, strategy=dataclasses.replace(strategy, cut=cut))
 
 
 def check_memory_for(num_ranks: int) -> None:

@@ -15,8 +15,13 @@ from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Strategy
 
 
-def parameters_of(strategy: Strategy, shape: ModelShape, pp_rank: int) -> int:
-    """Return how many parameters the stages of a rank have, before other axes split them."""
+def parameters_of(
+    strategy: Strategy, shape: ModelShape, pp_rank: int, cut: Sequence[range] | None = None
+) -> int:
+    """Return how many parameters the stages of a rank have, before other axes split them.
+
+    The stages are those of `cut`, or of the strategy's.
+    """
     count, num_layers = num_parameters(shape), shape.num_layers
     if strategy.pp.degree == 1:
         return count.total
@@ -24,7 +29,7 @@ def parameters_of(strategy: Strategy, shape: ModelShape, pp_rank: int) -> int:
     block = (count.attention + count.mlp + count.norm - last_norm) // num_layers
     first = count.embedding + count.position
     last = last_norm + (count.embedding if shape.tied else count.output)
-    cut, here = cut_of(strategy, shape), schedule_of(strategy, 1).stages_of(pp_rank)
+    cut, here = cut or cut_of(strategy, shape), schedule_of(strategy, 1).stages_of(pp_rank)
     links = [link for stage in here for link in cut[stage]]
     sizes = [first, *[block] * num_layers, last]
     total = sum(sizes[link] for link in links)
@@ -33,7 +38,12 @@ def parameters_of(strategy: Strategy, shape: ModelShape, pp_rank: int) -> int:
 
 
 def held_of(
-    strategy: Strategy, shape: ModelShape, of: Activations, num_microbatches: int, pp_rank: int
+    strategy: Strategy,
+    shape: ModelShape,
+    of: Activations,
+    num_microbatches: int,
+    pp_rank: int,
+    cut: Sequence[range] | None = None,
 ) -> int:
     """Return the most bytes that a rank holds for backward, without buffers that pass.
 
@@ -43,10 +53,11 @@ def held_of(
         of: what a rank that runs the whole model holds of one microbatch.
         num_microbatches: of a step.
         pp_rank: coordinate of the rank on pp.
+        cut: the links of each stage; the strategy's if None.
     """
     if strategy.pp.degree == 1:
         return of.peak
-    schedule, cut = schedule_of(strategy, num_microbatches), cut_of(strategy, shape)
+    schedule, cut = schedule_of(strategy, num_microbatches), cut or cut_of(strategy, shape)
     kept = [_kept(links, shape, of) for links in cut]
     held = peak = 0
     for op, stage, _ in schedule.orders[pp_rank]:

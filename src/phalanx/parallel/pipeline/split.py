@@ -70,15 +70,12 @@ class PipelineSplit(Split):
         strategy, rank = self.target.strategy, self.target.pp_rank
         schedule = schedule_of(strategy, len(microbatches))
         sizes = {"forward": list[int](), "backward": list[int]()}
-        for action in schedule.orders[rank]:
+        # What a stage of any module sends is known once it runs.
+        for action in schedule.orders[rank] if self._width is not None else ():
             message = sent_after(action, schedule.num_stages - 1)
-            if self._width is None:
-                break  # what a stage of any module sends is known once it runs
             if message is not None and schedule.rank_of[message.stage] != rank:
                 phase = "backward" if message.is_gradient else "forward"
-                sizes[phase].append(
-                    self._message_bytes(*microbatches[action.microbatch], self._width)
-                )
+                sizes[phase].append(self._message_bytes(*microbatches[action.microbatch]))
         if (copy := self._tied()) is not None:
             sizes["reduce"] = [self._shard_bytes(copy)]
         return [
@@ -87,7 +84,9 @@ class PipelineSplit(Split):
             if each
         ]
 
-    def _message_bytes(self, num_rows: int, length: int, width: int) -> int:
+    def _message_bytes(self, num_rows: int, length: int) -> int:
+        width = self._width
+        assert width is not None, "only what a decoder sends is known"
         if self.target.strategy.tp.degree == 1:
             return num_rows * length * width * self._itemsize
         layout = layout_of(self.target.strategy)
