@@ -182,7 +182,7 @@ WRONG: dict[Callable[[int], None], str] = {
     swapped_gradients: "in the tensor: 0.weight.grad and 1.weight.grad",
     swapped_modules: "in the tensor: FSDP module layers.a and FSDP module layers.b",
     fewer_calls: "^rank 1 has left, without an error, and will not come to call 3 on dp ",
-    one_group_first: "^ranks 0, 1 wait for each other, in a circle",
+    one_group_first: "^deadlock: ranks 0, 1 wait for each other\n",
     never_comes: "^rank 1 did not come to call 2 on dp .* within 1 s",
     in_backward: "in the reduction: sum and min",
 }
@@ -318,9 +318,9 @@ def take_axes_in_another_order() -> None:
             dist.all_reduce(torch.ones(4), group=mesh.get_group(name))
 
 
-def test_four_ranks_that_wait_in_a_circle() -> None:
+def test_four_ranks_in_a_deadlock() -> None:
     with pytest.raises(
-        CollectiveMismatch, match=r"^ranks 0, 1, 2, 3 wait for each other"
+        CollectiveMismatch, match=r"^deadlock: ranks 0, 1, 2, 3 wait for each other"
     ) as caught:
         run_ranks(take_axes_in_another_order, 4)
     axes = re.findall(r"waits there, call 1 on (\w+) \(ranks \d, \d; group", str(caught.value))
@@ -360,7 +360,9 @@ def test_a_message_that_never_comes_is_waited_for_as_long_as_without_the_check()
 
 
 def test_one_that_waits_in_a_collective_for_one_that_waits_for_its_message() -> None:
-    with pytest.raises(CollectiveMismatch, match=r"^ranks 0, 1 wait for each other") as caught:
+    with pytest.raises(
+        CollectiveMismatch, match=r"^deadlock: ranks 0, 1 wait for each other"
+    ) as caught:
         run_ranks(send_before_or_after_a_collective, 2)
     message = str(caught.value)
     assert re.search(r"rank 0: all_reduce .*\n.*\n +waits there, call 4 on pp", message), message

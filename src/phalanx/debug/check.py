@@ -17,7 +17,7 @@ A send and its receive are compared when the second of them is called, without a
 rank is to receive of one that has left is told by the later of the two.
 
 A rank that waits for long says for whom, in a call or, by `Comm`, for a message. Ranks that wait
-for each other in a circle never go on, and are told so.
+for each other in a cycle never go on, and are told so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from phalanx.comm.calls import Call, axes_by_ranks, read_call
 from phalanx.comm.join import job_store
 from phalanx.comm.waits import told_to
 from phalanx.comm.watch import Watch
-from phalanx.debug.circle import Edge, WaitGraph
+from phalanx.debug.deadlock import Edge, WaitGraph
 from phalanx.debug.fingerprint import Fingerprint, difference, find_places, pair_difference, take
 from phalanx.errors import CollectiveMismatch, named
 
@@ -235,7 +235,7 @@ class CollectiveCheck(Watch):
         def look(waited_s: float) -> None:
             missing = self._missing(meeting)
             self._look(meeting, missing, waited_s)
-            self._refuse_circle([Edge(rank, meeting.key(rank), False) for rank in missing], told)
+            self._refuse_deadlock([Edge(rank, meeting.key(rank), False) for rank in missing], told)
 
         # The store answers all ranks: the more they are, the less often each may ask.
         longest_s = 2e-3 * max(1.0, len(meeting.ranks) / 8)
@@ -298,12 +298,12 @@ class CollectiveCheck(Watch):
                 asked += [ranks[len(ranks) // 2 :], ranks[: len(ranks) // 2]]
         return missing
 
-    def _refuse_circle(self, edges: Sequence[Edge], told: str) -> None:
+    def _refuse_deadlock(self, edges: Sequence[Edge], told: str) -> None:
         """Raise if one of those that this rank waits for waits for it in turn."""
-        if circle := self._graph.circle(edges, told):
-            lines = "\n".join(circle.values())
+        if cycle := self._graph.cycle(edges, told):
+            lines = "\n".join(cycle.values())
             raise self._verdict(
-                f"{named(sorted(circle))} wait for each other, in a circle\n{lines}\n"
+                f"deadlock: {named(sorted(cycle))} wait for each other\n{lines}\n"
                 "Ranks must come to their calls and messages in one order."
             )
 
@@ -392,7 +392,7 @@ class CollectiveCheck(Watch):
             # Of one that has left, `_await` or its own `_leave` tells.
             if end not in (None, LEFT) and waited_s > min(GRACE_S, self.limit_s):
                 raise self._verdict(f"rank {sender} has ended by {end}, and sends no more\n{told}")
-            self._refuse_circle([Edge(sender, key, True)], told)
+            self._refuse_deadlock([Edge(sender, key, True)], told)
 
         def is_over() -> bool:
             return not self._store.check([key]) or time.monotonic() > until_s

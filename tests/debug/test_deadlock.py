@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from phalanx.debug.circle import Edge, WaitGraph
+from phalanx.debug.deadlock import Edge, WaitGraph
 
 
 def graphs(num_ranks: int) -> tuple[dist.Store, list[WaitGraph]]:
@@ -18,11 +18,11 @@ def to_come(rank: int, key: str = "") -> Edge:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_a_circle_is_found_by_the_rank_that_closes_it(num_ranks: int) -> None:
+def test_a_cycle_is_found_by_the_rank_that_closes_it(num_ranks: int) -> None:
     _, waits = graphs(num_ranks)
     for rank, graph in enumerate(waits):
         graph.begin()
-        found = graph.circle([to_come((rank + 1) % num_ranks)], f"rank {rank} waits")
+        found = graph.cycle([to_come((rank + 1) % num_ranks)], f"rank {rank} waits")
         if rank < num_ranks - 1:
             assert not found
         else:
@@ -32,30 +32,30 @@ def test_a_circle_is_found_by_the_rank_that_closes_it(num_ranks: int) -> None:
 
 def test_a_rank_that_has_come_is_waited_for_no_more() -> None:
     store, (first, second) = graphs(2)
-    first.circle([to_come(1)], "first")
+    first.cycle([to_come(1)], "first")
     store.set("comes/1", "")
-    assert not second.circle([to_come(0)], "second")
-    assert not first.circle([to_come(1)], "first")  # it is to find out by itself
+    assert not second.cycle([to_come(0)], "second")
+    assert not first.cycle([to_come(1)], "first")  # it is to find out by itself
 
 
 def test_a_message_is_open_while_its_key_is_there() -> None:
     store, (first, second) = graphs(2)
     store.set("message", "")
-    first.circle([Edge(1, "message", True)], "first")
-    assert list(second.circle([to_come(0)], "second")) == [1, 0]
+    first.cycle([Edge(1, "message", True)], "first")
+    assert list(second.cycle([to_come(0)], "second")) == [1, 0]
     store.delete_key("message")
-    assert not second.circle([to_come(0)], "second")
+    assert not second.cycle([to_come(0)], "second")
 
 
 def test_a_wait_that_has_ended_is_nobodys_edge_and_can_be_read() -> None:
     _, (first, second) = graphs(2)
-    first.circle([to_come(1)], "first")
+    first.cycle([to_come(1)], "first")
     first.end()
-    assert not second.circle([to_come(0)], "second")
+    assert not second.cycle([to_come(0)], "second")
 
 
-def test_of_several_that_wait_only_those_in_the_circle_are_told() -> None:
+def test_of_several_that_wait_only_those_in_the_cycle_are_told() -> None:
     _, (first, second, third) = graphs(3)
-    second.circle([to_come(0), to_come(2)], "second")
-    third.circle([to_come(1)], "third")
-    assert list(first.circle([to_come(1), to_come(2)], "first")) == [0, 1]
+    second.cycle([to_come(0), to_come(2)], "second")
+    third.cycle([to_come(1)], "third")
+    assert list(first.cycle([to_come(1), to_come(2)], "first")) == [0, 1]

@@ -1,4 +1,4 @@
-"""Find ranks that wait for each other in a circle, and so will never go on.
+"""Find deadlocks: ranks that wait for each other in a cycle, and so will never go on.
 
 A rank that waits for long says so in the store: for whom, and what to look at to know whether the
 other is still to come. Whoever waits follows these from rank to rank, and looks whether they lead
@@ -47,8 +47,8 @@ class WaitGraph:
             self._store.set(f"waits/{self._rank}", "")
             self._is_told = False
 
-    def circle(self, edges: Sequence[Edge], told: str) -> dict[int, str]:
-        """Say that this rank waits, and return the circle that it waits in, if there is one.
+    def cycle(self, edges: Sequence[Edge], told: str) -> dict[int, str]:
+        """Say that this rank waits, and return the cycle that it waits in, if there is one.
 
         What a rank waits for is open until it comes, and never again in the same wait. So where
         waits are open twice, and are the same, all were open at a time in between.
@@ -59,7 +59,7 @@ class WaitGraph:
 
         Returns:
             Ranks, from this one on, each of which waits for the next and the last for this one,
-            and their waits in words; empty without a circle.
+            and their waits in words; empty without a cycle.
         """
         self._is_told = True
         self._store.set(f"waits/{self._rank}", json.dumps([self._num_waits, told, edges]))
