@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import storage
-from phalanx.checkpoint import files, foreign, index, lock, manifest, progress, saver, state
+from phalanx.checkpoint import files, foreign, index, lock, manifest, saver, state
 from phalanx.checkpoint.saver import Saver
 from phalanx.errors import CheckpointError, TrainingError
 from phalanx.launch.local import run_ranks
@@ -210,23 +210,6 @@ def test_an_index_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
             r"index.json would have 1,\d+ bytes, and none of more than 1,000 is", words
         )
     assert runs.folders(tmp_path) == []
-
-
-def saves_that_look_seldom(run: Path) -> float:
-    """Save small states where the ranks look at one another every five seconds."""
-    progress.POLL_S = 5.0
-    model, optimizer = runs.build()
-    begin_s = time.monotonic()
-    with Saver(run) as saver_:
-        for steps_done in range(1, 4):
-            saver_.begin(model, optimizer, runs.about(steps_done))
-            saver_.finish()
-    return time.monotonic() - begin_s
-
-
-def test_a_short_save_is_not_looked_at_seldom(tmp_path: Path) -> None:
-    """At the long pause it would be 15 s; the ranks wait some milliseconds for each other."""
-    assert max(run_ranks(saves_that_look_seldom, 2, tmp_path, threads=1)) < 5
 
 
 def raise_while_writing(run: Path, rank: int | None, is_disk_full: bool) -> None:
