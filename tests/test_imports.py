@@ -26,7 +26,7 @@ ROWS = [
     ["data", "measure", "checkpoint"],
     ["hugging_face"],
     ["train"],
-    ["bench"],
+    ["bench", "script"],
     ["verify", "infer"],
     ["cli"],
 ]

@@ -11,11 +11,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from phalanx.config import TrainConfig as TrainConfig
+    from phalanx.script.run import Run as Run
+    from phalanx.script.run import init as init
     from phalanx.strategy import Strategy as Strategy
     from phalanx.train.run import train as train_decoder
     from phalanx.verify.harness import verify as verify_strategy
 
-__all__ = ["Strategy", "TrainConfig", "__version__", "train_decoder", "verify_strategy"]
+__all__ = [
+    "Run",
+    "Strategy",
+    "TrainConfig",
+    "__version__",
+    "init",
+    "train_decoder",
+    "verify_strategy",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +36,8 @@ def __getattr__(name: str) -> Any:
     homes = {
         "Strategy": ("phalanx.strategy", "Strategy"),
         "TrainConfig": ("phalanx.config", "TrainConfig"),
+        "Run": ("phalanx.script.run", "Run"),
+        "init": ("phalanx.script.run", "init"),
         "train_decoder": ("phalanx.train.run", "train"),
         "verify_strategy": ("phalanx.verify.harness", "verify"),
     }

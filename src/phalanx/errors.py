@@ -5,6 +5,7 @@ PhalanxError                 any of the below; the command line prints it in one
 │   ├── StrategyError        the text of a strategy cannot be read, or asks for what is not built
 │   ├── NotDivisible         a size does not split over a degree
 │   └── BatchError           global batch, microbatch, accumulation and data ranks contradict
+├── ScriptError              a script calls in a way that would compute something else
 ├── DataError                a corpus, tokenizer or token file is missing, empty or unreadable
 ├── CheckpointError          a checkpoint is missing, incomplete or of another model
 └── TrainingError            training went wrong: a loss that is not finite
@@ -56,6 +57,10 @@ class NotDivisible(ConfigError):
 
 class BatchError(ConfigError):
     """Global batch, microbatch, accumulation and data ranks contradict each other."""
+
+
+class ScriptError(PhalanxError):
+    """A training loop calls Phalanx, or torch, in a way that would compute something else."""
 
 
 class DataError(PhalanxError):

@@ -85,9 +85,17 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
     for name, parameter in _trained(weights, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
+            if value is None:  # SGD's momentum, where there is none
+                continue
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
                     f"the optimizer's {key} of {name} is {value!r}; only tensors can be saved"
+                )
+            if value.ndim and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"the optimizer's {key} of {name} has the shape {list(value.shape)}, the "
+                    f"parameter {list(parameter.shape)}; only numbers and tensors of the "
+                    "parameter's shape can be saved"
                 )
             state[f"optimizer.{name}.{key}"] = value
     return state
@@ -297,9 +305,10 @@ def _empty_moments(
                 f"it has optimizer state of {name}, which this run does not train"
             )
         parameter = trained[name]
-        if key == "step":
+        if key == "step" or not tensors[stored_name].layout.shape:
             device = parameter.device if parameter in on_device else "cpu"
-            moments[stored_name] = torch.zeros((), dtype=torch.float32, device=device)
+            dtype = tensors[stored_name].dtype
+            moments[stored_name] = torch.zeros((), dtype=dtype, device=device)
         else:
             moments[stored_name] = torch.zeros_like(parameter, requires_grad=False)
         _check_tensor(tensors, stored_name, f"{key} of {name}", moments[stored_name])

@@ -22,6 +22,7 @@ from phalanx.launch.scratch import scratch_folder
 
 VERBS: Final[Mapping[str, str]] = {
     "train": "train a decoder on text over one or many processes",
+    "run": "run a training script of your own, which calls phalanx.init, on many processes",
     "verify": "prove that a strategy computes what one process computes",
     "bench": "measure this machine: matmul ceiling, MFU, scaling, tensor layouts",
     "doctor": "show versions, devices and backends, and let two processes meet",

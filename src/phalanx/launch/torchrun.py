@@ -14,10 +14,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of, named
 from phalanx.launch import interface, scratch, slurm
@@ -74,11 +74,36 @@ def run_here(
         TrainingError: another rank or host is lost, or does not answer.
         PeerFailed: another rank of this host, or any while they prepare, tells why it failed.
     """
+    from phalanx.comm.together import barrier
+
+    with joined(prepare, facts, device=device, threads=threads, timeout_s=timeout_s) as job:
+        with PULSE.doing("running"):
+            result = function(job.value)
+            barrier()
+    return result
+
+
+class Joined(NamedTuple, Generic[Value]):
+    """What was prepared for a job that this process has joined, and "cpu" or "cuda"."""
+
+    value: Value
+    device: str
+
+
+@contextmanager
+def joined(
+    prepare: Callable[[], Value],
+    facts: Callable[[Value], Mapping[str, Any]],
+    *,
+    device: str,
+    threads: int | None,
+    timeout_s: float,
+) -> Generator[Joined[Value]]:
+    """Prepare, join the job, and watch it until the block ends; see `run_here`."""
     import torch
     import torch.distributed as dist
 
     from phalanx.comm import join
-    from phalanx.comm.together import barrier
 
     env = read_rank_env()
     stopping = _Stopping(env.local_rank == 0)
@@ -97,15 +122,12 @@ def run_here(
             try:
                 if not dist.is_initialized():  # by an earlier run of this process
                     _join(env, store, device, timeout_s)
-                with PULSE.doing("running"):
-                    result = function(value)
-                    barrier()
+                yield Joined(value, device)
             except Exception as error:
                 judged = watch.judged(error, is_lost_peer(error))
                 if judged is error:
                     raise
                 raise judged from None
-    return result
 
 
 class _Stopping:

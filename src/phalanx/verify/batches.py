@@ -6,16 +6,13 @@ rows of the first data rank have none that count (if there are several ranks).
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from phalanx.data.batch import Batch
-from phalanx.errors import ConfigError
+from phalanx.data.rows import count_rows, map_batch
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape
 
@@ -63,49 +60,3 @@ def split(batch: Any, data_rank: int, num_data_ranks: int, accumulation: int) ->
     """Return the microbatches of a data rank, see `rows_of`."""
     microbatches = rows_of(batch, data_rank, num_data_ranks, accumulation)
     return [map_batch(batch, lambda tensor, rows=rows: tensor[rows]) for rows in microbatches]
-
-
-def cast_batch(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the batch on a device, with its floating-point tensors in `dtype`."""
-    return map_batch(batch, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
-
-
-def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of a batch, and keep its form."""
-
-    def mapped(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, Tensor):
-            return None if leaf is None else function(leaf)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
-            return dataclasses.replace(leaf, **map_batch(values, function))
-        if isinstance(leaf, Mapping):  # that is no dict, such as a BatchEncoding of transformers
-            return map_batch(dict(cast("Mapping[str, Any]", leaf)), function)
-        raise ConfigError(
-            f"a batch holds a {type(leaf).__name__}; expected tensors, and mappings, lists, tuples "
-            "or dataclasses of them, or None"
-        )
-
-    return tree_map(mapped, batch)
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch."""
-    found: list[Tensor] = []
-    map_batch(batch, lambda tensor: (found.append(tensor), tensor)[1])
-    return found
-
-
-def count_rows(batch: Any) -> int:
-    """Return the first dimension of the tensors of a batch.
-
-    Raises:
-        ConfigError: there is no tensor in it, or something else is, or they differ.
-    """
-    sizes = {len(tensor) for tensor in tensors_of(batch)}
-    if len(sizes) != 1:
-        raise ConfigError(
-            f"the tensors of a batch have {sorted(sizes)} rows; expected one number for all, "
-            "the samples"
-        )
-    return sizes.pop()

@@ -19,6 +19,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.comm.together import broadcast_object, gather_on_first
 from phalanx.config import OptimizerConfig
+from phalanx.data.rows import tensors_of
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
@@ -26,7 +27,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
-from phalanx.verify.batches import split, tensors_of
+from phalanx.verify.batches import split
 from phalanx.verify.causes import likely_causes
 from phalanx.verify.compare import DTYPES, Difference, compare_step, compare_values
 from phalanx.verify.locate import locate

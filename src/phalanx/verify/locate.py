@@ -20,11 +20,11 @@ from torch import Tensor
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import broadcast_object, gather_objects
+from phalanx.data.rows import count_rows
 from phalanx.parallel.context.split import order_of
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
-from phalanx.verify.batches import count_rows
 from phalanx.verify.compare import Difference, limit_of
 from phalanx.verify.record import Case, SplitRun, owner
 from phalanx.verify.reference import ReferenceRun

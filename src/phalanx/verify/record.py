@@ -19,6 +19,7 @@ from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.ledger import Ledger, Phase, no_phase
 from phalanx.comm.together import gather_on_first
 from phalanx.config import OptimizerConfig
+from phalanx.data.rows import cast_batch, count_rows
 from phalanx.errors import ConfigError
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.reduce import is_fused
@@ -26,7 +27,7 @@ from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step
-from phalanx.verify.batches import cast_batch, count_rows, rows_of, split
+from phalanx.verify.batches import rows_of, split
 from phalanx.verify.reference import MOMENTS, NORMS, StepRecord, Values, in_training
 from phalanx.verify.verdict import Place
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
-from phalanx.verify.batches import cast_batch
+from phalanx.data.rows import cast_batch
 
 if TYPE_CHECKING:
     from phalanx.verify.record import Case

@@ -144,19 +144,24 @@ def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
         ConfigError: there is no such device, or too few of it, or too little memory, or torchrun
             started another number of processes than --nproc says.
     """
-    device, num_devices = _choose_device(config.device)
-    num_ranks = config.nproc
+    return choose(config.strategy, config.nproc, config.device)
+
+
+def choose(text: str | None, nproc: int | None, device: str) -> tuple[Strategy, str]:
+    """Return the strategy and the device; see `choose_strategy`, of whose settings these are."""
+    device, num_devices = _choose_device(device)
+    num_ranks = nproc
     if is_under_torchrun():
         num_ranks = read_rank_env().num_ranks
-        if config.nproc not in (None, num_ranks):
+        if nproc not in (None, num_ranks):
             raise ConfigError(
-                f"nproc is {config.nproc}, but torchrun has started {num_ranks} processes; leave "
+                f"nproc is {nproc}, but torchrun has started {num_ranks} processes; leave "
                 f"nproc out, or set it to {num_ranks}"
             )
-    if config.strategy is None:
+    if text is None:
         strategy = Strategy(dp=Axis(num_ranks or num_devices or 2, "bucketed"))
     else:
-        strategy = Strategy.parse(config.strategy)
+        strategy = Strategy.parse(text)
         if num_ranks is not None:
             check_ranks(strategy, num_ranks)
     if device == "cuda" and not is_under_torchrun() and strategy.num_ranks > num_devices:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from phalanx.verify.batches import map_batch
+from phalanx.data.rows import map_batch
 
 
 class Pair(NamedTuple):

@@ -1,0 +1,66 @@
+"""`phalanx run SCRIPT`: a training loop of one's own, on several processes of this host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from phalanx.config.command_line import read_command_line
+from phalanx.config.fields import Positional, Range
+from phalanx.errors import ConfigError
+from phalanx.launch.rank_env import is_under_torchrun
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Run a script that calls phalanx.init on several processes of this host, which join one job.
+
+    Words after -- are the script's own. On several hosts, start the script itself by torchrun.
+    """
+
+    script: Annotated[str | None, Positional("SCRIPT")] = None
+    """The Python file to run."""
+    nproc: Annotated[int | None, Range(1)] = None
+    """Processes to start; unset: what the strategy needs, else one a GPU, or 2 on a CPU."""
+    strategy: str | None = None
+    """How to split the work, for a script whose phalanx.init() names no strategy."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What to compute on."""
+    threads: Annotated[int | None, Range(1)] = None
+    """CPU threads of each process; unset: the cores shared evenly."""
+    timeout_s: Annotated[float, Range(0, ends="()")] = 600.0
+    """Longest wait of one process for another, in seconds."""
+
+
+def run(argv: list[str]) -> int:
+    """Run the script to its end on every process.
+
+    Raises:
+        ConfigError: there is no such script, or the processes do not fit the strategy.
+        RankFailed: the script failed; carries the traceback of the process that failed first.
+    """
+    at = argv.index("--") if "--" in argv else len(argv)
+    words, own = argv[:at], argv[at + 1 :]
+    config = read_command_line(words, RunConfig, prog="phalanx run")
+    if config.script is None:
+        raise ConfigError("SCRIPT is missing; expected: phalanx run SCRIPT [OPTIONS] [-- WORDS]")
+    path = Path(config.script)
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; expected a Python script")
+    if is_under_torchrun():
+        raise ConfigError(
+            "phalanx run starts processes of its own, but this is a rank of a job, as under "
+            f"torchrun, already; start the script by it: torchrun ... {path}"
+        )
+    from phalanx.launch.local import prepare_server, run_ranks
+    from phalanx.script.launch import run_script
+    from phalanx.train.job.request import choose
+
+    prepare_server()
+    strategy, device = choose(config.strategy, config.nproc, config.device)
+    run_ranks(
+        run_script, strategy.num_ranks, str(path), own, config.strategy,
+        device=device, threads=config.threads, timeout_s=config.timeout_s,
+    )  # fmt: skip
+    return 0

@@ -1,0 +1,77 @@
+"""Batches of any form: a tensor, or mappings, lists, tuples and dataclasses of tensors.
+
+The first dimension of every tensor is the samples, which are called rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from phalanx.errors import ConfigError
+
+
+def map_tensors(
+    batch: Any, function: Callable[[Tensor], Tensor], otherwise: Callable[[Any], Any] = lambda x: x
+) -> Any:
+    """Apply a function to every tensor of a batch, `otherwise` to what is none; keep its form."""
+
+    def mapped(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, Tensor):
+            return None if leaf is None else function(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+            return dataclasses.replace(leaf, **map_tensors(values, function, otherwise))
+        if isinstance(leaf, Mapping):  # that is no dict, such as a BatchEncoding of transformers
+            return map_tensors(dict(cast("Mapping[str, Any]", leaf)), function, otherwise)
+        return otherwise(leaf)
+
+    return tree_map(mapped, batch)
+
+
+def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of a batch, and keep its form.
+
+    Raises:
+        ConfigError: the batch holds something else.
+    """
+
+    def refuse(leaf: Any) -> Any:
+        raise ConfigError(
+            f"a batch holds a {type(leaf).__name__}; expected tensors, and mappings, lists, tuples "
+            "or dataclasses of them, or None"
+        )
+
+    return map_tensors(batch, function, refuse)
+
+
+def cast_batch(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the batch on a device, with its floating-point tensors in `dtype`."""
+    return map_batch(batch, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch."""
+    found: list[Tensor] = []
+    map_batch(batch, lambda tensor: (found.append(tensor), tensor)[1])
+    return found
+
+
+def count_rows(batch: Any) -> int:
+    """Return the first dimension of the tensors of a batch.
+
+    Raises:
+        ConfigError: there is no tensor in it, or something else is, or they differ.
+    """
+    sizes = {len(tensor) for tensor in tensors_of(batch)}
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"the tensors of a batch have {sorted(sizes)} rows; expected one number for all, "
+            "the samples"
+        )
+    return sizes.pop()

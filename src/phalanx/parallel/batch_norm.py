@@ -1,0 +1,105 @@
+"""BatchNorm over the rows of all ranks: what one process computes of the global batch.
+
+Idea      Mean and variance of a batch that is split are sums over ranks (Peng et al., MegDet, CVPR
+          2018, section 3.2). The sum of squares is taken around the mean of all rows, as in one
+          process, and not as a difference of two large numbers.
+Layout    X[B_data, C, ...]  mean[C]  variance[C], whole on every rank, and so running statistics
+Forward   all_reduce: (sum X, rows){sum data} -> mean; all_reduce: sum (X - mean)^2 -> variance
+Backward  the gradients of mean and variance are sums over ranks too: one all_reduce each
+Cost      4 all_reduces of C numbers a layer and microbatch
+Limits    Any N, uneven and empty ranks. Microbatches of an accumulation stay apart, as in one
+          process that accumulates.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.comm.comm import Comm
+from phalanx.errors import ConfigError
+
+# Private, and the only base of all of torch's; tests/parallel/test_batch_norm.py pins it.
+_BatchNorm = cast(type[Any], nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+
+Statistics = Literal["global", "local"]
+"""Over what mean and variance are taken in training: the rows of all ranks, or each rank's own."""
+
+
+def settle_batch_norms(model: nn.Module, comm: Comm, statistics: Statistics | None) -> None:
+    """Have each BatchNorm of a model take its statistics as is asked for, in place.
+
+    Raises:
+        ConfigError: there is one whose rows are split over ranks, and nothing is asked for.
+    """
+    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    if not norms or comm.size("data") == 1:
+        return
+    if statistics is None:
+        name, norm = norms[0]
+        raise ConfigError(
+            f"{type(norm).__name__} '{name}' takes mean and variance over the rows of a batch, "
+            f"which {comm.size('data')} ranks share; say batch_norm='global' for those of all "
+            "rows, as one process computes, or 'local' for those of each rank, as "
+            "DistributedDataParallel does"
+        )
+    if statistics not in ("global", "local"):
+        raise ConfigError(f"batch_norm is {statistics!r}; expected 'global' or 'local'")
+    if statistics == "global":
+        for _, norm in norms:
+            norm.forward = functools.partial(_forward, norm, comm)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of `data`, which all of them go on to use."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, comm: Comm) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.comm = comm
+        return comm.all_reduce(own.clone(), "data")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.comm.all_reduce(grad.clone(), "data"), None
+
+
+def _forward(norm: Any, comm: Comm, x: Tensor) -> Tensor:
+    """Do what the forward of `norm` does, with the rows of all ranks in training."""
+    norm._check_input_dim(x)
+    if not norm.training and norm.running_mean is not None:
+        return F.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
+        )
+    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    others = [dim for dim in range(x.ndim) if dim != 1]
+    shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
+    count = x_wide.new_tensor([x.numel() // x.shape[1]])
+    sums = _sum_over_ranks(torch.cat([x_wide.sum(others), count]), comm)
+    num_rows = sums[-1].detach().clamp(min=1)
+    mean = sums[:-1] / num_rows
+    centered = x_wide - mean.view(shape)
+    variance = _sum_over_ranks(centered.square().sum(others), comm) / num_rows
+    if norm.training and norm.track_running_stats:
+        _track(norm, mean.detach(), variance.detach(), num_rows)
+    y = centered * (variance + norm.eps).rsqrt().view(shape)
+    if norm.weight is not None:
+        y = y * norm.weight.view(shape) + norm.bias.view(shape)
+    return y.to(x.dtype)
+
+
+def _sum_over_ranks(own: Tensor, comm: Comm) -> Tensor:
+    return cast(Tensor, _SumOverRanks.apply(own, comm))
+
+
+@torch.no_grad()
+def _track(norm: Any, mean: Tensor, variance: Tensor, num_rows: Tensor) -> None:
+    """Move the running statistics; the variance kept is the unbiased one."""
+    norm.num_batches_tracked += 1
+    share = 1 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
+    unbiased = variance * (num_rows / (num_rows - 1).clamp(min=1))
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), float(share))
+    norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), float(share))

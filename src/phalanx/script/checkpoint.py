@@ -1,0 +1,171 @@
+"""The checkpoints of a loop of one's own: the tensors of any run, and where the loop stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.checkpoint import manifest, state
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.saver import Saver
+from phalanx.comm.together import broadcast_object, on_first_rank
+from phalanx.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a loop stands, apart from tensors; plain values for JSON but for `draws`.
+
+    Attributes:
+        strategy: text of it.
+        steps_done: steps taken.
+        draws: state of the generator that the loaders share, or None.
+        loaders: `RankLoader.state` of each.
+        schedulers: `state_dict` of each.
+    """
+
+    strategy: str
+    steps_done: int
+    draws: Tensor | None
+    loaders: Sequence[Mapping[str, Any]]
+    schedulers: Sequence[Mapping[str, Any]]
+
+
+class _Together:
+    """Several optimizers as one, as far as a checkpoint looks at one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+        self.state = {p: held for each in optimizers for p, held in each.state.items()}
+
+
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    standing: Standing,
+    keep: int | None,
+) -> Path:
+    """Save and wait until the checkpoint is whole; every rank calls this together.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    final = manifest.folder_of(folder, standing.steps_done)
+    if broadcast_object((final / manifest.NAME).exists()):
+        return final  # saved already, and no step was taken since
+    values = asdict(standing) | {
+        "draws": to_text(standing.draws),
+        "groups": [[_settings(group) for group in each.param_groups] for each in optimizers],
+    }
+    about = Manifest(
+        steps_done=standing.steps_done,
+        num_steps=standing.steps_done,
+        consumed=0,
+        num_ranks=dist.get_world_size(),
+        strategy=standing.strategy,
+        shape={},
+        stream={},
+        script=_plain(values),
+    )
+    together = cast(torch.optim.Optimizer, _Together(optimizers))
+    with Saver(folder, keep=keep) as saver:
+        saver.begin(model, together, about)
+    return final
+
+
+def load(
+    folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], standing: Standing
+) -> tuple[Path, dict[str, Any]] | None:
+    """Load the latest checkpoint, if there is one; every rank calls this together.
+
+    Returns:
+        Where it is, and what `save` was told of the loop.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model, optimizer or script.
+    """
+
+    def find() -> tuple[Path, dict[str, Any]] | None:
+        found = manifest.whole(folder)
+        if not found:
+            return None
+        where = found[max(found)]
+        script = manifest.read(where).script
+        if script is None:
+            raise CheckpointError(f"{where} is of `phalanx train`, which goes on by --resume")
+        return where, script
+
+    found = on_first_rank(find, f"cannot go on from {folder}")
+    if found is None:
+        return None
+    where, script = found
+    for what in ("loaders", "schedulers"):
+        was, is_now = len(script[what]), len(getattr(standing, what))
+        if was != is_now:
+            raise CheckpointError(
+                f"{where} is of a script that prepared {was} {what}, and this one prepared "
+                f"{is_now}; prepare the same"
+            )
+    _check_groups(where, script["groups"], optimizers)
+    together = _Together(optimizers)
+    state.load(where, model, cast(torch.optim.Optimizer, together))
+    for optimizer, groups in zip(optimizers, script["groups"], strict=True):
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+            for parameter in group["params"]:
+                if parameter in together.state:
+                    optimizer.state[parameter] = together.state[parameter]
+    return where, script
+
+
+def to_text(generator: Tensor | None) -> str:
+    """Return the state of a generator as text."""
+    return "" if generator is None else generator.numpy().tobytes().hex()
+
+
+def from_text(text: str) -> Tensor | None:
+    """Return the state of a generator from what `to_text` made of it."""
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) if text else None
+
+
+def _check_groups(
+    where: Path, groups: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    was = [len(each) for each in groups]
+    now = [len(each.param_groups) for each in optimizers]
+    if was != now:
+        raise CheckpointError(
+            f"{where} is of optimizers with {was} parameter groups, and this script's have {now}; "
+            "make the same optimizers"
+        )
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group."""
+    return {
+        name: float(value) if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values as JSON has them.
+
+    Raises:
+        CheckpointError: one is nothing for JSON.
+    """
+    try:
+        return json.loads(json.dumps(values))
+    except TypeError as error:
+        raise CheckpointError(
+            f"cannot save the state of a scheduler or optimizer: {error}; expected numbers and text"
+        ) from error

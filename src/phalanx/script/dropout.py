@@ -1,0 +1,102 @@
+"""Dropout whose masks belong to the sample, not to the rank that computes it.
+
+`nn.Dropout` draws from each process's own generator, so that a job on two ranks trains with other
+masks than one process. Here an element's mask is a function of (seed, step, position of its row in
+the order of the samples, name of the module, place in the row), so any number of ranks draws the
+same (models/random.py). What draws in another way is named in a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.models.random import dropout, key, row_keys
+
+Place = Callable[[], tuple[int, Tensor] | None]
+"""Returns the step under way and the positions of the batch's rows; None without a batch."""
+
+_DRAWS = frozenset(
+    "native_dropout bernoulli bernoulli_ rand randn randint rand_like randn_like randint_like "
+    "normal_ uniform_ exponential_ rrelu_with_noise".split()
+)
+"""Operations of torch that draw from the process's own generator."""
+
+
+def key_dropouts(model: nn.Module, seed: int, place: Place, *, is_keyed: bool) -> None:
+    """Have the nn.Dropouts of a model draw by position, and name what else draws in training.
+
+    Args:
+        model: split already.
+        seed: of the masks.
+        place: says where a forward stands.
+        is_keyed: whether every rank has whole rows of its samples; under tp it has not.
+    """
+    for name, module in model.named_modules():
+        if is_keyed and type(module) is nn.Dropout:
+            module.forward = functools.partial(_forward, module, key(seed, name), place)
+    _name_draws(model)
+
+
+def _forward(module: nn.Dropout, seed: int, place: Place, input: Tensor) -> Tensor:
+    x = input
+    where = place() if module.training and module.p > 0 else None
+    if where is None or len(where[1]) != len(x) or x.ndim < 2:
+        return nn.Dropout.forward(module, x)
+    step, rows = where
+    if not x.numel():
+        return x
+    keys = row_keys(seed, step, rows.to(x.device))
+    kept = dropout(x.reshape(len(x), -1, x.shape[-1]), module.p, keys, salt=0)
+    return kept.view_as(x)
+
+
+class _Draws(TorchDispatchMode):
+    """Notes which operations draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        is_attention = "attention" in name and any(
+            isinstance(arg, float) and 0 < arg < 1 for arg in args[3:]
+        )
+        if name in _DRAWS or is_attention:
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _name_draws(model: nn.Module) -> None:
+    """Warn, after the first forward in training, of what drew from this process's generator."""
+    watch: list[_Draws] = []
+
+    def before(*_: Any) -> None:
+        if model.training and torch.is_grad_enabled() and not watch:
+            watch.append(_Draws())
+            watch[0].__enter__()
+
+    def after(*_: Any) -> None:
+        if watch:
+            watch[0].__exit__(None, None, None)
+            for handle in handles:
+                handle.remove()
+            if watch[0].found:
+                warnings.warn(
+                    f"{type(model).__name__} draws from each rank's own generator in training "
+                    f"({', '.join(sorted(watch[0].found))}), so that its numbers depend on the "
+                    "number of ranks; nn.Dropout over rows of samples does not",
+                    stacklevel=2,
+                )
+
+    handles = [
+        model.register_forward_pre_hook(before),
+        model.register_forward_hook(after, always_call=True),
+    ]

@@ -1,0 +1,49 @@
+"""What a rank of `phalanx run` does: the user's script, as if Python had been started with it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from phalanx.errors import PhalanxError, ScriptError
+from phalanx.script.run import STRATEGY
+
+
+def run_script(path: str, words: list[str], strategy: str | None) -> None:
+    """Run a script to its end in this process, which has joined a job.
+
+    Args:
+        path: of the script.
+        words: what it finds in `sys.argv` after its own name.
+        strategy: for a `phalanx.init` that names none.
+
+    Raises:
+        ScriptError: it ended by `sys.exit` with a code other than 0.
+    """
+    if strategy is not None:
+        os.environ[STRATEGY] = strategy
+    sys.argv = [path, *words]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            said = stop.code if isinstance(stop.code, str) else f"exit code {stop.code}"
+            raise ScriptError(f"{path} ended by sys.exit: {said}") from None
+    except PhalanxError as error:
+        if where := _line_of(error, path):
+            error.add_note(f"at {where}")
+        raise
+
+
+def _line_of(error: BaseException, path: str) -> str:
+    """Return the innermost line of the script that an error passed through."""
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == path:
+            found = f"{path}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,259 @@
+"""A DataLoader whose batches are dealt out to the data ranks, in the order of one process.
+
+    DataLoader            global batch 0: rows 4 1 7 2 0        global batch 1: rows 5 3 6
+    rank 0 of 2                           4 1 7                                  5 3
+    rank 1 of 2                           2 0                                    6
+
+A batch of the plain loader is the global batch, whatever the number of ranks. Each rank takes a run
+of its rows, as even as can be, and fetches only those. A rank without rows gets a batch of no rows,
+so that every rank takes the same steps and each row counts once.
+
+What is shuffled is drawn from a generator that the loaders of a job share (`Draws`). It begins as
+torch's own generator is on rank 0 when the first of them is iterated. So the order is that of the
+plain script as long as only loaders draw there, and never depends on what a model or a transform
+draws. Its state and the number of batches taken say where a loader stands.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from phalanx.comm.comm import Comm
+from phalanx.comm.together import broadcast_object
+from phalanx.data.rows import count_rows, map_batch, map_tensors
+from phalanx.errors import ConfigError, DataError
+
+
+class Draws:
+    """The generator that the loaders of a job draw from, in place of torch's own.
+
+    Attributes:
+        state: as `torch.get_rng_state` gives it, alike on all ranks; None before the first use.
+    """
+
+    def __init__(self, state: Tensor | None = None) -> None:
+        self.state = state
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """Have torch's own generator of the CPU be this one, inside."""
+        if self.state is None:
+            self.state = cast(Tensor, broadcast_object(torch.get_rng_state()))
+        theirs = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+            self.state = torch.get_rng_state()
+        finally:
+            torch.set_rng_state(theirs)
+
+
+class _Fetched(NamedTuple):
+    """This rank's rows of a global batch.
+
+    Attributes:
+        rows: the batch.
+        own: where its rows stand among those of the pass.
+        is_last: whether no batch of the pass follows.
+    """
+
+    rows: Any
+    own: range
+    is_last: bool
+
+
+class RankLoader:
+    """This rank's rows of the batches of a DataLoader, whose length and attributes it has.
+
+    Attributes:
+        plain: that loader; its batches are the global ones.
+        epoch: passes that have ended.
+        batches_done: batches yielded in the pass under way.
+        is_last: whether the batch that was yielded last is the last of its pass.
+        rows: where the rows of that batch stand in the order of the samples, which counts on from
+            pass to pass: int64 on the CPU.
+    """
+
+    def __init__(
+        self,
+        plain: DataLoader[Any],
+        comm: Comm,
+        draws: Draws,
+        on_batch: Callable[[RankLoader], None] = lambda _: None,
+    ) -> None:
+        """Deal the batches out over the data ranks of `comm`; `on_batch` is told of each.
+
+        Raises:
+            ConfigError: the loader makes no batches, or deals them out itself, or they are small.
+            DataError: its dataset has no length.
+        """
+        _check(plain, comm.size("data"))
+        self.plain = plain
+        self.epoch = self.batches_done = 0
+        self.is_last = False
+        self.rows = torch.zeros(0, dtype=torch.int64)
+        self._comm = comm
+        self._draws = draws
+        self._on_batch = on_batch
+        self._first_row = self._num_rows = 0
+        self._before: dict[str, Tensor] = {}
+        self._skip = 0
+        self._fetcher = None
+        if not isinstance(plain.dataset, IterableDataset):
+            self._fetcher = _Fetcher(plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["plain"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.batches_done, self._skip = self._skip, 0
+        batches = self._of_stream() if self._fetcher is None else self._of_dataset(self._fetcher)
+        for batch, own, self.is_last in batches:
+            self.batches_done += 1
+            self.rows = torch.arange(self._first_row + own.start, self._first_row + own.stop)
+            self._on_batch(self)
+            yield map_tensors(batch, lambda t: t.to(self._comm.device, non_blocking=True))
+        self._first_row += self._num_rows
+        self.epoch, self.batches_done, self.is_last = self.epoch + 1, 0, False
+
+    def state(self) -> dict[str, Any]:
+        """Return where the loader stands, for JSON."""
+        before = {name: state.numpy().tobytes().hex() for name, state in self._before.items()}
+        position = {"epoch": self.epoch, "batches": self.batches_done, "row": self._first_row}
+        return position | {"generators": before}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Stand where a loader stood, so that the next pass is the rest of that one."""
+        self.epoch, self._skip = state["epoch"], state["batches"]
+        self._first_row = state["row"]
+        self._before = {
+            name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+            for name, text in state["generators"].items()
+        }
+
+    def _of_dataset(self, fetcher: _Fetcher) -> Iterator[_Fetched]:
+        first = self.batches_done
+        order = self._order(Draws(self._before["draws"]) if first else self._draws)
+        ends = list(itertools.accumulate(map(len, order)))
+        owns = [self._share(end - len(batch), end) for batch, end in zip(order, ends, strict=True)]
+        self._num_rows = ends[-1] if ends else 0
+        samples = [sample for batch in order for sample in batch]
+        # A sample is fetched for a share without rows too: it tells what a batch is made of.
+        wanted = [samples[own.start : own.stop] or samples[-1:] for own in owns]
+        with Draws(self._before["draws"]).in_place():
+            fetched = fetcher.iterate(wanted[first:], self._before.get("own"))
+        for number, rows in enumerate(fetched, first):
+            own = owns[number]
+            cut = rows if len(own) else map_tensors(rows, lambda t: t[:0])
+            yield _Fetched(cut, own, number == len(order) - 1)
+
+    def _order(self, draws: Draws) -> list[list[Any]]:
+        """Draw the samples of each batch of a pass, as the plain loader would."""
+        generator = self.plain.generator
+        with draws.in_place():
+            if self.batches_done and generator is not None:
+                generator.set_state(self._before["own"])
+            self._before = {"draws": torch.get_rng_state()}
+            if generator is not None:
+                self._before["own"] = generator.get_state()
+            # What the plain loader seeds its workers by comes first.
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+            return [list(batch) for batch in cast(Any, self.plain.batch_sampler)]
+
+    def _of_stream(self) -> Iterator[_Fetched]:
+        with self._draws.in_place():
+            stream = iter(self.plain)
+        skipped, end = self.batches_done, 0
+        batch = next(stream, None)
+        while batch is not None:
+            following = next(stream, None)
+            begin, end = end, end + count_rows(batch)
+            own = self._share(begin, end)
+            if skipped > 0:
+                skipped -= 1
+            else:
+                here = slice(own.start - begin, own.stop - begin)
+                rows = map_batch(batch, lambda t, here=here: t[here])
+                yield _Fetched(rows, own, following is None)
+            batch = following
+        self._num_rows = end
+
+    def _share(self, begin: int, end: int) -> range:
+        """Return this rank's rows of a batch that has those from `begin` to `end`."""
+        rank, num_ranks = self._comm.coord("data"), self._comm.size("data")
+        least, more = divmod(end - begin, num_ranks)
+        first = begin + rank * least + min(rank, more)
+        return range(first, first + least + (rank < more))
+
+
+class _Fetcher:
+    """A DataLoader like a plain one, told which samples to fetch for each batch."""
+
+    def __init__(self, plain: DataLoader[Any]) -> None:
+        self._batches: Sequence[list[Any]] = ()
+        self._generator = None if plain.generator is None else torch.Generator()
+        has_workers = plain.num_workers > 0
+        self._loader: DataLoader[Any] = DataLoader(
+            plain.dataset,
+            batch_sampler=cast(Any, self),
+            num_workers=plain.num_workers,
+            collate_fn=plain.collate_fn,
+            pin_memory=plain.pin_memory,
+            timeout=plain.timeout,
+            worker_init_fn=plain.worker_init_fn,
+            multiprocessing_context=plain.multiprocessing_context if has_workers else None,
+            generator=self._generator,
+            prefetch_factor=plain.prefetch_factor,
+            persistent_workers=plain.persistent_workers,
+        )
+
+    def iterate(self, batches: Sequence[list[Any]], state: Tensor | None) -> Iterator[Any]:
+        """Begin to fetch; `state` is that of the plain loader's own generator."""
+        self._batches = batches
+        if self._generator is not None and state is not None:
+            self._generator.set_state(state)
+        return iter(self._loader)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _check(plain: DataLoader[Any], num_ranks: int) -> None:
+    if plain.batch_size is None and plain.batch_sampler is None:
+        raise ConfigError(
+            "prepare: the DataLoader has batch_size=None, so it makes no batches whose rows could "
+            "be dealt out; give it the global batch_size"
+        )
+    if isinstance(plain.sampler, DistributedSampler):
+        raise ConfigError(
+            "prepare: the DataLoader has a DistributedSampler, but prepare deals the batches out "
+            "to the ranks itself; give DataLoader(..., shuffle=True) and the global batch_size"
+        )
+    if plain.batch_size is not None and plain.batch_size < num_ranks:
+        raise ConfigError(
+            f"prepare: batch_size is {plain.batch_size}, the global batch, which {num_ranks} data "
+            f"ranks share, so that some would never have a row; give at least {num_ranks}"
+        )
+    if isinstance(plain.dataset, IterableDataset):
+        return
+    try:
+        len(plain)
+    except TypeError as error:
+        raise DataError(
+            f"prepare: {type(plain.dataset).__name__}, or the loader's sampler, has no length, so "
+            "no rank could tell where a pass ends; give it __len__, or make the dataset a "
+            "torch.utils.data.IterableDataset"
+        ) from error
