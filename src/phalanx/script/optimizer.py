@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from phalanx.comm.comm import local_shard
 from phalanx.errors import ScriptError
+from phalanx.parallel.plan import shard_of
+from phalanx.parallel.reduce import is_fused
 
 Names = Mapping[nn.Parameter, str]
 """The parameters of a model before it was split, and their names."""
@@ -31,18 +35,13 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
     """Have an optimizer update the parameters of `model` in place of those that it had `before`.
 
     Groups, their settings and whoever holds the optimizer, such as a scheduler, stay as they are.
+    So does its state, of which this rank keeps its shards.
 
     Raises:
-        ScriptError: it updates a parameter of another model, or has taken steps already.
+        ScriptError: it updates a parameter of another model, or its state cannot be split.
     """
     after = dict(model.named_parameters(remove_duplicate=False))
     ours = set(after.values())
-    if optimizer.state:
-        raise ScriptError(
-            f"prepare: the {type(optimizer).__name__} has taken steps already, and its state is of "
-            "parameters that are not split; prepare it before its first step, and go on from a "
-            "checkpoint by run.resume"
-        )
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in ours and parameter not in before:
@@ -52,6 +51,27 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
                     "have; make the optimizer from the parameters of that model"
                 )
         group["params"] = [p if p in ours else after[before[p]] for p in group["params"]]
+    for parameter in [p for p in optimizer.state if p not in ours]:
+        new = after[before[parameter]]
+        state = optimizer.state.pop(parameter)
+        optimizer.state[new] = {key: _split(value, new) for key, value in state.items()}
+
+
+def _split(value: Any, parameter: nn.Parameter) -> Any:
+    """Return this rank's shard of a value that an optimizer keeps of a parameter."""
+    if not isinstance(value, Tensor) or value.ndim == 0 or not isinstance(parameter, DTensor):
+        return value
+    if value.shape != parameter.shape or is_fused(parameter):
+        raise ScriptError(
+            f"prepare: the optimizer has a state of shape {tuple(value.shape)} for a parameter of "
+            f"shape {tuple(parameter.shape)}, which cannot be split with it; prepare the optimizer "
+            "before its first step"
+        )
+    shard, offset = shard_of(parameter)
+    here = tuple(slice(o, o + n) for o, n in zip(offset, shard.shape, strict=True))
+    split = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+    local_shard(split).copy_(value[here])
+    return split
 
 
 def guard(optimizer: torch.optim.Optimizer, steps: Steps) -> None:

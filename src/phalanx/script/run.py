@@ -208,7 +208,7 @@ class Run:
         model = self._prepared_model("backward")
         check_sum(loss_sum, count)
         if self._num_backwards == 0:
-            self._begin_step(model)
+            self._begin_step(model, loss_sum.detach())
         found = torch.zeros_like(self._totals)
         found[0], found[1] = loss_sum.detach(), count
         self.comm.all_reduce(found, "data")
@@ -325,6 +325,11 @@ class Run:
                 f"are made, or say accumulation={self._num_backwards} to phalanx.init"
             )
         if self._is_whole and id(optimizer) not in self._stepped:
+            if not self._gradients():
+                raise ScriptError(
+                    "optimizer.step() without a gradient: zero_grad() came between run.backward "
+                    "and the step; call it after the step, or before run.backward"
+                )
             return
         if self._is_whole or not self._gradients():
             raise ScriptError(
@@ -400,8 +405,15 @@ class Run:
             )
         return self._model
 
-    def _begin_step(self, model: nn.Module) -> None:
-        """Clear what the step before has left, and see that the model is what was prepared."""
+    def _begin_step(self, model: nn.Module, loss: Tensor) -> None:
+        """Clear what the step before has left, and see that all is as it was prepared."""
+        if not self._optimizers:
+            raise ScriptError(
+                "backward: no optimizer is prepared, so that it may update parameters that are not "
+                "split, and its steps would not be checked; give it to run.prepare too"
+            )
+        if not self.steps_done and self._yielded is None:
+            self._check_own_batches(float(loss))
         now = _kept(dict(model.named_parameters()))
         if now != self._kept:
             name = next(name for name in now | self._kept if now.get(name) != self._kept.get(name))
@@ -415,6 +427,15 @@ class Run:
         self._totals = torch.zeros_like(self._totals)
         self._is_whole = False
         self._stepped.clear()
+
+    def _check_own_batches(self, loss: float) -> None:
+        """Refuse batches of no prepared loader that are the same on all ranks."""
+        losses = gather_objects(loss)
+        if self.comm.size("data") > 1 and len({repr(each) for each in losses}) == 1:
+            raise ScriptError(
+                f"backward: the loss is {loss:g} on every rank, to the last bit, so each has the "
+                "same samples; give the DataLoader to run.prepare, which deals them out"
+            )
 
     def _end_step(self) -> None:
         """Scale the gradients by what was not known when backward began."""

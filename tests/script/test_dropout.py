@@ -1,0 +1,89 @@
+"""Masks of dropout belong to the sample: any number of ranks drops what one process drops."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import loops
+import pytest
+from loops import Case
+from torch import Tensor, nn
+
+from phalanx.launch.local import run_ranks
+
+
+class Dropping(nn.Module):
+    """Drops features of rows, and those of the positions of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(4, 5)
+        self.of_rows, self.of_positions = nn.Dropout(0.3), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BD = self.of_rows(self.first(x).tanh())
+        return self.last(self.of_positions(x_BD.view(len(x), 3, 4)).sum(1))
+
+
+class Drawing(nn.Module):
+    """Draws in a way that nothing can know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.dropout(x, 0.5, self.training))
+
+
+CASE = Case(build=Dropping, batch_size=9)
+
+
+def results(strategies: list[str]) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing else draws
+        return [loops.distributed(CASE, strategy) for strategy in strategies]
+
+
+def test_any_ranks_drop_what_one_process_drops() -> None:
+    (expected,) = run_ranks(results, 1, ["dp1"])[0]
+    for strategies in (["dp2", "fsdp2"], ["dp3"]):
+        for found in run_ranks(results, int(strategies[0][-1]), strategies, threads=1):
+            for ours in found:
+                assert loops.largest_error(ours, expected) < 1e-10
+    without = loops.plain(Case(build=Dropping, batch_size=9))  # other masks, so other losses
+    assert loops.largest_error(without, expected) > 1e-3
+
+
+def shares_of_zeros() -> list[float]:
+    """Return the share of features that are dropped, at each dropout of a step."""
+    loop = loops.Distributed(Case(build=Dropping), "dp1")
+    shares: list[float] = []
+
+    def note(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        shares.append(float((output[inputs[0] != 0] == 0).double().mean()))
+
+    for name in ("of_rows", "of_positions"):
+        loop.model.get_submodule(name).register_forward_hook(note)
+    loop.train()
+    assert len({round(share, 9) for share in shares[::2]}) > 1  # other masks in other steps
+    return [sum(each) / len(each) for each in (shares[::2], shares[1::2])]
+
+
+def test_as_many_are_dropped_as_asked_for() -> None:
+    assert run_ranks(shares_of_zeros, 1)[0] == pytest.approx([0.3, 0.5], abs=0.05)
+
+
+def warnings_of(build: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loops.distributed(Case(build=build), "dp2")
+    return [str(each.message) for each in caught]
+
+
+def test_what_draws_otherwise_is_named_once() -> None:
+    for words in run_ranks(warnings_of, 2, Drawing, threads=1):
+        assert len(words) == 1
+        assert "Drawing draws from each rank's own generator in training (" in words[0]
+    assert run_ranks(warnings_of, 2, loops.perceptron, threads=1) == [[], []]

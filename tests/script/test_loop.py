@@ -1,0 +1,94 @@
+"""A loop of one's own computes on any ranks what it computes in plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import loops
+import pytest
+import torch
+from loops import Case, Numbers, Stream, Twice, as_rows, normed, of_groups
+
+from phalanx.launch.local import run_ranks
+
+LIMIT = 1e-10
+
+CASES: dict[str, Case] = {
+    "adam": Case(),
+    "sgd": Case(optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1)),
+    "momentum": Case(optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9, nesterov=True)),
+    "adagrad": Case(optimizer=lambda m: torch.optim.Adagrad(m.parameters(), 0.1)),
+    "rmsprop": Case(optimizer=lambda m: torch.optim.RMSprop(m.parameters(), 0.01, centered=True)),
+    "nadam": Case(optimizer=lambda m: torch.optim.NAdam(m.parameters(), 0.01)),
+    "fused": Case(optimizer=lambda m: torch.optim.AdamW(m.parameters(), 0.01, fused=True)),
+    "foreach": Case(optimizer=lambda m: torch.optim.AdamW(m.parameters(), 0.01, foreach=True)),
+    "groups": Case(optimizer=of_groups, schedules=True),
+    "clipped": Case(max_norm=0.1),
+    "accumulated": Case(accumulation=3, max_norm=0.2),
+    "one row left": Case(batch_size=9, accumulation=2),
+    "dicts": Case(dataset=lambda: Numbers("dict")),
+    "dataclasses": Case(dataset=lambda: Numbers("dict"), collate=as_rows),
+    "stream": Case(dataset=Stream, shuffle=False),
+    "twice": Case(build=Twice),
+    "batch norm": Case(build=normed, options={"batch_norm": "global"}),
+}
+
+
+def results(strategies: list[str]) -> dict[tuple[str, str], Any]:
+    """Run every case under every strategy, on the ranks of one job."""
+    return {
+        (strategy, name): loops.distributed(case, strategy)
+        for strategy in strategies
+        for name, case in CASES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "strategies"),
+    [
+        (1, ["dp1"]),
+        (2, ["dp2", "dp2:naive", "fsdp2", "fsdp2:zero2", "fsdp2:zero1"]),
+        (3, ["dp3", "fsdp3"]),
+        (4, ["dp2,fsdp2"]),
+    ],
+)
+def test_every_rank_computes_what_one_process_does(num_ranks: int, strategies: list[str]) -> None:
+    found = run_ranks(results, num_ranks, strategies, threads=1)
+    for name, case in CASES.items():
+        expected = loops.plain(case)
+        for strategy in strategies:
+            for rank in found:
+                error = loops.largest_error(rank[strategy, name], expected)
+                assert error < LIMIT, (strategy, name, error)
+
+
+def losses_before(folder: Path, strategy: str, num_steps: int) -> list[float]:
+    loop = loops.Distributed(CASES["groups"], strategy)
+    loop.train(num_steps)
+    loop.run.save(folder)
+    return loop.losses
+
+
+def losses_after(folder: Path, strategy: str) -> tuple[int, list[float], dict[str, torch.Tensor]]:
+    loop = loops.Distributed(CASES["groups"], strategy)
+    assert loop.run.resume(folder)
+    steps_done = loop.run.steps_done
+    loop.train()
+    return steps_done, loop.losses, loop.weights()
+
+
+@pytest.mark.parametrize("num_steps", [3, 5, 7])
+def test_a_loop_that_is_stopped_goes_on_under_another_strategy(
+    tmp_path: Path, num_steps: int
+) -> None:
+    """A pass has five steps: it stops within the first, at its end, and within the second."""
+    run_ranks(losses_before, 2, tmp_path, "fsdp2", num_steps, threads=1)
+    losses, weights = loops.plain(CASES["groups"])
+    for num_ranks, strategy in ((2, "dp2"), (3, "fsdp3:zero1"), (1, "dp1")):
+        found = run_ranks(losses_after, num_ranks, tmp_path, strategy, threads=1)
+        for steps_done, after, after_weights in found:
+            assert steps_done == num_steps
+            assert (
+                loops.largest_error((after, after_weights), (losses[num_steps:], weights)) < LIMIT
+            )

@@ -1,0 +1,275 @@
+"""What users do wrong in a loop of their own: each mistake gets one sentence that names it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import Numbers, Twice, normed, perceptron
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import phalanx
+from phalanx.errors import PhalanxError
+from phalanx.launch.local import run_ranks
+
+
+class Script:
+    """A prepared loop, one batch into its first pass."""
+
+    def __init__(self, strategy: str = "dp2", accumulation: int = 1) -> None:
+        self.run = phalanx.init(strategy, accumulation=accumulation)
+        self.plain = perceptron().double()
+        self.before = torch.optim.SGD(self.plain.parameters(), 0.1)
+        loader = DataLoader(Numbers(), 8)
+        self.model, self.optimizer, self.loader = self.run.prepare(self.plain, self.before, loader)
+        self.x, self.y = next(iter(self.loader))
+
+    def loss(self, reduction: str = "sum") -> torch.Tensor:
+        return cross_entropy(self.model(self.x), self.y, reduction=reduction)
+
+    def backward(self) -> None:
+        self.run.backward(self.loss(), len(self.y))
+
+
+def a_mean() -> None:
+    script = Script()
+    script.run.backward(script.loss("mean"), len(script.y))
+
+
+def a_vector() -> None:
+    script = Script()
+    script.run.backward(script.loss("none"), len(script.y))
+
+
+def no_graph() -> None:
+    script = Script()
+    with torch.no_grad():
+        script.backward()
+
+
+def no_count() -> None:
+    script = Script()
+    script.run.backward(script.loss(), None)  # pyright: ignore[reportArgumentType]
+
+
+def a_count_of_each() -> None:
+    script = Script()
+    script.run.backward(script.loss(), torch.ones(4))
+
+
+def forgotten_backward() -> None:
+    Script().optimizer.step()
+
+
+def two_steps() -> None:
+    script = Script()
+    script.backward()
+    script.optimizer.step()
+    script.optimizer.step()
+
+
+def a_backward_of_torch() -> None:
+    script = Script()
+    script.loss().backward()
+    script.optimizer.step()
+
+
+def zeroed_too_early() -> None:
+    script = Script()
+    script.backward()
+    script.optimizer.zero_grad()
+    script.optimizer.step()
+
+
+def a_step_within_an_accumulation() -> None:
+    script = Script(accumulation=3)
+    script.backward()
+    script.optimizer.step()
+
+
+def clipped_too_early() -> None:
+    Script().run.clip(1.0)
+
+
+def optimizer_not_prepared() -> None:
+    run = phalanx.init("fsdp2")
+    plain = perceptron()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    model, loader = run.prepare(plain, DataLoader(TensorDataset(torch.randn(8, 6)), 4))
+    (x,) = next(iter(loader))
+    run.backward(model(x).sum(), len(x))
+    optimizer.step()
+
+
+def optimizer_of_another_model() -> None:
+    run = phalanx.init("dp2")
+    run.prepare(perceptron(), torch.optim.SGD(perceptron().parameters(), 0.1))
+
+
+def cast_afterwards() -> None:
+    script = Script("fsdp2")
+    script.model.float()
+    script.x = script.x.float()
+    script.backward()
+
+
+def frozen_afterwards() -> None:
+    script = Script()
+    script.model[0].requires_grad_(False)
+    script.backward()
+
+
+def extended_afterwards() -> None:
+    script = Script()
+    script.model.add_module("more", nn.Linear(5, 5).double())
+    script.backward()
+
+
+def wrapped_before() -> None:
+    phalanx.init("dp2").prepare(nn.parallel.DistributedDataParallel(perceptron()))
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        model = perceptron()
+    phalanx.init("dp2").prepare(model)
+
+
+def prepared_twice() -> None:
+    script = Script()
+    script.run.prepare(script.model)
+
+
+def a_function() -> None:
+    phalanx.init("dp2").prepare(cross_entropy)
+
+
+def not_prepared() -> None:
+    run = phalanx.init("dp2")
+    run.backward(perceptron()(torch.ones(1, 6)).sum(), 1)
+
+
+def loader_not_prepared() -> None:
+    run = phalanx.init("dp2")
+    torch.manual_seed(0)
+    plain = perceptron()
+    model, _ = run.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    run.backward(model(torch.ones(4, 6)).sum(), 4)
+
+
+def a_distributed_sampler() -> None:
+    dataset = Numbers()
+    loader = DataLoader(dataset, 8, sampler=DistributedSampler(dataset, 2, 0))
+    phalanx.init("dp2").prepare(loader)
+
+
+def small_batches() -> None:
+    phalanx.init("dp2").prepare(DataLoader(Numbers(), 1))
+
+
+def no_batches() -> None:
+    phalanx.init("dp2").prepare(DataLoader(Numbers(), batch_size=None))
+
+
+class Endless(Dataset[Any]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def no_length() -> None:
+    phalanx.init("dp2").prepare(DataLoader(Endless(), 8))
+
+
+def batch_norm() -> None:
+    phalanx.init("dp2").prepare(normed())
+
+
+def an_unknown_batch_norm() -> None:
+    phalanx.init("dp2").prepare(normed(), batch_norm="all")  # pyright: ignore[reportArgumentType]
+
+
+def a_pipeline() -> None:
+    phalanx.init("pp2")
+
+
+def too_many_ranks() -> None:
+    phalanx.init("dp4")
+
+
+def no_accumulation() -> None:
+    phalanx.init("dp2", accumulation=0)
+
+
+def a_layer_of_no_role() -> None:
+    phalanx.init("tp2").prepare(Twice())
+
+
+MISTAKES: dict[Callable[[], None], str] = {
+    a_mean: r"the loss is a mean \(NllLoss, reduction='mean'\).*give the sum.*loss \* len",
+    a_vector: r"the loss is a tensor of shape \(4,\); expected one number, the sum",
+    no_graph: r"the loss has no graph.*outside torch.no_grad",
+    no_count: r"the count is None; expected how many samples or tokens.*len\(labels\)",
+    a_count_of_each: r"the count is a tensor of shape \(4,\)",
+    forgotten_backward: r"optimizer.step\(\) without a run.backward",
+    two_steps: r"optimizer.step\(\) without a run.backward since its last step",
+    a_backward_of_torch: r"gradients of this rank alone: loss.backward\(\) was called",
+    zeroed_too_early: r"zero_grad\(\) came between run.backward and the step",
+    a_step_within_an_accumulation: r"after 1 of 3 calls of run.backward.*accumulation=1",
+    clipped_too_early: r"clip: there are no gradients of a whole step",
+    optimizer_not_prepared: r"no optimizer is prepared",
+    optimizer_of_another_model: r"the SGD updates a parameter of shape \(10, 6\) in group 0",
+    cast_afterwards: r"0.weight was float64 on cpu, trained when.* is float32 on cpu",
+    frozen_afterwards: r"0.weight was float64 on cpu, trained.* is float64 on cpu, frozen",
+    extended_afterwards: r"more.weight was not in the model when the model was prepared",
+    wrapped_before: r"the model is a DistributedDataParallel.*give the module.*model.module",
+    on_meta: r"0.weight is on the meta device, without first weights",
+    prepared_twice: r"Sequential is prepared already, and this prepares it again",
+    a_function: r"cannot prepare a function; expected an nn.Module",
+    not_prepared: r"backward: no model is prepared",
+    loader_not_prepared: r"on every rank, to the last bit.*give the DataLoader to run.prepare",
+    a_distributed_sampler: r"has a DistributedSampler, but prepare deals the batches out",
+    small_batches: r"batch_size is 1, the global batch, which 2 data ranks share.*at least 2",
+    no_batches: r"has batch_size=None",
+    no_length: r"Endless, or the loader's sampler, has no length",
+    batch_norm: r"BatchNorm1d '1' takes mean and variance.*batch_norm='global'.*'local'",
+    an_unknown_batch_norm: r"batch_norm is 'all'; expected 'global' or 'local'",
+    a_pipeline: r"'pp2' has pp: a pipeline runs the forward itself",
+    too_many_ranks: r"'dp4' needs 4 ranks, but there are 2",
+    no_accumulation: r"accumulation is 0; expected at least 1",
+    a_layer_of_no_role: r"the roles of the modules of Twice are not known; give patterns",
+}
+
+
+def words_of_mistakes() -> list[str]:
+    words: list[str] = []
+    for mistake in MISTAKES:
+        try:
+            mistake()
+        except PhalanxError as error:
+            words.append(str(error))
+        else:
+            words.append(f"{mistake.__name__} passed")
+    return words
+
+
+def test_each_mistake_is_named_in_one_sentence() -> None:
+    for rank_words in run_ranks(words_of_mistakes, 2, threads=1):
+        for (mistake, pattern), words in zip(MISTAKES.items(), rank_words, strict=True):
+            assert re.search(pattern, words, re.DOTALL), (mistake.__name__, words)
+            assert len(words.splitlines()) == 1, mistake.__name__
+
+
+def test_a_strategy_for_many_ranks_names_the_command_on_one_process() -> None:
+    words = run_ranks(words_of_one, 1)[0]
+    assert re.search(r"'dp2' needs 2 ranks, but this is one process; .*--nproc 2", words)
+
+
+def words_of_one() -> str:
+    with pytest.raises(PhalanxError) as raised:
+        phalanx.init("dp2")
+    return str(raised.value)
