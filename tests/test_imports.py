@@ -89,9 +89,14 @@ def test_light_modules_load_no_torch(module: str) -> None:
 
 def test_the_public_names() -> None:
     assert sorted(phalanx.__all__) == [
+        "DistributedOptimizer",
+        "Run",
         "Strategy",
         "TrainConfig",
         "__version__",
+        "average_gradients",
+        "from_deepspeed",
+        "init",
         "train_decoder",
         "verify_strategy",
     ]

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from phalanx.config import TrainConfig as TrainConfig
+    from phalanx.script.average import DistributedOptimizer as DistributedOptimizer
+    from phalanx.script.average import average_gradients as average_gradients
+    from phalanx.script.deepspeed import from_deepspeed as from_deepspeed
     from phalanx.script.run import Run as Run
     from phalanx.script.run import init as init
     from phalanx.strategy import Strategy as Strategy
@@ -18,10 +21,13 @@ if TYPE_CHECKING:
     from phalanx.verify.harness import verify as verify_strategy
 
 __all__ = [
+    "DistributedOptimizer",
     "Run",
     "Strategy",
     "TrainConfig",
     "__version__",
+    "average_gradients",
+    "from_deepspeed",
     "init",
     "train_decoder",
     "verify_strategy",
@@ -36,6 +42,9 @@ def __getattr__(name: str) -> Any:
     homes = {
         "Strategy": ("phalanx.strategy", "Strategy"),
         "TrainConfig": ("phalanx.config", "TrainConfig"),
+        "DistributedOptimizer": ("phalanx.script.average", "DistributedOptimizer"),
+        "average_gradients": ("phalanx.script.average", "average_gradients"),
+        "from_deepspeed": ("phalanx.script.deepspeed", "from_deepspeed"),
         "Run": ("phalanx.script.run", "Run"),
         "init": ("phalanx.script.run", "init"),
         "train_decoder": ("phalanx.train.run", "train"),

@@ -24,7 +24,7 @@ from typing import Any
 from phalanx.errors import ConfigError
 from phalanx.launch.by_value import ByValue
 from phalanx.launch.rank import RankInfo, run_rank
-from phalanx.launch.rank_env import is_under_torchrun
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.launch.signals import collected, ignored_by_children
 from phalanx.launch.supervisor import Rank, Supervisor
 
@@ -43,6 +43,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*args)` on each of `num_ranks` new processes that have joined one job.
 
+    A process that is a rank of a job itself, as under torchrun, starts none: it joins that job, all
+    of whose ranks call this, and runs the function as one of them.
+
     Args:
         function: importable by name; torch.distributed is initialised when it is called.
         num_ranks: processes to start on this host.
@@ -57,7 +60,7 @@ def run_ranks(
 
     Raises:
         ConfigError: the function or an argument cannot be sent to another process, or this process
-            is a rank of a job itself.
+            is a rank of a job of another number of ranks.
         PhalanxError: the error of the rank that failed first, if it was the user's to mend; it has
             that error's class.
         RankFailed: any other failure, with that rank's own traceback.
@@ -67,11 +70,7 @@ def run_ranks(
             `pulse.Pulse.heeding`), or was not the first.
     """
     if is_under_torchrun():
-        raise ConfigError(
-            "run_ranks starts processes of its own, but RANK and WORLD_SIZE are set: this process "
-            "is a rank of a job, as under torchrun, and each would start a whole job; start the "
-            "script without torchrun, or unset RANK"
-        )
+        return _run_here(function, num_ranks, args, device, timeout_s)
     context = prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
     ranks: list[Rank] = []
@@ -88,6 +87,28 @@ def run_ranks(
     finally:
         with collected():  # a second Ctrl-C changes nothing
             _end(ranks)
+
+
+def _run_here(
+    function: Callable[..., Any],
+    num_ranks: int,
+    args: tuple[Any, ...],
+    device: str,
+    timeout_s: float,
+) -> list[Any]:
+    """Run the function on the ranks of the job that there is."""
+    from phalanx.comm.together import gather_objects
+    from phalanx.launch.attach import attach
+
+    num_there = read_rank_env().num_ranks
+    if num_there != num_ranks:
+        raise ConfigError(
+            f"this process is a rank of a job of {num_there}, as under torchrun, but "
+            f"{num_ranks} ranks are asked for; start {num_ranks}, or unset RANK and WORLD_SIZE to "
+            "start them from here"
+        )
+    attach({}, device=device, timeout_s=timeout_s)
+    return gather_objects(function(*args))
 
 
 def prepare_server() -> ForkServerContext:

@@ -1,0 +1,268 @@
+"""A DeepSpeed configuration as a strategy and settings, and what of it has no counterpart.
+
+Names and defaults are those of DeepSpeed's documentation of its configuration and schedules
+(https://www.deepspeed.ai/docs/config-json/). What only tunes or reports is left out, and named;
+what would change the numbers and has no counterpart is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from phalanx.errors import ConfigError
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+
+_REPORTS: Final = frozenset(
+    "steps_per_print wall_clock_breakdown dump_state tensorboard wandb csv_monitor comet "
+    "comms_logger flops_profiler memory_breakdown autotuning zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer communication_data_type prescale_gradients disable_allgather "
+    "dataloader_drop_last".split()
+)
+"""Settings that report or tune."""
+
+_ZERO_TUNING: Final = frozenset(
+    "allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size "
+    "contiguous_gradients round_robin_gradients sub_group_size stage3_max_live_parameters "
+    "stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_gather_16bit_weights_on_model_save load_from_fp32_weights ignore_unused_parameters "
+    "elastic_checkpoint memory_efficient_linear".split()
+)
+"""Settings of zero_optimization that tune."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """What a DeepSpeed configuration asks for, in the words of `phalanx.init` and torch.
+
+    Attributes:
+        strategy: for `phalanx.init`.
+        accumulation: for `phalanx.init`.
+        batch_size: for the DataLoader: the rows of one microbatch on all ranks together.
+        autocast: data type for `torch.autocast` around the forward, or None for float32.
+        max_norm: for `run.clip`, or None where nothing is clipped.
+        left_out: settings that have no counterpart and change no number.
+    """
+
+    strategy: str
+    accumulation: int
+    batch_size: int
+    autocast: torch.dtype | None
+    max_norm: float | None
+    left_out: tuple[str, ...]
+    _optimizer: Mapping[str, Any]
+    _scheduler: Mapping[str, Any]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer, over the parameters of a model.
+
+        Raises:
+            ConfigError: the configuration names none, or one that torch does not have.
+        """
+        return _optimizer(self._optimizer, parameters)
+
+    def scheduler(
+        self, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """Return the schedule of the learning rate, to be stepped after each step, or None.
+
+        Raises:
+            ConfigError: it is not one of DeepSpeed's three warm-ups.
+        """
+        return _scheduler(self._scheduler, optimizer) if self._scheduler else None
+
+
+def from_deepspeed(
+    config: str | Path | Mapping[str, Any], num_ranks: int | None = None
+) -> DeepSpeedSettings:
+    """Turn a DeepSpeed configuration into a strategy and settings.
+
+    Args:
+        config: the file, or its content.
+        num_ranks: of the job; those that it was started with if None.
+
+    Raises:
+        ConfigError: it cannot be read, or asks for what has no counterpart and changes numbers.
+    """
+    values = config if isinstance(config, Mapping) else _read(Path(config))
+    if num_ranks is None:
+        num_ranks = read_rank_env().num_ranks if is_under_torchrun() else 1
+    taken = (
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer "
+        "scheduler zero_optimization bf16 fp16 gradient_clipping"
+    ).split()
+    left_out = [name for name in values if name in _REPORTS]
+    if unknown := [
+        name for name in values if name not in (*taken, *left_out) and _asks(values[name])
+    ]:
+        raise ConfigError(
+            f"the DeepSpeed configuration has {', '.join(unknown)}, which has no counterpart here; "
+            f"take it out, or leave it disabled. Taken are {', '.join(taken)}"
+        )
+    zero = dict(values.get("zero_optimization", {}))
+    stage = _whole(zero.pop("stage", 0), "zero_optimization.stage", least=0)
+    left_out += [f"zero_optimization.{name}" for name in zero if name in _ZERO_TUNING]
+    for name, value in zero.items():
+        if name not in _ZERO_TUNING and _asks(value):
+            raise ConfigError(
+                f"zero_optimization.{name} has no counterpart here; take it out, or split over "
+                "more ranks if it does not fit"
+            )
+    if stage > 3:
+        raise ConfigError(f"zero_optimization.stage is {stage}; expected 0, 1, 2 or 3")
+    if _asks(values.get("fp16", False)):
+        raise ConfigError("fp16 is enabled; only bf16 or float32 are taken: enable bf16 instead")
+    micro, accumulation = _batch(values, num_ranks)
+    axis = f"dp{num_ranks}" if stage == 0 else f"fsdp{num_ranks}:zero{stage}"
+    clipping = values.get("gradient_clipping", 0.0)
+    return DeepSpeedSettings(
+        strategy=axis if num_ranks > 1 else "dp1",
+        accumulation=accumulation,
+        batch_size=micro * num_ranks,
+        autocast=torch.bfloat16 if _asks(values.get("bf16", False)) else None,
+        max_norm=_number(clipping, "gradient_clipping") or None,
+        left_out=tuple(left_out),
+        _optimizer=values.get("optimizer", {}),
+        _scheduler=values.get("scheduler", {}),
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}; expected a DeepSpeed configuration") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}; expected a JSON object")
+    return values
+
+
+def _asks(value: Any) -> bool:
+    """Return whether a value asks for something: not an empty, false or disabled one."""
+    if isinstance(value, Mapping):
+        if "enabled" in value:
+            return bool(value["enabled"])
+        return bool(value) and value.get("device") != "none"
+    return bool(value)
+
+
+def _batch(values: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
+    """Return rows of a microbatch on a rank, and accumulation, by DeepSpeed's law of the three."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, times = (
+        None if values.get(name) is None else _whole(values[name], name) for name in names
+    )
+    if whole is None and micro is None:
+        raise ConfigError(f"one of {names[0]} and {names[1]} has to be given, as DeepSpeed asks")
+    if times is None:
+        times = 1 if whole is None or micro is None else max(1, whole // micro // num_ranks)
+    if micro is None:
+        micro = max(1, (whole or 1) // num_ranks // times)
+    if whole is not None and whole != micro * times * num_ranks:
+        raise ConfigError(
+            f"train_batch_size is {whole}, but {micro} rows a microbatch x {times} microbatches x "
+            f"{num_ranks} ranks are {micro * times * num_ranks}; give a batch that they divide"
+        )
+    return micro, times
+
+
+def _whole(value: Any, name: str, least: int = 1) -> int:
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {least}")
+    return value
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} is {value!r}; expected a number")
+    return float(value)
+
+
+def _optimizer(
+    section: Mapping[str, Any], parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    name = str(section.get("type", ""))
+    given = dict(section.get("params", {}))
+    for key, value in given.items():
+        if value == "auto":
+            raise ConfigError(f"optimizer.params.{key} is 'auto'; give its number")
+    # DeepSpeed's Adam decays as AdamW does unless told otherwise, and by nothing by default.
+    is_adamw = given.pop("adam_w_mode", True) or name.lower() == "adamw"
+    given.pop("torch_adam", None)
+    given.setdefault("weight_decay", 0.0)
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adam": torch.optim.AdamW if is_adamw else torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+    }
+    if name.lower() not in kinds:
+        raise ConfigError(
+            f"optimizer.type is '{name}'; legal are Adam, AdamW, SGD and Adagrad, or make one of "
+            "your own and give it to run.prepare"
+        )
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
+    try:
+        return kinds[name.lower()](parameters, **given)
+    except TypeError as error:
+        raise ConfigError(f"optimizer.params of {name}: {error}") from error
+
+
+def _scheduler(
+    section: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LRScheduler:
+    name, given = str(section.get("type", "")), dict(section.get("params", {}))
+    legal = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    if name not in legal:
+        raise ConfigError(
+            f"scheduler.type is '{name}'; legal are {', '.join(legal)}, or make one of torch's and "
+            "give it to run.prepare"
+        )
+    for key, value in given.items():
+        if value == "auto":
+            raise ConfigError(f"scheduler.params.{key} is 'auto'; give its number")
+    warmup = max(2, given.pop("warmup_num_steps", 1000))
+    kind = given.pop("warmup_type", "log")
+    total = (
+        None if name == "WarmupLR" else _whole(given.pop("total_num_steps", 0), "total_num_steps")
+    )
+    lowest, cosine_end = given.pop("warmup_min_ratio", 0.0), given.pop("cos_min_ratio", 0.0001)
+    least = given.pop("warmup_min_lr", 0.0)
+    most = given.pop("warmup_max_lr", 0.001 if name == "WarmupDecayLR" else None)
+    if given:
+        raise ConfigError(f"scheduler.params of {name} has {', '.join(given)}, which it has not")
+
+    def warm(step: int) -> float:
+        return step / warmup if kind == "linear" else math.log(step + 1) / math.log(warmup)
+
+    def rate(base: float, number: int) -> float:
+        # The first step is taken before the schedule's own first one.
+        step = max(0, number - 1)
+        if name == "WarmupCosineLR":
+            if number == 0:
+                return 0.0
+            if step < warmup:
+                return base * (lowest + (1 - lowest) * warm(step))
+            done = min(1.0, (step - warmup + 1) / max(1, (total or 0) - warmup))
+            return base * (cosine_end + (1 - cosine_end) * (1 + math.cos(math.pi * done)) / 2)
+        top = base if most is None else most
+        share = warm(step) if step < warmup else 1.0
+        if step >= warmup and total is not None:
+            share = max(0.0, (total - step) / max(1.0, total - warmup))
+        return least + (top - least) * (share if number else 0.0)
+
+    bases = [float(group["lr"]) for group in optimizer.param_groups]
+    factors = [
+        lambda number, base=base: rate(base, number) / base if base else 0.0 for base in bases
+    ]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
