@@ -261,8 +261,8 @@ def _scheduler(
             share = max(0.0, (total - step) / max(1.0, total - warmup))
         return least + (top - least) * (share if number else 0.0)
 
-    bases = [float(group["lr"]) for group in optimizer.param_groups]
-    factors = [
-        lambda number, base=base: rate(base, number) / base if base else 0.0 for base in bases
-    ]
+    def factor_of(base: float) -> Callable[[int], float]:
+        return lambda number: rate(base, number) / base if base else 0.0
+
+    factors = [factor_of(float(group["lr"])) for group in optimizer.param_groups]
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factors)

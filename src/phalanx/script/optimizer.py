@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
                     "have; make the optimizer from the parameters of that model"
                 )
         group["params"] = [p if p in ours else after[before[p]] for p in group["params"]]
-    for parameter in [p for p in optimizer.state if p not in ours]:
+    for parameter in cast(list[nn.Parameter], [p for p in optimizer.state if p not in ours]):
         new = after[before[parameter]]
         state = optimizer.state.pop(parameter)
         optimizer.state[new] = {key: _split(value, new) for key, value in state.items()}
