@@ -1,16 +1,18 @@
-"""A perceptron that learns a function of eight numbers, in plain PyTorch on one process."""
+"""A perceptron that learns a function of eight numbers."""
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def main(num_epochs: int = 3) -> nn.Module:
+def main(num_epochs: int = 3, num_rows: int = 1000) -> nn.Module:
     torch.manual_seed(0)
-    inputs = torch.randn(1000, 8)
+    inputs = torch.randn(num_rows, 8)
     targets = inputs.sin().sum(1, keepdim=True)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=64, shuffle=True)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for epoch in range(num_epochs):
         for x, y in loader:

@@ -1,0 +1,38 @@
+"""A small Llama of transformers that learns to continue the source of Python's standard library."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def build() -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, **heads))
+
+
+def main(num_epochs: int = 1, num_rows: int = 1000, length: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+    ids = torch.frombuffer(bytearray(text[: num_rows * length]), dtype=torch.uint8)
+    rows = ids[: len(ids) // length * length].view(-1, length).long()
+    loader = DataLoader(TensorDataset(rows), batch_size=16, shuffle=True)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(num_epochs):
+        for number, (x,) in enumerate(loader):
+            loss = model(x, labels=x).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 10 == 0:
+                print(f"batch {number}: loss {loss.item():.4f}")
+    return model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""A perceptron that learns a function of eight numbers."""
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def main(num_epochs: int = 3, num_rows: int = 1000) -> nn.Module:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    inputs = torch.randn(num_rows, 8)
+    targets = inputs.sin().sum(1, keepdim=True)
+    # Its loaders take batch_size for each process.
+    loader = DataLoader(TensorDataset(inputs, targets), 64 // accelerator.num_processes, True)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(num_epochs):
+        for x, y in loader:
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}")
+    return model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Each example runs in a small form, and is on any ranks what it is in plain PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.launch.local import run_ranks
+from phalanx.script.run import STRATEGY
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytest.importorskip("sklearn")
+pytest.importorskip("transformers")
+
+SMALL: dict[str, dict[str, Any]] = {
+    "mlp": {"num_epochs": 1, "num_rows": 300},
+    "toy_model": {"num_epochs": 1, "num_rows": 93},
+    "digits": {"num_epochs": 1, "num_rows": 300},
+    "bert_classifier": {"num_epochs": 1, "num_rows": 170, "dropout": 0.0},
+    "vit": {"num_epochs": 1, "num_rows": 300},
+    "llama": {"num_epochs": 1, "num_rows": 77, "length": 12},
+    "resnet": {"num_epochs": 1, "num_rows": 150, "size": 32},
+}
+"""What makes five steps of each, the last of them with fewer rows."""
+
+SPLITTING = [name for name in SMALL if name != "digits"]
+"""Those that prepare their model; the other averages gradients."""
+
+
+def module_of(name: str, kind: str) -> Any:
+    """Import a script of an example."""
+    path = EXAMPLES / name / f"{kind}.py"
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"{name}_{kind}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(path.parent))
+    return module
+
+
+def trained(name: str, kind: str) -> tuple[str, dict[str, Tensor]]:
+    """Run a script in its small form in float64; return what it prints, and the last weights."""
+    module = module_of(name, kind)
+    sizes = {"sizes": module.SMALL} if name == "resnet" else {}
+    torch.set_default_dtype(torch.float64)
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            model = module.main(**SMALL[name], **sizes)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    state = model.state_dict()
+    whole = {n: getattr(t, "full_tensor", lambda t=t: t)().clone() for n, t in state.items()}
+    return printed.getvalue(), whole
+
+
+def trained_by(pairs: list[tuple[str, str]]) -> list[tuple[str, dict[str, Tensor]]]:
+    results: list[tuple[str, dict[str, Tensor]]] = []
+    for name, strategy in pairs:
+        os.environ[STRATEGY] = strategy
+        results.append(trained(name, "distributed"))
+    return results
+
+
+def each(*strategies: str) -> list[tuple[str, str]]:
+    return [(name, strategy) for name in SPLITTING for strategy in strategies]
+
+
+JOBS = [
+    (1, [(name, "dp1") for name in SMALL]),
+    (2, [*each("dp2", "fsdp2"), ("digits", "dp2"), ("bert_classifier", "tp2"), ("llama", "tp2")]),
+    pytest.param(2, each("fsdp2:zero1", "fsdp2:zero2"), marks=pytest.mark.slow),
+    pytest.param(3, [("digits", "dp3"), *each("dp3", "fsdp3")], marks=pytest.mark.slow),
+    pytest.param(4, each("dp2,fsdp2"), marks=pytest.mark.slow),
+]
+
+UNDETERMINED = ("key.bias", "k_proj.bias")
+"""Weights whose gradient is rounding alone, since a softmax does not change with them: Adam makes
+steps of that."""
+
+
+@pytest.mark.parametrize(("num_ranks", "pairs"), JOBS)
+def test_examples_compute_what_their_plain_scripts_do(
+    num_ranks: int, pairs: list[tuple[str, str]]
+) -> None:
+    found = run_ranks(trained_by, num_ranks, pairs, threads=1, timeout_s=120)
+    expected = {name: run_ranks(trained, 1, name, "plain", threads=1)[0] for name, _ in pairs}
+    for rank, results in enumerate(found):
+        for (name, strategy), (printed, weights) in zip(pairs, results, strict=True):
+            words, theirs = expected[name]
+            assert list(weights) == list(theirs)
+            for weight, value in theirs.items():
+                if value.is_floating_point() and not weight.endswith(UNDETERMINED):
+                    error = (weights[weight] - value).abs().max() / value.abs().max()
+                    assert error < 1e-10, (name, strategy, rank, weight, float(error))
+            # Losses, and how many of what was held back are right, to the last sample.
+            assert printed == (words if rank == 0 else ""), (name, strategy, rank)
+
+
+def test_few_lines_change() -> None:
+    counted = runpy.run_path(str(EXAMPLES / "lines_changed.py"))["table"]()
+    numbers = {(example, script): number for example, script, number in counted}
+    for name in SMALL:
+        assert numbers[name, "distributed"] <= 6
+
+
+def test_the_classifier_beats_the_largest_class() -> None:
+    command = [sys.executable, "plain.py"]
+    done = subprocess.run(
+        command, cwd=EXAMPLES / "bert_classifier", capture_output=True, text=True, timeout=280,
+        check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    last = re.search(r"epoch 2: (\d+) of (\d+) right, the largest package has (\d+)", done.stdout)
+    assert last is not None, done.stdout
+    right, _, largest = map(int, last.groups())
+    assert right > 1.5 * largest
