@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from phalanx.script.deepspeed import from_deepspeed as from_deepspeed
     from phalanx.script.run import Run as Run
     from phalanx.script.run import init as init
+    from phalanx.script.trainer import Options as Options
+    from phalanx.script.trainer import Trainer as Trainer
     from phalanx.strategy import Strategy as Strategy
     from phalanx.train.run import train as train_decoder
     from phalanx.verify.harness import verify as verify_strategy
 
 __all__ = [
     "DistributedOptimizer",
+    "Options",
     "Run",
     "Strategy",
     "TrainConfig",
+    "Trainer",
     "__version__",
     "average_gradients",
     "from_deepspeed",
@@ -46,6 +50,8 @@ def __getattr__(name: str) -> Any:
         "average_gradients": ("phalanx.script.average", "average_gradients"),
         "from_deepspeed": ("phalanx.script.deepspeed", "from_deepspeed"),
         "Run": ("phalanx.script.run", "Run"),
+        "Options": ("phalanx.script.trainer", "Options"),
+        "Trainer": ("phalanx.script.trainer", "Trainer"),
         "init": ("phalanx.script.run", "init"),
         "train_decoder": ("phalanx.train.run", "train"),
         "verify_strategy": ("phalanx.verify.harness", "verify"),

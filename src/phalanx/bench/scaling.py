@@ -262,7 +262,7 @@ def time_rank(text: str, config: ScalingConfig, *, compile: bool = False) -> flo
     size = (num_rows, config.seq_len)
     batch = _random_batch(shape.vocab_size, size, comm.coord("data") * num_rows).to(device)
     times_s: list[float] = []
-    for _ in range(step.num_steps):
+    for _ in range(WARMUP_STEPS + config.steps):
         barrier()
         begin_s = time.perf_counter()
         step([batch])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from phalanx.cli import script
 from phalanx.cli.choices import preset_help, strategy_help
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import Preparation, print_json, screen
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     """Train as the command line says and print what was measured."""
+    if script.is_asked(argv):
+        return script.train(argv)
     from phalanx.launch.torchrun import run_verb
     from phalanx.train.job.request import settle
 

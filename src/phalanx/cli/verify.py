@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli import script
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import print_json, screen
 from phalanx.config import TrainConfig
@@ -32,6 +33,8 @@ AnyConfig = VerifyConfig | VerifyTrainConfig
 
 def run(argv: list[str]) -> int:
     """Verify as the command line says; 1 if something differs."""
+    if script.is_asked(argv):
+        return script.verify(argv)
     from phalanx.launch.torchrun import run_verb
 
     def prepare() -> tuple[Loaded[AnyConfig], Strategy]:
@@ -61,7 +64,7 @@ def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
         verdicts = _verify(config, strategy, screen())
     is_equal = all(verdict.is_equal for verdict in verdicts)
     if os.environ.get("RANK", "0") == "0":
-        _show(verdicts, screen())
+        show_verdicts(verdicts, screen())
         if loaded.json:
             print_json({"is_equal": is_equal, "verdicts": [_as_dict(each) for each in verdicts]})
     return 0 if is_equal else 1
@@ -165,7 +168,8 @@ def _described(name: str, shape: ModelShape) -> str:
     )
 
 
-def _show(verdicts: Sequence[Verdict], console: Console) -> None:
+def show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
+    """Print the largest errors, what was sent, and each verdict."""
     console.print("Largest errors against plain PyTorch in one process, relative, of all steps")
     console.print(_errors(verdicts))
     if (first := verdicts[0]).sent:

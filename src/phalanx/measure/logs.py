@@ -58,6 +58,8 @@ class StepRecord:
     mfu_of: str = "ceiling"
     """What the MFU is a share of: "ceiling" or "data sheet"."""
     times: StepTimes
+    unit: str = "tokens"
+    """What is counted as tokens: samples, where a loss is a mean over them."""
     skipped: bool = False
     """Whether the step was left out because loss or gradient was not finite."""
 
@@ -161,15 +163,19 @@ class RunLog:
             self._draw(f"time/{name}", seconds, record.step)
         self.display.step(record)
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:
-        """Keep and show a measurement of the validation loss, in nats a token, after `step`."""
-        values = {"loss": loss, "bits_per_byte": bits_per_byte}
+    def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
+        """Keep and show a measurement of the validation loss after `step`.
+
+        Of text, it is in nats a token, and there are its bits a byte.
+        """
+        values = {"loss": loss}
+        if bits_per_byte is not None:
+            values["bits_per_byte"] = bits_per_byte
         self.note("evaluation", {"step": step, **values})
         for name, value in values.items():
             self._draw(f"validation/{name}", value, step)
-        self.display.say(
-            f"validation after step {step}: loss {loss:.4f}, {bits_per_byte:.4f} bits per byte"
-        )
+        bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
+        self.display.say(f"validation after step {step}: loss {loss:.4f}{bits}")
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:
         """Keep any record, such as the environment or the summary, as one line of JSON."""
@@ -221,7 +227,7 @@ class RunLog:
 def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> str:
     """Return the numbers of a step for people, the most important where all are too wide."""
     loss = f"loss {record.loss:.4f}" + ("  SKIPPED" if record.skipped else "")
-    rate = f"{record.tokens_per_s:,.0f} tokens/s"
+    rate = f"{record.tokens_per_s:,.0f} {record.unit}/s"
     share = "" if record.mfu is None else f"MFU {percent(record.mfu)}"
     share_of = share and f"{share} of {record.mfu_of}"
     for parts in (

@@ -51,7 +51,9 @@ def save(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     standing: Standing,
-    keep: int | None,
+    *,
+    keep: int | None = None,
+    num_stages: int = 1,
 ) -> Path:
     """Save and wait until the checkpoint is whole; every rank calls this together.
 
@@ -76,7 +78,7 @@ def save(
         script=_plain(values),
     )
     together = cast(torch.optim.Optimizer, _Together(optimizers))
-    with Saver(folder, keep=keep) as saver:
+    with Saver(folder, keep=keep, num_stages=num_stages) as saver:
         saver.begin(model, together, about)
     return final
 

@@ -284,7 +284,7 @@ class Run:
             CheckpointError: it cannot be written.
         """
         model = self._prepared_model("save")
-        return checkpoint.save(Path(folder), model, self._optimizers, self._standing(), keep)
+        return checkpoint.save(Path(folder), model, self._optimizers, self._standing(), keep=keep)
 
     def resume(self, folder: str | Path) -> bool:
         """Go on from the latest checkpoint in `folder`, if there is one; all ranks call this.

@@ -81,11 +81,12 @@ class Step:
         config: OptimizerConfig,
         *,
         comm: Comm,
-        num_steps: int,
+        num_steps: int | None,
         run: Runner = SINGLE,
         scaler: torch.amp.GradScaler | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
     ) -> None:
+        """Make the step of a model; without `num_steps` the optimizer has its own rates."""
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
@@ -154,9 +155,12 @@ class Step:
                 f"gradient {found.norm}; the weights are those of the step before. Lower "
                 "optimizer.lr, or go on past such steps with --nonfinite skip"
             )
-        rate = learning_rate(self.config, self.steps_done, self.num_steps)
+        groups = self.optimizer.param_groups
+        rate = float(groups[0]["lr"])
+        if self.num_steps is not None:
+            rate = learning_rate(self.config, self.steps_done, self.num_steps)
         with self.phase("optimizer"):
-            for group in self.optimizer.param_groups:
+            for group in groups if self.num_steps is not None else ():
                 group["lr"] = rate
             if is_finite:
                 if 0 < self.config.clip_norm < found.norm:

@@ -1,0 +1,148 @@
+"""`phalanx train --script FILE:JOB` and `phalanx verify --script FILE:JOB`: a job of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.cli.screen import print_json, screen
+from phalanx.config.command_line import read_command_line
+from phalanx.config.fields import Positional, Range
+from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from phalanx.script.fit import Fitted
+
+
+def is_asked(argv: list[str]) -> bool:
+    """Return whether a command line names a script."""
+    return any(word.partition("=")[0] == "--script" for word in argv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTrainConfig:
+    """Train a job of your own: a function that returns a phalanx.Trainer."""
+
+    script: str = ""
+    """FILE.py:FUNCTION; the function takes no arguments."""
+    strategy: str | None = None
+    """How to split the work, such as pp2,dp2; dp over all processes if unset."""
+    nproc: Annotated[int | None, Range(1)] = None
+    """Processes to start; unset: what the strategy needs, else one a GPU, or 2 on a CPU."""
+    steps: Annotated[int | None, Range(1)] = None
+    """Steps to take in all, in place of what the job says."""
+    out: str | None = None
+    """Folder of records and checkpoints; runs/FILE-FUNCTION-STRATEGY-DATE if unset."""
+    resume: str | None = None
+    """Folder of a run to go on from, under any strategy; what is new is written there."""
+    save_every: Annotated[int, Range(0)] = 0
+    """Steps between two checkpoints; 0: only the one at the end."""
+    eval_every: Annotated[int, Range(0)] = 0
+    """Steps between two evaluations; 0: only at the start and the end."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What to compute on."""
+    threads: Annotated[int | None, Range(1)] = None
+    """CPU threads of each process; the cores shared evenly if unset."""
+    timeout_s: Annotated[float, Range(0, ends="()")] = 600.0
+    """Longest wait for another rank, in seconds."""
+    debug_comm: bool = False
+    """Compare each collective of all ranks before it runs; slow."""
+    json: bool = False
+    """Make the last line of standard output one JSON document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptVerifyConfig:
+    """Prove that a strategy computes what one process computes, on a job of your own."""
+
+    strategy: Annotated[str | None, Positional("STRATEGY")] = None
+    """How to split the work, such as pp2,dp2."""
+    script: str = ""
+    """FILE.py:FUNCTION, which returns a phalanx.Trainer."""
+    steps: Annotated[int, Range(1)] = 3
+    """Batches of the job's data to take steps on."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    """Data type of weights and arithmetic."""
+    json: bool = False
+    """Make the last line of standard output one JSON document."""
+
+
+def train(argv: list[str]) -> int:
+    """Train the job that the command line names, and print what was measured."""
+    from phalanx.script.trainer import Options, trainer_of
+    from phalanx.train.job.request import choose
+
+    config = read_command_line(argv, ScriptTrainConfig, prog="phalanx train --script")
+    trainer = trainer_of(config.script)
+    if config.steps is not None:
+        trainer = dataclasses.replace(trainer, steps=config.steps)
+    strategy, device = choose(config.strategy, config.nproc, config.device)
+    if config.out is not None and config.resume is not None:
+        raise ConfigError("out and resume are both given, and resume goes on in its own folder")
+    stem = f"{Path(config.script).stem}-{config.script.rpartition(':')[2]}-{strategy}"
+    named = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}".replace(":", "_").replace("/", "_")
+    out = Path(config.resume or config.out or Path("runs") / named.replace(",", "-"))
+    options = Options(
+        out=out,
+        resume=config.resume is not None,
+        save_every=config.save_every,
+        eval_every=config.eval_every,
+        device=device,
+        threads=config.threads,
+        timeout_s=config.timeout_s,
+        debug_comm=config.debug_comm,
+    )
+    fitted = trainer.train(strategy, options)
+    if os.environ.get("RANK", "0") == "0":
+        _show(fitted, out)
+        if config.json:
+            print_json(fitted)
+    return 0
+
+
+def verify(argv: list[str]) -> int:
+    """Verify the job that the command line names; 1 if something differs."""
+    from phalanx.cli.verify import show_verdicts
+    from phalanx.script.trainer import trainer_of
+
+    config = read_command_line(argv, ScriptVerifyConfig, prog="phalanx verify --script")
+    if config.strategy is None:
+        raise ConfigError("STRATEGY is missing; expected: phalanx verify dp2 --script FILE:JOB")
+    trainer = trainer_of(config.script)
+    verdict = trainer.verify(config.strategy, steps=config.steps, dtype=config.dtype)
+    if os.environ.get("RANK", "0") == "0":
+        show_verdicts([verdict], screen())
+        if config.json:
+            print_json({"is_equal": verdict.is_equal, "causes": verdict.causes})
+    return 0 if verdict.is_equal else 1
+
+
+def _show(fitted: Fitted, out: Path) -> None:
+    """Print the result, the most important last."""
+    console = screen()
+    if fitted.sent:
+        table = Table("phase", "axis", "collective", "calls", "sent MiB", box=None)
+        for entry in fitted.sent:
+            sent = f"{entry.sent_bytes / 2**20:.3f}"
+            table.add_row(entry.phase, entry.axis, entry.op, str(entry.calls), sent)
+        console.print(Text("What the first rank sends in a step"), table)
+    rows = [("loss", f"{fitted.losses[-1]:.4f} in the last step")] if fitted.losses else []
+    if fitted.evaluations:
+        (_, first), (_, last) = fitted.evaluations[0], fitted.evaluations[-1]
+        rows.append(("validation", f"loss {first:.4f} -> {last:.4f}"))
+    if fitted.step_s is not None:
+        mfu = "" if fitted.mfu is None else f", MFU {100 * fitted.mfu:.1f} % of ceiling"
+        rows.append(("speed", f"{1e3 * fitted.step_s:,.1f} ms a step{mfu}"))
+    if fitted.memory is not None:
+        rows.append(("memory", f"{fitted.memory.peak_bytes / 2**20:,.1f} MiB of tensors at most"))
+    rows += [("checkpoint", fitted.checkpoint), ("metrics", str(out / "metrics.jsonl"))]
+    rows.append(("tensorboard", str(out / "tensorboard")))
+    for name, text in rows:
+        console.print(Text(f"{name:<11} {text}"), soft_wrap=True)

@@ -1,0 +1,320 @@
+"""A trainer's run on one rank: split the model, take the steps, keep records, save."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from phalanx.comm.comm import Ranks
+from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.waits import told_to
+from phalanx.config import OptimizerConfig
+from phalanx.data.rows import count_rows, map_batch, tensors_of
+from phalanx.debug.check import CollectiveCheck
+from phalanx.launch.pulse import PULSE
+from phalanx.measure.environment import environment
+from phalanx.measure.logs import RunLog, StepRecord
+from phalanx.measure.memory import MemoryAccount, MemoryLedger
+from phalanx.measure.products import quick_ceiling
+from phalanx.measure.timer import StepTimer
+from phalanx.parallel.batch_norm import settle_batch_norms
+from phalanx.parallel.plan import Plan
+from phalanx.script import checkpoint
+from phalanx.script.dropout import key_dropouts
+from phalanx.script.flops import flops_of
+from phalanx.script.loader import Draws, RankLoader
+from phalanx.strategy import Strategy
+from phalanx.train.step import TERMS, Step, StepResult
+
+if TYPE_CHECKING:
+    from phalanx.script.trainer import Options, Trainer
+
+LEDGER_STEP, MEMORY_STEP, WARMUP_STEPS = 1, 2, 3
+"""The steps whose bytes are counted and whose memory is, and how many no median has."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a run has done.
+
+    Attributes:
+        steps_done: steps taken, those before it went on too.
+        losses: of each step of this process.
+        evaluations: step and mean loss of each measurement on the validation data.
+        sent: what the first rank sent in one step.
+        memory: what it held in one step; None where fewer than three were taken.
+        step_s: median wall time of a step; None likewise.
+        mfu: share of the rate of matrix products that the model's FLOPs took; None if unknown.
+        checkpoint: folder of the last one.
+    """
+
+    steps_done: int
+    losses: list[float]
+    evaluations: list[tuple[int, float]]
+    sent: list[Entry]
+    memory: MemoryAccount | None
+    step_s: float | None
+    mfu: float | None
+    checkpoint: str
+
+
+def fit(trainer: Trainer, strategy: Strategy, options: Options) -> Fitted:
+    """Train on this rank, with the others of the job."""
+    run = _Fit(trainer, strategy, options)
+    with run.records:
+        return run.run()
+
+
+class _Fit:
+    """What one rank works with."""
+
+    def __init__(self, trainer: Trainer, strategy: Strategy, options: Options) -> None:
+        self.trainer, self.strategy, self.options = trainer, strategy, options
+        self.comm = comm = Ranks(strategy, options.device)
+        torch.manual_seed(trainer.seed)
+        model = trainer.build()
+        self.draws = Draws()
+        # Before anything is split: the FLOPs are those of one process.
+        self.flops = self._count_flops(model)
+        settle_batch_norms(model, comm, trainer.batch_norm)
+        plan = Plan(strategy, model.to(comm.device), roles=trainer.roles, pp_rank=comm.coord("pp"))
+        runner = plan.build(comm)
+        self.optimizer = trainer.optimizer(model.parameters())
+        self.scheduler = None if trainer.scheduler is None else trainer.scheduler(self.optimizer)
+        plain = trainer.loader(trainer.data, shuffle=trainer.shuffle)
+        self.loader = RankLoader(plain, comm, self.draws)
+        self.step = Step(
+            model.train(),
+            self.optimizer,
+            trainer.objective,
+            OptimizerConfig(clip_norm=trainer.max_norm or 0.0),
+            comm=comm,
+            num_steps=None,
+            run=runner,
+        )
+        key_dropouts(
+            model, trainer.seed, self._place, is_keyed=strategy.tp.degree * strategy.pp.degree == 1
+        )
+        if options.resume:
+            self._resume()
+        self.records = _Records(self)
+
+    def run(self) -> Fitted:
+        """Take the steps."""
+        step, options = self.step, self.options
+        num_steps = self.num_steps
+        saved = ""
+        with ExitStack() as stack:
+            stack.enter_context(PULSE.doing("the work between two steps"))
+            stack.enter_context(step.watched(PULSE.phase))
+            if options.debug_comm:
+                stack.enter_context(self._checked())
+            self._evaluate()
+            for batch in self._batches():
+                result = self.records.take(step, self._cut(batch))
+                if self.scheduler is not None:
+                    self.scheduler.step()
+                self.records.keep(result)
+                PULSE.steps_done = done = step.steps_done
+                is_last = done >= num_steps
+                if is_last or (options.eval_every and done % options.eval_every == 0):
+                    self._evaluate()
+                if is_last or (options.save_every and done % options.save_every == 0):
+                    saved = str(self._save())
+                if is_last:
+                    break
+        return self.records.result(saved)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        if self.trainer.steps is not None:
+            return self.trainer.steps
+        return self.trainer.epochs * len(self.loader)
+
+    def _batches(self) -> Iterator[Any]:
+        while self.step.steps_done < self.num_steps:
+            with PULSE.doing(f"data of step {self.step.steps_done + 1}"):
+                yield from self.loader
+
+    def _cut(self, batch: Any) -> list[Any]:
+        """Return this rank's microbatches of a batch."""
+        rows = torch.arange(count_rows(batch)).tensor_split(self.trainer.accumulation)
+        if len(rows) == 1:
+            return [batch]
+        return [map_batch(batch, lambda tensor, here=here: tensor[here]) for here in rows]
+
+    def _evaluate(self) -> None:
+        """Measure the mean loss of the validation data; every rank calls this together."""
+        if self.trainer.validation is None:
+            return
+        plain = self.trainer.loader(self.trainer.validation)
+        objective, device = self.trainer.objective, self.comm.device
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
+
+        def forward(batch: Any) -> torch.Tensor:
+            return objective.loss_sum(self.step.model, batch, 0)
+
+        self.step.model.eval()
+        for batch in RankLoader(plain, self.comm, Draws(torch.get_rng_state())):
+            loss_sum = self.step.run.infer(batch, forward)
+            totals[0] += 0 if loss_sum is None else loss_sum  # the last stage of a pipeline has it
+            totals[1] += objective.num_valid(batch)
+        self.step.model.train()
+        self.comm.all_reduce(totals[:1], "loss")
+        self.comm.all_reduce(totals[1:], "data")
+        self.records.evaluation(self.step.steps_done, float(totals[0] / totals[1].clamp(min=1)))
+
+    def _checked(self) -> CollectiveCheck:
+        return CollectiveCheck(self.comm.mesh, named=dict(self.step.model.named_parameters()))
+
+    def _standing(self) -> checkpoint.Standing:
+        return checkpoint.Standing(
+            strategy=str(self.strategy),
+            steps_done=self.step.steps_done,
+            draws=self.draws.state,
+            loaders=[self.loader.state()],
+            schedulers=[] if self.scheduler is None else [self.scheduler.state_dict()],
+        )
+
+    def _save(self) -> Any:
+        return checkpoint.save(
+            self.options.out,
+            self.step.model,
+            [self.optimizer],
+            self._standing(),
+            num_stages=self.comm.size("pp"),
+        )
+
+    def _resume(self) -> None:
+        found = checkpoint.load(
+            self.options.out, self.step.model, [self.optimizer], self._standing()
+        )
+        if found is None:
+            return
+        _, standing = found
+        self.step.steps_done = standing["steps_done"]
+        self.draws.state = checkpoint.from_text(standing["draws"])
+        self.loader.set_state(standing["loaders"][0])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(standing["schedulers"][0])
+
+    def _place(self) -> tuple[int, torch.Tensor] | None:
+        return self.step.steps_done, self.loader.rows
+
+    def _count_flops(self, model: nn.Module) -> int | None:
+        """Return the FLOPs of a global batch; None if they are not counted, or are not all."""
+        if self.strategy.recompute.kind != "none":
+            return None
+        state = torch.get_rng_state()
+        batch = next(iter(self.trainer.loader(self.trainer.data)), None)
+        torch.set_rng_state(state)
+        if batch is None or not tensors_of(batch):
+            return None
+        return flops_of(model, self.trainer.objective, batch)
+
+
+class _Records:
+    """Watches the steps on this rank; the first rank keeps and shows what is measured."""
+
+    def __init__(self, run: _Fit) -> None:
+        self._run = run
+        comm = run.comm
+        self.timer = StepTimer(comm.device)
+        self.entries: list[Entry] = []
+        self.memory: MemoryAccount | None = None
+        self.losses: list[float] = []
+        self.evaluations: list[tuple[int, float]] = []
+        ceiling = torch.tensor(quick_ceiling(comm.device, "float32"), dtype=torch.float64)
+        self._rate = float(comm.all_reduce(ceiling.to(comm.device), "job"))
+        self._watching = ExitStack()
+        self.log: RunLog | None = None
+        if dist.get_rank() == 0:
+            self.log = RunLog(run.options.out, Console(), run.num_steps)
+            self.log.note("environment", environment())
+            self.log.note("config", {"strategy": str(run.strategy), "steps": run.num_steps})
+
+    def __enter__(self) -> _Records:
+        watcher = self._run.step.watched(lambda name: self.timer.phase(TERMS[name]))
+        self._watching.enter_context(watcher)
+        if self._run.comm.device.type == "cpu":
+            self._watching.enter_context(told_to(lambda _: self.timer.phase("communication")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watching.close()
+        if self.log is not None:
+            self.log.close()
+
+    def take(self, step: Step, microbatches: list[Any]) -> StepResult:
+        """Take a step, one of which is counted and one accounted for."""
+        number = len(self.losses)
+        if number == LEDGER_STEP:
+            with Ledger(self._run.comm.mesh) as ledger, step.watched(ledger.phase):
+                result = step(microbatches)
+            self.entries = ledger.entries()
+        elif number == MEMORY_STEP and not self._run.options.debug_comm:
+            memory = MemoryLedger(step.model, step.optimizer, self._run.comm.device)
+            with memory, step.watched(memory.phase):
+                result = step(microbatches)
+            self.memory = memory.account()
+        else:
+            result = step(microbatches)
+        return result
+
+    def keep(self, result: StepResult) -> None:
+        """Keep the record of the step that has just been taken."""
+        self.losses.append(result.loss)
+        times = self.timer.end_step()
+        if self.log is not None:
+            self.log.step(
+                StepRecord(
+                    step=self._run.step.steps_done,
+                    loss=result.loss,
+                    grad_norm=result.grad_norm,
+                    lr=result.learning_rate,
+                    tokens=result.num_valid_tokens,
+                    tokens_per_s=result.num_valid_tokens / times.wall_s,
+                    mfu=self._mfu(times.wall_s),
+                    times=times,
+                    unit=self._run.trainer.unit,
+                    skipped=result.is_skipped,
+                )
+            )
+
+    def evaluation(self, steps_done: int, loss: float) -> None:
+        """Keep a measurement on the validation data, which is no part of a step."""
+        self.evaluations.append((steps_done, loss))
+        self.timer.begin_step()
+        if self.log is not None:
+            self.log.evaluation(steps_done, loss)
+
+    def result(self, saved: str) -> Fitted:
+        """Return what the run has done."""
+        times = [each.wall_s for each in list(self.timer.history)[WARMUP_STEPS:]]
+        step_s = statistics.median(times) if times else None
+        return Fitted(
+            steps_done=self._run.step.steps_done,
+            losses=self.losses,
+            evaluations=self.evaluations,
+            sent=self.entries,
+            memory=self.memory,
+            step_s=step_s,
+            mfu=None if step_s is None else self._mfu(step_s),
+            checkpoint=saved,
+        )
+
+    def _mfu(self, step_s: float) -> float | None:
+        """Return the share of the measured rate of matrix products; None if unknown or above 1."""
+        if self._run.flops is None:
+            return None
+        share = self._run.flops / step_s / self._rate
+        return share if share <= 1 else None

@@ -1,0 +1,191 @@
+"""A job of one's own for the trainer: a module, what its loss is, data and an optimizer.
+
+    def job() -> phalanx.Trainer:
+        return phalanx.Trainer(build, SquaredError(), dataset, epochs=3)
+
+    phalanx train --script my.py:job --strategy pp2,dp2       or job().train("pp2,dp2")
+    phalanx verify --script my.py:job pp2,dp2                 or job().verify("pp2,dp2")
+
+The trainer calls the forward itself, so it runs every strategy, pipelines too; a loop of one's own
+(`phalanx.init`) runs those of dp, fsdp and tp.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.parallel.batch_norm import Statistics
+from phalanx.script.fit import Fitted, fit
+from phalanx.strategy import Strategy
+from phalanx.train.objective import Objective
+
+if TYPE_CHECKING:
+    from phalanx.verify.verdict import Verdict
+
+Parameters = Iterable[nn.Parameter]
+
+
+def _adamw(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a trainer is run, apart from what it trains.
+
+    Attributes:
+        out: folder of records and checkpoints.
+        resume: whether to go on from the latest checkpoint there.
+        save_every: steps between two checkpoints; 0: only one at the end.
+        eval_every: steps between two evaluations; 0: only before the first step and at the end.
+        device: "cpu" or "cuda".
+        threads: CPU threads of each rank; the cores shared evenly if None.
+        timeout_s: longest wait for another rank in one collective, in seconds.
+        debug_comm: compare each collective of all ranks before it runs.
+    """
+
+    out: Path
+    resume: bool = False
+    save_every: int = 0
+    eval_every: int = 0
+    device: str = "cpu"
+    threads: int | None = None
+    timeout_s: float = 600.0
+    debug_comm: bool = False
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What is trained, and how; all of it importable by name, or picklable.
+
+    Attributes:
+        build: returns the module with its first weights; torch's generator has been seeded.
+        objective: how a microbatch becomes a sum of losses, and how many samples or tokens it has.
+        data: a map-style or iterable dataset.
+        optimizer: makes an optimizer from the parameters, of any kind of torch.
+        scheduler: makes a schedule from the optimizer, stepped after each step; None: none.
+        validation: a dataset whose mean loss is measured; None: none.
+        collate: makes a batch of samples, as that of a DataLoader.
+        batch_size: samples of the global batch of a step.
+        accumulation: microbatches into which each rank cuts its share of them; pipelines need some.
+        epochs: passes over the data.
+        steps: steps, in place of `epochs`.
+        max_norm: the gradient is scaled to this norm where it is larger; None: never.
+        shuffle: whether each pass visits the samples in an order of its own.
+        seed: of first weights, order and masks of dropout.
+        batch_norm: over what BatchNorm takes its statistics, see `Run.prepare`.
+        roles: patterns of module names to roles for tp, see docs/tensor.md.
+        unit: what the objective counts, for the records.
+    """
+
+    build: Callable[[], nn.Module]
+    objective: Objective
+    data: Dataset[Any]
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] = _adamw
+    scheduler: Callable[[Any], torch.optim.lr_scheduler.LRScheduler] | None = None
+    validation: Dataset[Any] | None = None
+    collate: Callable[[Any], Any] | None = None
+    batch_size: int = 32
+    accumulation: int = 1
+    epochs: int = 1
+    steps: int | None = None
+    max_norm: float | None = None
+    shuffle: bool = True
+    seed: int = 0
+    batch_norm: Statistics | None = None
+    roles: Mapping[str, str] | None = None
+    unit: str = "samples"
+
+    def train(self, strategy: str | Strategy = "dp1", options: Options | None = None) -> Fitted:
+        """Train on as many processes of this host as the strategy needs.
+
+        A process that is a rank of a job, as under torchrun, joins it instead. The result is that
+        of the first rank.
+
+        Raises:
+            PhalanxError: the strategy does not split the model, or the run went wrong.
+        """
+        parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+        options = options or Options(out=Path("runs") / "job")
+        results: list[Fitted] = run_ranks(
+            fit, parsed.num_ranks, self, parsed, options,
+            device=options.device, threads=options.threads, timeout_s=options.timeout_s,
+        )  # fmt: skip
+        return results[0]
+
+    def verify(
+        self, strategy: str | Strategy, *, steps: int = 3, dtype: str = "float64"
+    ) -> Verdict:
+        """Compare a strategy with one process of plain PyTorch on the first batches of the data.
+
+        AdamW steps on both sides, whatever the optimizer of the job: what is judged is the split.
+
+        Raises:
+            StrategyError: it does not split this module.
+        """
+        from phalanx.verify.harness import verify
+
+        torch.manual_seed(self.seed)
+        batches = list(itertools.islice(self.loader(self.data), steps))
+        return verify(
+            functools.partial(build_seeded, self),
+            batches,
+            strategy,
+            self.objective,
+            accumulation=self.accumulation,
+            dtype=dtype,
+            roles=self.roles,
+        )
+
+    def loader(self, data: Dataset[Any], *, shuffle: bool = False) -> DataLoader[Any]:
+        """Return the global batches of a dataset."""
+        return DataLoader(data, self.batch_size, shuffle or None, collate_fn=self.collate)
+
+
+def build_seeded(trainer: Trainer) -> nn.Module:
+    """Return the module with the same first weights in every process."""
+    torch.manual_seed(trainer.seed)
+    return trainer.build()
+
+
+def trainer_of(script: str) -> Trainer:
+    """Return the trainer that a script describes, as `my.py:job`.
+
+    Raises:
+        ConfigError: there is no such file or function, or it returns something else.
+    """
+    import importlib
+    import sys
+
+    name, has_function, function = script.rpartition(":")
+    path = Path(name)
+    if not has_function or not path.is_file():
+        raise ConfigError(
+            f"script is '{script}'; expected FILE.py:FUNCTION, a function without arguments that "
+            "returns a phalanx.Trainer"
+        )
+    # Ranks import it by this name: what it holds is pickled by reference.
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(path.stem)
+    job = getattr(module, function, None)
+    if not callable(job):
+        raise ConfigError(f"{path} has no function '{function}'; expected one that returns a job")
+    trainer = job()
+    if not isinstance(trainer, Trainer):
+        raise ConfigError(
+            f"{script} returns a {type(trainer).__name__}; expected a phalanx.Trainer"
+        )
+    return trainer

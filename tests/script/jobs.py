@@ -1,0 +1,53 @@
+"""Jobs for the trainer, as a user's file has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from loops import Numbers, normed, perceptron
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import phalanx
+
+
+class Classes:
+    """Cross-entropy over the rows of a pair."""
+
+    def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> Tensor:
+        return cross_entropy(model(microbatch[0]), microbatch[1], reduction="sum")
+
+    def num_valid(self, microbatch: Any) -> int:
+        return len(microbatch[1])
+
+
+def perceptron_of_doubles() -> nn.Module:
+    return perceptron().double()
+
+
+def normed_of_doubles() -> nn.Module:
+    return normed().double()
+
+
+def halving(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1)
+
+
+def job() -> phalanx.Trainer:
+    return phalanx.Trainer(
+        perceptron_of_doubles, Classes(), Numbers(), adagrad, halving, Numbers(),
+        batch_size=8, accumulation=2, epochs=2, max_norm=0.5,
+    )  # fmt: skip
+
+
+def with_batch_norm() -> phalanx.Trainer:
+    return phalanx.Trainer(normed_of_doubles, Classes(), Numbers(), batch_norm="global")
+
+
+def no_job() -> int:
+    return 0

@@ -1,0 +1,118 @@
+"""The trainer takes the steps of plain PyTorch under any strategy, and keeps what it measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from loops import Numbers
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import phalanx
+from phalanx.cli.main import main
+from phalanx.errors import ConfigError
+from phalanx.script.trainer import trainer_of
+
+LIMIT = 1e-10
+
+
+def plain_losses(trainer: phalanx.Trainer) -> tuple[list[float], float]:
+    """Return the loss of each step of plain PyTorch, and the mean loss of the data afterwards."""
+    torch.manual_seed(trainer.seed)
+    model = jobs.perceptron_of_doubles()
+    optimizer = jobs.adagrad(model.parameters())
+    scheduler = jobs.halving(optimizer)
+    losses: list[float] = []
+    loader = DataLoader(Numbers(), 8, shuffle=True)
+    for _ in range(trainer.epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            losses.append(float(loss.detach()))
+    data = Numbers()
+    return losses, float(cross_entropy(model(data.x), data.y).detach())
+
+
+def check(fitted: Any, first: int, trainer: phalanx.Trainer) -> None:
+    losses, last = plain_losses(trainer)
+    assert fitted.steps_done == len(losses)
+    assert fitted.losses == pytest.approx(losses[first:], rel=LIMIT)
+    assert fitted.evaluations[-1][1] == pytest.approx(last, rel=LIMIT)
+
+
+@pytest.mark.parametrize("strategy", ["dp1", "dp2", "fsdp2:zero2", "pp2:gpipe", "pp2,dp2"])
+def test_the_steps_are_those_of_plain_pytorch(tmp_path: Path, strategy: str) -> None:
+    trainer = jobs.job()
+    fitted = trainer.train(strategy, phalanx.Options(out=tmp_path, threads=1))
+    check(fitted, 0, trainer)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["tokens"] for record in steps] == [8, 8, 8, 8, 5] * 2
+    assert all(record["unit"] == "samples" for record in steps)
+    assert all(0 < record["mfu"] <= 1 for record in steps if record["mfu"] is not None)
+    assert bool(fitted.sent) == (strategy != "dp1")
+    assert fitted.memory is not None
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_run_goes_on_under_another_strategy(tmp_path: Path) -> None:
+    trainer = jobs.job()
+    some = dataclasses.replace(trainer, steps=3)
+    options = phalanx.Options(out=tmp_path, threads=1)
+    assert some.train("pp2", options).steps_done == 3
+    more = dataclasses.replace(options, resume=True, debug_comm=True)
+    check(trainer.train("fsdp2", more), 3, trainer)
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "fsdp2", "pp2"])
+def test_the_same_job_is_proven(strategy: str) -> None:
+    verdict = jobs.job().verify(strategy)
+    assert verdict.is_equal, str(verdict)
+
+
+def test_a_job_with_batch_norm_says_why_it_differs() -> None:
+    verdict = jobs.with_batch_norm().verify("dp2")
+    assert not verdict.is_equal
+    assert any("takes mean and variance over the rows" in cause for cause in verdict.causes)
+
+
+def test_the_words_of_the_shell(tmp_path: Path) -> None:
+    code = "import sys; from phalanx.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code]
+    words = ["train", "--script", "jobs.py:job", "--strategy", "pp2", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *words, "--threads", "1"], cwd=Path(__file__).parent, capture_output=True,
+        text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "validation  loss" in done.stdout
+    assert f"checkpoint  {tmp_path}/checkpoints/step-00000010" in done.stdout
+
+
+@pytest.mark.parametrize(("script", "words"), [
+    ("jobs.py", "expected FILE.py:FUNCTION"), ("nothing.py:job", "expected FILE.py:FUNCTION"),
+    (f"{Path(__file__).parent}/jobs.py:nothing", "has no function 'nothing'"),
+    (f"{Path(__file__).parent}/jobs.py:no_job", "returns a int; expected a phalanx.Trainer"),
+])  # fmt: skip
+def test_what_is_no_job_is_refused(script: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        trainer_of(script)
+
+
+def test_the_shell_verifies_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    script = f"{Path(__file__).parent}/jobs.py:job"
+    assert main(["verify", "dp2", "--script", script]) == 0
+    assert "Largest errors against plain PyTorch" in capsys.readouterr().out
