@@ -27,6 +27,7 @@ Role = Literal[
     "column",
     "row",
     "norm",
+    "inner_norm",
     "local",
     "dropout",
     "head",
@@ -55,14 +56,21 @@ DECODER: Patterns = {
     "blocks.*.attention.q_norm": "local",
     "blocks.*.attention.k_norm": "local",
     "blocks.*.attention.output": "row",
+    "blocks.*.attention_output_norm": "norm",
     "blocks.*.mlp_norm": "norm",
     "blocks.*.mlp": "branch",
     "blocks.*.mlp.gate": "column",
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",
+    "blocks.*.mlp_output_norm": "norm",
     "norm": "norm",
     "output": "head",
 }
+_NORMS_OF_PROJECTIONS: Patterns = {
+    "blocks.*.attention.q_norm": "inner_norm",
+    "blocks.*.attention.k_norm": "inner_norm",
+}
+"""What they are where they are not of each head."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,11 @@ class RoleBinding:
 
 def default_patterns(model: nn.Module) -> Patterns:
     """Return the patterns of what is known here of a model, without those it has no module for."""
-    patterns = DECODER if isinstance(model, Decoder) else transformers_models.patterns_of(model)
+    if isinstance(model, Decoder):
+        is_joint = model.shape.qk_norm == "projection"
+        patterns = {**DECODER, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
+    else:
+        patterns = transformers_models.patterns_of(model)
     names = [name for name, _ in model.named_modules()]
     return {p: role for p, role in patterns.items() if any(_matches(p, n) for n in names)}
 
