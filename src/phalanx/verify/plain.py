@@ -136,17 +136,23 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = Dropout(shape.dropout)
         before, after = shape.norm_at != "output", shape.norm_at != "input"
-        self.attention_norm = Norm(shape.hidden, shape) if before else nn.Identity()
-        self.mlp_norm = Norm(shape.hidden, shape) if before else nn.Identity()
-        self.attention_output_norm = Norm(shape.hidden, shape) if after else nn.Identity()
-        self.mlp_output_norm = Norm(shape.hidden, shape) if after else nn.Identity()
-        self.attention, self.mlp = Attention(shape), MLP(shape)
+        self.attention_norm = Norm(shape.hidden, shape) if before else None
+        self.attention = Attention(shape)
+        self.attention_output_norm = Norm(shape.hidden, shape) if after else None
+        self.mlp_norm = Norm(shape.hidden, shape) if before else None
+        self.mlp = MLP(shape)
+        self.mlp_output_norm = Norm(shape.hidden, shape) if after else None
 
     def forward(self, x: Tensor, angles: Any, sees: Tensor, keys: Tensor | None) -> Tensor:
         """Map x to a tensor like it."""
-        mixed = self.attention_output_norm(self.attention(self.attention_norm(x), angles, sees))
-        x = x + self.dropout(mixed, keys, 1)
-        return x + self.dropout(self.mlp_output_norm(self.mlp(self.mlp_norm(x))), keys, 2)
+        mixed = self.attention(_normed(self.attention_norm, x), angles, sees)
+        x = x + self.dropout(_normed(self.attention_output_norm, mixed), keys, 1)
+        fed = self.mlp(_normed(self.mlp_norm, x))
+        return x + self.dropout(_normed(self.mlp_output_norm, fed), keys, 2)
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Head(nn.Module):
