@@ -152,10 +152,11 @@ def _windows_to_hf(shape: ModelShape, name: str) -> dict[str, Any]:
                     "max_window_layers": 0 if _WINDOWED in kinds else shape.num_layers,
                     "layer_types": kinds,
                 }
+            pattern = {} if shape.full_every is None else {"sliding_window_pattern": shape.full_every}
             return {
                 "sliding_window": shape.window or shape.max_seq_len,
-                "sliding_window_pattern": shape.full_every or shape.num_layers + 1,
                 "layer_types": kinds,
+                **pattern,
             }
 
 
