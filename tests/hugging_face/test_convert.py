@@ -316,10 +316,12 @@ OF_TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
         "qwen2", {"layer_types": [WINDOWED, FULL]}, "but use_sliding_window is not true",
     ),
     "qwen3, another kind of attention": (
-        "qwen3", {"layer_types": ["chunked_attention", FULL]}, "layer_types has 'chunked_attention'",
+        "qwen3", {"layer_types": ["chunked_attention", FULL]}, "has 'chunked_attention'; legal",
     ),
     "qwen3, layers": ("qwen3", {"layer_types": [FULL]}, "expected a list of 2 blocks"),
-    "mistral, no word of windows": ("mistral", {"sliding_window": ...}, "sliding_window is missing"),
+    "mistral, no word of windows": (
+        "mistral", {"sliding_window": ...}, "sliding_window is missing"
+    ),
     "mistral, no key heads": (
         "mistral", {"num_key_value_heads": ...}, "num_key_value_heads is missing"
     ),
@@ -338,7 +340,7 @@ OF_TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
         "gemma3", {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}},
         "rope_type is 'linear'; legal here: 'default'",
     ),
-    "gemma3, capped": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    "gemma3, capped": ("gemma3", {"attn_logit_softcapping": 50.0}, "_softcapping is 50.0; only"),
     "gemma3, both ways": (
         "gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True",
     ),
@@ -366,7 +368,7 @@ def test_a_type_that_computes_the_same_is_written_where_it_is_wanted(tmp_path: P
         assert loaded.config.model_type == family
         tokens = torch.arange(97)[None, :60]
         torch.testing.assert_close(loaded(tokens).logits, theirs(tokens).logits)
-    with pytest.raises(ConfigError, match="to be 'qwen2', which does not .*legal are llama, mist"):
+    with pytest.raises(ConfigError, match=r"to be 'qwen2', which does not .*legal are llama, mist"):
         convert(tmp_path / "ours", tmp_path / "other", family="qwen2")
 
 

@@ -23,7 +23,7 @@ _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
 _GEMMA_PATTERN: Final = 6
 _GEMMA_THETA: Final = (1_000_000.0, 10_000.0)
-"""What transformers takes where Gemma's config does not say, of blocks without and with a window."""
+"""What transformers takes where Gemma's config does not say: first of blocks without a window."""
 
 _NOT_COMPUTED: Final[Mapping[str, Any]] = {
     "mlp_bias": False,
@@ -152,11 +152,11 @@ def _windows_to_hf(shape: ModelShape, name: str) -> dict[str, Any]:
                     "max_window_layers": 0 if _WINDOWED in kinds else shape.num_layers,
                     "layer_types": kinds,
                 }
-            pattern = {} if shape.full_every is None else {"sliding_window_pattern": shape.full_every}
+            every = shape.full_every
             return {
                 "sliding_window": shape.window or shape.max_seq_len,
                 "layer_types": kinds,
-                **pattern,
+                **({} if every is None else {"sliding_window_pattern": every}),
             }
 
 
