@@ -119,14 +119,6 @@ def test_parameters_equal_those_of_the_module(name: str) -> None:
         ("gpt2-124m", 124_439_808),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
-        ("mistral-7b", 7_241_732_096),
-        ("phi3-mini", 3_821_079_552),
-        ("qwen2.5-0.5b", 494_032_768),
-        ("qwen2.5-7b", 7_615_616_512),
-        ("olmo2-1b", 1_484_916_736),
-        ("olmo2-7b", 7_298_617_344),
-        ("gemma3-270m", 268_098_176),
-        ("gemma3-1b", 999_885_952),
     ],
 )
 def test_parameters_of_published_models(preset: str, published: int) -> None:
