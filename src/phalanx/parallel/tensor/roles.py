@@ -43,7 +43,7 @@ Patterns = Mapping[str, str]
 OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
 """Roles that hold for all modules inside, too."""
 
-DECODER: Patterns = {
+DECODER: Patterns = {  # of every family; see `default_patterns` for what some have besides
     "embedding": "embedding",
     "position_embedding": "table",
     "dropout": "dropout",
@@ -56,15 +56,17 @@ DECODER: Patterns = {
     "blocks.*.attention.q_norm": "local",
     "blocks.*.attention.k_norm": "local",
     "blocks.*.attention.output": "row",
-    "blocks.*.attention_output_norm": "norm",
     "blocks.*.mlp_norm": "norm",
     "blocks.*.mlp": "branch",
     "blocks.*.mlp.gate": "column",
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",
-    "blocks.*.mlp_output_norm": "norm",
     "norm": "norm",
     "output": "head",
+}
+_OUTPUT_NORMS: Patterns = {
+    "blocks.*.attention_output_norm": "norm",
+    "blocks.*.mlp_output_norm": "norm",
 }
 _NORMS_OF_PROJECTIONS: Patterns = {
     "blocks.*.attention.q_norm": "inner_norm",
@@ -93,7 +95,7 @@ def default_patterns(model: nn.Module) -> Patterns:
     """Return the patterns of what is known here of a model, without those it has no module for."""
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
-        patterns = {**DECODER, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
+        patterns = {**DECODER, **_OUTPUT_NORMS, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
     else:
         patterns = transformers_models.patterns_of(model)
     names = [name for name, _ in model.named_modules()]
