@@ -198,7 +198,9 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         num_features = cast(Tensor, self.weight).shape[0]
         bias = None if getattr(self, "bias", None) is None else _shard(self, "bias")
-        weight = _shard(self, "weight") + getattr(self, "offset", 0.0)
+        weight = _shard(self, "weight")
+        if offset := getattr(self, "offset", 0.0):
+            weight = weight + offset
         eps = torch.finfo(x.dtype).eps if given is None else given  # as torch's RMSNorm has it
         return split_norm(x, weight, bias, eps, num_features, is_centred, layout, spec)
 
