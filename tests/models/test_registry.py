@@ -104,9 +104,7 @@ def test_sizes_below_one_are_refused(sizes: dict[str, int]) -> None:
 
 
 def test_what_speaks_of_a_window_needs_one() -> None:
-    with pytest.raises(
-        ConfigError, match="full_every is 2, but window is None; it speaks"
-    ):
+    with pytest.raises(ConfigError, match="full_every is 2, but window is None; it speaks"):
         replace(shape_of("demo"), full_every=2)
     with pytest.raises(ConfigError, match=r"window is 0; it must be at least 1"):
         replace(shape_of("demo"), window=0)
