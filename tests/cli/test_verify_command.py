@@ -35,14 +35,13 @@ def test_settings_reach_the_run_and_the_document_has_all(
         assert all(error <= 1e-10 for error in verdict["largest_errors"].values())
         sent = {row["phase"]: row for row in verdict["sent"]}
         assert sent["backward"]["counted"] == sent["backward"]["predicted"] > 0
-    llama, gpt2 = document["verdicts"]
-    assert llama["case"] == "llama" and gpt2["case"] == "gpt2"
+    assert [verdict["case"] for verdict in document["verdicts"]] == ["llama", "gpt2", "windowed"]
 
 
 def test_an_axis_of_two_runs_with_three_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     document = document_of(capsys, "fsdp2:zero1", "--steps", "1", "--shape.num-layers", "1")
     strategies = [verdict["strategy"] for verdict in document["verdicts"]]
-    assert strategies == ["fsdp2:zero1"] * 2 + ["fsdp3:zero1"] * 2
+    assert strategies == ["fsdp2:zero1"] * 3 + ["fsdp3:zero1"] * 3
 
 
 @pytest.mark.parametrize(
@@ -66,11 +65,12 @@ def test_three_ranks_where_the_strategy_allows(text: str, wider: str | None) -> 
 )
 def test_the_awkward_shapes_fit_their_strategy(text: str) -> None:
     strategy = Strategy.parse(text)
-    llama, gpt2 = awkward_shapes(strategy).values()
-    assert splits(llama, strategy) and splits(gpt2, strategy)
+    llama, gpt2, windowed = awkward_shapes(strategy).values()
+    assert all(splits(shape, strategy) for shape in (llama, gpt2, windowed))
     assert llama.tied and llama.qk_norm and llama.num_kv_heads < llama.num_heads
     assert not gpt2.tied and gpt2.bias and gpt2.norm == "layer" and gpt2.position == "learned"
-    assert llama.dropout > 0 and gpt2.dropout > 0
+    assert windowed.window_of(0) is not None and windowed.window_of(1) is None
+    assert llama.dropout > 0 and gpt2.dropout > 0 and windowed.dropout > 0
     assert text == "fsdp3,tp2" or llama.vocab_size % 2 == 1
 
 
@@ -94,7 +94,7 @@ def test_ranks_that_torchrun_started_verify_together() -> None:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]  # of rank 0
     verdicts = json.loads(line)["verdicts"]
     assert [(v["strategy"], v["case"], v["is_equal"]) for v in verdicts] == [
-        ("fsdp2", "llama", True), ("fsdp2", "gpt2", True),
+        ("fsdp2", "llama", True), ("fsdp2", "gpt2", True), ("fsdp2", "windowed", True),
     ]  # fmt: skip
 
 

@@ -10,16 +10,17 @@ from phalanx.hugging_face.names import locate, table
 from phalanx.models.shape import ModelShape
 
 
-def from_hf(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+def from_hf(state: Mapping[str, Tensor], shape: ModelShape, family: str) -> dict[str, Tensor]:
     """Return the state dict of `Decoder(shape)`."""
-    found = locate({name: tensor.shape for name, tensor in state.items()}, shape)
+    found = locate({name: tensor.shape for name, tensor in state.items()}, shape, family)
     return {
         name: part
-        for link in table(shape)
+        for link in table(shape, family)
         for name, part in zip(link.ours, link.split(state[found[link.theirs]]), strict=True)
     }
 
 
-def to_hf(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+def to_hf(state: Mapping[str, Tensor], shape: ModelShape, family: str) -> dict[str, Tensor]:
     """Return the weights in their layout."""
-    return {link.theirs: link.join([state[name] for name in link.ours]) for link in table(shape)}
+    links = table(shape, family)
+    return {link.theirs: link.join([state[name] for name in link.ours]) for link in links}

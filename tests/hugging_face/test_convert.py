@@ -19,17 +19,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import FULL, LLAMA3_ROPE, MODELS, WINDOWED, model_of
 from states import from_hf
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.utils import logging
 
@@ -39,8 +33,10 @@ from phalanx.checkpoint.weights import open_checkpoint, sizes_of
 from phalanx.cli.main import main
 from phalanx.comm.comm import Ranks
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.hugging_face.compare import compare_logits
 from phalanx.hugging_face.config import config_to_hf
 from phalanx.hugging_face.convert import convert
+from phalanx.hugging_face.families import family_of
 from phalanx.hugging_face.folder import INDEX, WEIGHTS, write_folder
 from phalanx.hugging_face.names import table
 from phalanx.launch.local import run_ranks
@@ -51,52 +47,8 @@ from phalanx.strategy import Strategy
 
 logging.disable_progress_bar()
 
-IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    **IDS,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-GPT2_SIZES = {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, **IDS}
-
 GPT2: dict[str, Any] = {"norm": "layer", "position": "learned", "mlp": "gelu", "bias": True}
 """What sets a shape of GPT-2 apart from one of Llama."""
-
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "llama-tied-llama3-rope": lambda: LlamaForCausalLM(
-        LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE, head_dim=16)
-    ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
-    "qwen3-tied": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
-    ),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, n_inner=80)),
-    "gpt2-untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, tie_word_embeddings=False)),
-}
-
-
-def model_of(name: str) -> PreTrainedModel:
-    """Make a model in which no norm weight and no bias is 1 or 0."""
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model.eval()
 
 
 def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
@@ -130,6 +82,8 @@ def test_there_and_back_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
     assert_equal(loaded.state_dict(), theirs.state_dict())
     tokens = torch.arange(97)[None, :60]
     assert torch.equal(loaded(tokens).logits, theirs(tokens).logits)
+    agreement = compare_logits(open_checkpoint(tmp_path / "ours"), tmp_path / "back", torch.float32)
+    assert agreement.is_within, str(agreement)
 
     loaded.save_pretrained(tmp_path / "again")
     convert(tmp_path / "again", tmp_path / "ours-again")
@@ -163,7 +117,7 @@ def test_half_precision_is_kept_exactly(dtype: torch.dtype, tmp_path: Path) -> N
     theirs.save_pretrained(tmp_path / "saved")
     convert(tmp_path / "saved", tmp_path / "ours")
     ours = open_checkpoint(tmp_path / "ours")
-    for name, expected in from_hf(theirs.state_dict(), ours.shape).items():
+    for name, expected in from_hf(theirs.state_dict(), ours.shape, "gpt2").items():
         assert torch.equal(ours.read(name), expected.float()), name
     convert(tmp_path / "ours", tmp_path / "back", dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
@@ -189,7 +143,7 @@ def test_a_split_model_loads_what_was_converted(strategy: str, tmp_path: Path) -
     theirs.save_pretrained(tmp_path / "saved")
     convert(tmp_path / "saved", tmp_path / "ours", dtype=torch.bfloat16)
     shape = open_checkpoint(tmp_path / "ours").shape
-    expected = from_hf(theirs.state_dict(), shape)
+    expected = from_hf(theirs.state_dict(), shape, "gpt2")
     for found in run_ranks(weights_on_rank, 2, tmp_path / "ours", shape, strategy):
         assert_equal(found, {name: t.bfloat16().float() for name, t in expected.items()})
 
@@ -218,7 +172,7 @@ def test_progress_is_told_by_bytes(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_tied_but_saved_twice(tmp_path: Path) -> None:
-    saved(tmp_path / "saved", "qwen3-tied")
+    saved(tmp_path / "saved", "qwen3-tied-every-other-window")
     tensors = load_file(tmp_path / "saved" / WEIGHTS)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "saved" / WEIGHTS)
@@ -291,6 +245,12 @@ def llama3_rope(**changes: Any) -> Callable[[Path], None]:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture": (edit_config(model_type="mamba"), "model_type is 'mamba'.*legal are llama"),
     "option": (edit_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu'"),
+    "logit scaling": (edit_config(logits_scaling=8.0), "logits_scaling is 8.0; only 1.0"),
+    "capped logits": (edit_config(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
+    "biases of the MLP": (edit_config(mlp_bias=True), "mlp_bias is True; only False"),
+    "biases of attention": (edit_config(attention_bias=True), "attention_bias is True; only False"),
+    "windows of a type without": (edit_config(sliding_window=7), "sliding_window is 7; only None"),
+    "partly rotary": (edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; only"),
     "size": (edit_config(hidden_size="32"), "hidden_size is '32'; expected a whole number"),
     "no heads": (edit_config(num_attention_heads=0), "num_attention_heads is 0"),
     "number": (edit_config(rms_norm_eps="tiny"), "rms_norm_eps is 'tiny'; expected a number"),
@@ -346,6 +306,72 @@ def test_a_broken_hugging_face_folder(case: str, tmp_path: Path) -> None:
     assert files_of(tmp_path) == {"saved"}
 
 
+OF_TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen2, mixed windows": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
+                  "layer_types": None},
+        "windows are mixed: blocks 0 of 2 have none; it is computed that all have one, none, or",
+    ),
+    "qwen2, windows and no word of them": (
+        "qwen2", {"layer_types": [WINDOWED, FULL]}, "but use_sliding_window is not true",
+    ),
+    "qwen3, another kind of attention": (
+        "qwen3", {"layer_types": ["chunked_attention", FULL]}, "has 'chunked_attention'; legal",
+    ),
+    "qwen3, layers": ("qwen3", {"layer_types": [FULL]}, "expected a list of 2 blocks"),
+    "mistral, no word of windows": (
+        "mistral", {"sliding_window": ...}, "sliding_window is missing"
+    ),
+    "mistral, no key heads": (
+        "mistral", {"num_key_value_heads": ...}, "num_key_value_heads is missing"
+    ),
+    "phi3, longrope": (
+        "phi3", {"rope_parameters": None, "rope_scaling": {"type": "longrope"}},
+        "rope_type is 'longrope'; legal here: 'default'",
+    ),
+    "phi3, partly rotary": (
+        "phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75; only 1.0",
+    ),
+    "olmo2, clipped": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv is 8.0; only None"),
+    "gemma3, scale": (
+        "gemma3", {"query_pre_attn_scalar": 168}, "query_pre_attn_scalar is 168; only 16",
+    ),
+    "gemma3, scaled positions": (
+        "gemma3", {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}},
+        "rope_type is 'linear'; legal here: 'default'",
+    ),
+    "gemma3, capped": ("gemma3", {"attn_logit_softcapping": 50.0}, "_softcapping is 50.0; only"),
+    "gemma3, both ways": (
+        "gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_TYPES)
+def test_an_option_of_a_type_that_is_not_computed(case: str, tmp_path: Path) -> None:
+    name, changes, message = OF_TYPES[case]
+    config = json.loads(json.dumps(model_of(name).config.to_dict())) | changes
+    (tmp_path / "config.json").write_text(
+        json.dumps({option: value for option, value in config.items() if value is not ...})
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        convert(tmp_path, tmp_path.with_suffix(".ours"))
+
+
+def test_a_type_that_computes_the_same_is_written_where_it_is_wanted(tmp_path: Path) -> None:
+    theirs = model_of("phi3-tied-no-window")
+    theirs.save_pretrained(tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "ours")
+    for family in ("llama", "mistral", "phi3"):
+        assert convert(tmp_path / "ours", tmp_path / family, family=family).family == family
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / family)
+        assert loaded.config.model_type == family
+        tokens = torch.arange(97)[None, :60]
+        torch.testing.assert_close(loaded(tokens).logits, theirs(tokens).logits)
+    with pytest.raises(ConfigError, match=r"to be 'qwen2', which does not .*legal are llama, mist"):
+        convert(tmp_path / "ours", tmp_path / "other", family="qwen2")
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     convert(saved(tmp_path / "saved"), tmp_path / "ours")
@@ -394,7 +420,7 @@ def test_a_shape_that_no_hugging_face_model_has() -> None:
     with pytest.raises(ConfigError, match=r"the nearest is llama, but its mlp is 'swiglu', not 'g"):
         config_to_hf(ModelShape(**llama, mlp="gelu"), "float32")
     with pytest.raises(ConfigError, match="the nearest is gpt2, but its num_kv_heads is 4, not 2"):
-        table(ModelShape(**llama, **GPT2))
+        family_of(ModelShape(**llama, **GPT2))
 
 
 def test_float16_that_cannot_hold_a_value(tmp_path: Path) -> None:
@@ -515,7 +541,9 @@ def growths_of_memory(folder: Path) -> list[int]:
 
 def written(folder: Path, shape: ModelShape) -> int:
     """Write a Hugging Face folder of random weights; return the bytes of its largest tensor."""
-    sizes = {link.theirs: link.join_sizes(sizes_of(shape)) for link in table(shape)}
+    sizes = {
+        link.theirs: link.join_sizes(sizes_of(shape)) for link in table(shape, family_of(shape))
+    }
     folder.mkdir(parents=True)
     write_folder(
         folder,

@@ -79,9 +79,11 @@ def test_causal_attention(length: int, documents: str | None) -> None:
     assert_same(cpu.causal_attention(q, k, v, starts_BT1), expected.transpose(1, 2), (q, k, v))
 
 
-def dense_bias(documents_BT: Tensor) -> Tensor:
+def dense_bias(documents_BT: Tensor, window: int | None = None) -> Tensor:
     """Return what to add to the scores, [B, 1, T, T]: the definition, without any cleverness."""
     sees_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
+    if window is not None:
+        sees_BTT = sees_BTT.triu(1 - window)
     return torch.zeros(sees_BTT.shape, dtype=torch.float64).masked_fill(~sees_BTT, -math.inf)[
         :, None
     ]
@@ -108,6 +110,22 @@ def test_documents_attend_as_under_a_dense_mask(dtype: torch.dtype, kv_heads: in
     assert float(error) < (1e-12 if dtype == torch.float64 else 1e-5)
 
 
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("window", [1, 7, 256, 300, 699, 700, 5000])
+def test_windows_attend_as_under_a_dense_mask(window: int, has_documents: bool) -> None:
+    q, k, v = (normal(2, 700, heads, 8, seed=heads) for heads in (4, 2, 2))
+    documents_BT = torch.zeros(2, 700, dtype=torch.int64)
+    if has_documents:
+        documents_BT[1, 300:] = 1
+    found = attention.attend(q, k, v, documents_of(documents_BT), window)
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=dense_bias(documents_BT, window),
+        enable_gqa=True,
+    ).transpose(1, 2)
+    assert_same(found, expected, (q, k, v))
+
+
 def test_documents_are_found_on_the_host() -> None:
     documents_BT = torch.tensor([[3, 3, 5, 5, 5, 9], [0, 0, 0, 0, 0, 0]])
     found = documents_of(documents_BT)
@@ -125,7 +143,8 @@ def test_the_sequences_that_flash_is_given(monkeypatch: pytest.MonkeyPatch) -> N
     """The call of the GPU's kernel, whose place PyTorch's own attention takes, sequence by one."""
 
     def one_by_one(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        assert how["window_size"] == (-1, 0) and how["enable_gqa"]
+        before, after = how["window_size"]
+        assert after == 0 and how["enable_gqa"]
         assert how["cu_seq_q"].dtype == torch.int32 and how["cu_seq_q"] is how["cu_seq_k"]
         borders = how["cu_seq_q"].tolist()
         assert borders[0] == 0 and borders[-1] == len(q)
@@ -133,7 +152,8 @@ def test_the_sequences_that_flash_is_given(monkeypatch: pytest.MonkeyPatch) -> N
         for start, stop in itertools.pairwise(borders):
             assert 0 <= stop - start <= how["max_q"] == how["max_k"]
             row = [x[start:stop].transpose(0, 1) for x in (q, k, v)]
-            one = F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
+            bias = dense_bias(torch.zeros(1, stop - start), None if before == -1 else before + 1)
+            one = F.scaled_dot_product_attention(*row, attn_mask=bias[0], enable_gqa=True)
             pieces.append(one.transpose(0, 1))
         return torch.cat([piece for piece in pieces if len(piece)])
 
@@ -141,10 +161,12 @@ def test_the_sequences_that_flash_is_given(monkeypatch: pytest.MonkeyPatch) -> N
     documents_BT = torch.randint(0, 4, (3, 40)).sort().values
     documents_BT[2] = 0
     documents = documents_of(documents_BT)
-    expected = attention.attend(q, k, v, documents)
+    cases = [(documents, None), (documents, 6), (None, 6), (None, 1)]
+    expected = [attention.attend(q, k, v, *case) for case in cases]
     monkeypatch.setattr(attention, "_runs_flash", lambda q: True)
     monkeypatch.setattr(attention, "varlen_attn", one_by_one)
-    torch.testing.assert_close(attention.attend(q, k, v, documents), expected, **NEAR)
+    found = [attention.attend(q, k, v, *case) for case in cases]
+    torch.testing.assert_close(found, expected, **NEAR)
 
 
 def test_long_rows_of_documents_need_no_square() -> None:
@@ -165,7 +187,10 @@ def test_a_compiled_block_holds_attention_of_documents(dtype: torch.dtype) -> No
     compiled = torch.compile(attention.attend, backend="aot_eager", fullgraph=True)
     for number in (2, 3, 7):
         documents = documents_of((torch.arange(30) // number).expand(2, 30))
-        results = [function(q, k, v, documents) for function in (attention.attend, compiled)]
+        window = 4 if number == 7 else None
+        results = [
+            function(q, k, v, documents, window) for function in (attention.attend, compiled)
+        ]
         grads = [torch.autograd.grad(result.sum(), q)[0] for result in results]
         torch.testing.assert_close(results[1], results[0])
         torch.testing.assert_close(grads[1], grads[0])

@@ -17,6 +17,7 @@ from phalanx.models.initial import fill_initial
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import row_keys
 from phalanx.models.shape import ModelShape
+from phalanx.verify.plain import PlainDecoder
 
 LLAMA = ModelShape(
     vocab_size=61,
@@ -39,7 +40,29 @@ GPT2 = dataclasses.replace(
     bias=True,
     tied=True,
 )
-FAMILIES = pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+QWEN2 = dataclasses.replace(LLAMA, qk_norm=False, bias="qkv")
+MISTRAL = dataclasses.replace(LLAMA, qk_norm=False, window=5)
+OLMO2 = dataclasses.replace(LLAMA, norm_at="output", qk_norm="projection")
+GEMMA3 = dataclasses.replace(
+    LLAMA,
+    norm="rms+1",
+    norm_at="both",
+    window=5,
+    full_every=2,
+    window_theta=100.0,
+    mlp="geglu",
+    tied=True,
+    scaled_embedding=True,
+)
+SHAPES = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "qwen2": QWEN2,
+    "mistral": MISTRAL,
+    "olmo2": OLMO2,
+    "gemma3": GEMMA3,
+}
+FAMILIES = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def make(shape: ModelShape) -> Decoder:
@@ -50,6 +73,27 @@ def make(shape: ModelShape) -> Decoder:
 
 def tokens(num_rows: int, length: int) -> Tensor:
     return torch.randint(0, 61, (num_rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@FAMILIES
+def test_equals_the_plain_decoder(shape: ModelShape) -> None:
+    model, plain = make(shape), PlainDecoder(shape).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    plain.load_state_dict(model.state_dict())
+    tokens_BT, labels_BT = tokens(2, 24), tokens(2, 24).roll(-1, 1)
+    positions_BT = torch.tensor([[*range(9), *range(15)], [*range(24)]])
+    documents_BT = torch.tensor([[0] * 9 + [1] * 15, [4] * 24])
+    where = {"positions_BT": positions_BT, "documents_BT": documents_BT}
+    loss = model(tokens_BT, labels_BT, **where)
+    expected = plain(tokens_BT, labels_BT, **where, dropout_keys_B=None)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    loss.backward()
+    expected.backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-9, atol=1e-11)
 
 
 @FAMILIES

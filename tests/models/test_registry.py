@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.weights import shape_in
 from phalanx.config import ShapeConfig
-from phalanx.errors import ConfigError, NotDivisible
+from phalanx.errors import CheckpointError, ConfigError, NotDivisible
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import PRESETS, shape_of, with_sizes
 
@@ -23,6 +29,14 @@ PUBLISHED = {
     "llama3-8b": 8030.26,
     "llama3-70b": 70553.71,
     "llama3-405b": 405853.39,
+    "mistral-7b": 7241.73,
+    "phi3-mini": 3821.08,
+    "qwen2.5-0.5b": 494.03,
+    "qwen2.5-7b": 7615.62,
+    "olmo2-1b": 1484.92,
+    "olmo2-7b": 7298.62,
+    "gemma3-270m": 268.10,
+    "gemma3-1b": 999.89,
     "qwen3-0.6b": 596.05,
     "qwen3-1.7b": 1720.57,
     "qwen3-4b": 4022.47,
@@ -87,3 +101,28 @@ def test_false_and_zero_are_values() -> None:
 def test_sizes_below_one_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         with_sizes(shape_of("demo"), ShapeConfig(**sizes))
+
+
+def test_what_speaks_of_a_window_needs_one() -> None:
+    with pytest.raises(ConfigError, match="full_every is 2, but window is None; it speaks"):
+        replace(shape_of("demo"), full_every=2)
+    with pytest.raises(ConfigError, match=r"window is 0; it must be at least 1"):
+        replace(shape_of("demo"), window=0)
+    gemma = with_sizes(shape_of("gemma3-1b"), ShapeConfig(window=64))
+    assert [gemma.window_of(block) for block in range(7)] == [64] * 5 + [None, 64]
+
+
+def test_a_manifest_that_is_older_than_a_choice_means_its_default() -> None:
+    shape, of_gpt2 = shape_of("llama3-8b"), shape_of("gpt2-124m")
+    new = ("norm_at", "window", "full_every", "window_theta", "scaled_embedding")
+    for each in (shape, of_gpt2):
+        written = json.loads(json.dumps(asdict(each)))
+        older = {name: value for name, value in written.items() if name not in new}
+        about = Manifest(
+            steps_done=1, num_steps=1, consumed=0, num_ranks=1, strategy="dp1", shape=older,
+            stream={},
+        )  # fmt: skip
+        assert shape_in(about, Path()) == each
+        about.check_shape(each)
+        with pytest.raises(CheckpointError, match="its norm_at is input, this run's is both"):
+            about.check_shape(replace(each, norm_at="both"))

@@ -40,7 +40,12 @@ SHAPES = {
     "gpt2": GPT2,
     "gpt2, dropout": dataclasses.replace(GPT2, dropout=0.1),
     "gpt2, grouped": dataclasses.replace(GPT2, num_kv_heads=2),
-}
+    "olmo2": dataclasses.replace(LLAMA, norm_at="output", qk_norm="projection"),
+    "gemma3": dataclasses.replace(
+        LLAMA, norm="rms+1", norm_at="both", qk_norm=True, mlp="geglu", num_kv_heads=2, window=20,
+        full_every=2, window_theta=100.0, dropout=0.1,
+    ),
+}  # fmt: skip
 NUM_ROWS, SEQ_LEN = 4, 128
 
 
@@ -113,6 +118,7 @@ def test_predicted_within_5_percent(name: str, precision: str, text: str) -> Non
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
 def test_predicted_within_5_percent_with_documents(precision: str, text: str) -> None:
     check(SHAPES["llama, grouped, dropout"], precision, text, has_documents=True)
+    check(SHAPES["gemma3"], precision, text, has_documents=True)
 
 
 def check(shape: ModelShape, precision: str, text: str, *, has_documents: bool) -> None:

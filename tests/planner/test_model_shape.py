@@ -36,7 +36,11 @@ SHAPES = {
     "tied, odd vocabulary": replace(BASE, tied=True, vocab_size=101),
     "wide heads, qk norm": replace(BASE, head_dim=16, num_kv_heads=1, qk_norm=True, ffn=72),
     "layer norm without bias": replace(BASE, norm="layer", qk_norm=True),
+    "qwen2": replace(BASE, num_kv_heads=2, bias="qkv"),
+    "olmo2": replace(BASE, norm_at="output", num_kv_heads=2, qk_norm="projection"),
+    "gemma3": replace(BASE, norm="rms+1", norm_at="both", qk_norm=True, mlp="geglu", tied=True),
 }
+WINDOWED = replace(BASE, window=5, full_every=2, num_layers=3)
 
 
 POLICIES = {
@@ -89,7 +93,7 @@ def test_forward_alone_equals_what_torch_counts() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["grouped queries", "gpt2"])
+@pytest.mark.parametrize("name", ["grouped queries", "gpt2", "olmo2"])
 def test_recomputed_flops_equal_those_that_torch_counts(
     name: str, dropout: float, policy: str
 ) -> None:
@@ -133,6 +137,23 @@ def test_causal_pairs_are_the_triangle_with_its_diagonal(seq_len: int) -> None:
     full, causal = (attention_pairs(seq_len, kind) for kind in ("full", "causal"))
     assert causal - (full - causal) == seq_len
     assert full == seq_len**2
+
+
+@given(seq_len=st.integers(1, 200), window=st.integers(1, 200))
+def test_pairs_of_a_window_are_those_that_a_mask_leaves(seq_len: int, window: int) -> None:
+    places = torch.arange(seq_len)
+    distance = places[:, None] - places
+    seen = (distance >= 0) & (distance < window)
+    assert attention_pairs(seq_len, "causal", window) == seen.sum()
+
+
+def test_attention_of_a_window_counts_in_the_blocks_that_have_one() -> None:
+    flops, without = step_flops(WINDOWED, 24, 3), step_flops(BASE, 24, 3)
+    a_pair = 4 * BASE.num_heads * BASE.head_dim * 3
+    pairs = [attention_pairs(24, "causal", window) for window in (5, None, 5)]
+    assert flops.attention_forward == a_pair * sum(pairs)
+    assert without.attention_forward == a_pair * 2 * pairs[1]
+    assert step_flops(replace(WINDOWED, window=24), 24, 3).attention_forward == a_pair * 900
 
 
 @settings(max_examples=50)

@@ -64,6 +64,10 @@ def _unturned_gradient(right: Any) -> Any:
     return staticmethod(lambda ctx, grad: (grad.clone(), None, None))
 
 
+def _wider_window(right: Any) -> Any:
+    return lambda places, documents, window: right(places, documents, window and window + 1)
+
+
 def _without_k_norm(right: Any) -> Any:
     def wrong(self: Any, *args: Any) -> Any:
         norm, self.k_norm = self.k_norm, torch.nn.Identity()
@@ -240,6 +244,10 @@ OF_DP: dict[str, Mutant] = {
     "a rotation whose gradient is not turned back": (
         "llama", [(attention._Rotation, "backward", _unturned_gradient)],
         "blocks.1.attention", "backward gives another gradient",
+    ),
+    "a window that is one position too wide": (
+        "windowed", [(attention, "first_seen", _wider_window)],
+        "blocks.0.attention", "what it gives to blocks.0.attention.output",
     ),
     "GELU in place of SiLU": (
         "llama", [(decoder.MLP, "forward", _gelu_gate)], "blocks.0.mlp", "blocks.0.mlp.down",

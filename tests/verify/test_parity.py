@@ -49,6 +49,18 @@ GPT2 = dataclasses.replace(
     tied=False,
     dropout=0.2,
 )
+WINDOWED = dataclasses.replace(
+    LLAMA,
+    norm="rms+1",
+    norm_at="both",
+    window=5,
+    full_every=2,
+    window_theta=100.0,
+    mlp="geglu",
+    bias="qkv",
+    qk_norm="projection",
+    scaled_embedding=True,
+)
 SEED = 3
 NUM_STEPS = 3
 
@@ -281,6 +293,19 @@ def test_context_kinds_beside_recomputation(
     texts: Sequence[str], subtests: pytest.Subtests
 ) -> None:
     check_parity(subtests, tensor_pairs(LLAMA, texts))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *jobs("fsdp2,recompute:full", "tp2", f"{WHOLE},recompute:full", "tp4:2d", *CONTEXT),
+        *jobs("tp2,recompute:selective", "cp2,tp2", "tp4", *TENSOR[3:], marks=pytest.mark.slow),
+    ],
+)
+def test_windows_norms_after_branches_and_of_projections(
+    texts: Sequence[str], subtests: pytest.Subtests
+) -> None:
+    check_parity(subtests, tensor_pairs(WINDOWED, texts, num_layers=2))
 
 
 def initial_weights() -> dict[str, bytes]:

@@ -104,9 +104,10 @@ class Manifest:
             CheckpointError: names the first size that differs.
         """
         ours = json.loads(json.dumps(dataclasses.asdict(shape)))  # as it was written: no tuples
+        defaults = {each.name: each.default for each in dataclasses.fields(shape)}
         free = ("dropout", "max_seq_len") if shape.position == "rope" else ("dropout",)
         for name, value in ours.items():
-            was = self.shape.get(name)
+            was = self.shape.get(name, defaults[name])  # it may be older than the choice
             if value == was or name in free:
                 continue
             if name == "max_seq_len" and self.shape.get("position") == "learned":

@@ -27,4 +27,5 @@ def preset_help() -> str:
 
 
 def _millions(number: int) -> str:
-    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+    # What rounds to 1,000 M is 1 B.
+    return f"{number / 1e9:.3g} B" if number >= 999.5e6 else f"{number / 1e6:.3g} M"

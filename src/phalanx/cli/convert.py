@@ -25,10 +25,10 @@ class ConvertConfig:
     """Convert weights from the Hugging Face layout to a checkpoint, or back: SRC says which."""
 
     source: Annotated[str | None, Positional("SRC")] = None
-    """What to read. A Hugging Face folder (config.json, *.safetensors) of Llama, Qwen3 or GPT-2
-    becomes a checkpoint of weights alone, for phalanx train --init. A checkpoint, or a run folder,
-    whose latest checkpoint is taken, becomes a folder that from_pretrained loads. A tokenizer
-    beside the weights is copied along."""
+    """What to read. A Hugging Face folder (config.json, *.safetensors) becomes a checkpoint of
+    weights alone, for phalanx train --init. A checkpoint, or a run folder, whose latest checkpoint
+    is taken, becomes a folder that from_pretrained loads. A tokenizer beside the weights is copied
+    along."""
     destination: Annotated[str | None, Positional("DST")] = None
     """The folder to write: a new one, or an empty one."""
     check: bool = False
@@ -37,6 +37,9 @@ class ConvertConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type to write. float32 keeps float16 and bfloat16 exactly. Weights in a checkpoint
     become float32 again when training begins, whatever they were written in."""
+    family: str | None = None
+    """Model type of the Hugging Face folder to write, such as llama or phi3, of those that compute
+    the weights; if unset that which they came from, else the first."""
     max_shard_gb: Annotated[float | None, Range(0, ends="()")] = None
     """Largest file of a Hugging Face folder, in 1e9 bytes; 5 if unset."""
     json: bool = False
@@ -81,16 +84,23 @@ def _convert(
     from phalanx.hugging_face.convert import MAX_SHARD_BYTES, convert, kind_of
 
     size_gb = config.max_shard_gb
-    if size_gb is not None and kind_of(source) == "hugging face":
-        raise ConfigError(
-            f"max_shard_gb is {size_gb:g}, but {source} becomes a checkpoint, which has "
-            "no shards; leave it out"
-        )
+    if kind_of(source) == "hugging face":
+        if size_gb is not None:
+            raise ConfigError(
+                f"max_shard_gb is {size_gb:g}, but {source} becomes a checkpoint, which has "
+                "no shards; leave it out"
+            )
+        if config.family is not None:
+            raise ConfigError(
+                f"family is {config.family}, but {source} becomes a checkpoint, which keeps that "
+                "of its config.json; leave it out"
+            )
     return convert(
         source,
         destination,
         dtype=getattr(torch, config.dtype),
         max_shard_bytes=MAX_SHARD_BYTES if size_gb is None else round(size_gb * 1e9),
+        family=config.family,
         progress=preparation.report,
     )
 

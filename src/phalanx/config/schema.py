@@ -40,6 +40,9 @@ class ShapeConfig:
     """Rows of the embedding."""
     max_seq_len: Annotated[int | None, Use.RESOLVED, Range(1)] = None
     """Longest sequence the positions allow."""
+    window: Annotated[int | None, Use.RESOLVED, Range(1)] = None
+    """Positions that a query looks at, in the blocks that have a window; all if the preset has none
+    and this is unset."""
     tied: Annotated[bool | None, Use.RESOLVED] = None
     """Whether the output projection is the embedding."""
     dropout: Annotated[float | None, Use.RESOLVED, Range(0, 1)] = None

@@ -1,160 +1,79 @@
-"""The content of a Hugging Face config.json to and from the shape of a decoder.
-
-A `Family` says once, for both directions, which of their entries is which size of ours.
-"""
+"""The content of a Hugging Face config.json to and from the shape of a decoder."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from phalanx.errors import ConfigError, NotDivisible, nearest
+from phalanx.hugging_face.families import FAMILIES, Family, family_of
 from phalanx.models.shape import ModelShape
 
-
-@dataclass(frozen=True)
-class Family:
-    """A model type of theirs.
-
-    Attributes:
-        architecture: the class in transformers.
-        parts: what a decoder of this type is made of, in our words.
-        sizes: their entry -> our size, of those that the type has.
-        norm_eps: their entry for it.
-        constants: entries that are written, and the only values of theirs that are read.
-        required: the only values that are read of entries that are not written.
-        is_tied: whether the output is the embedding where they do not say.
-    """
-
-    architecture: str
-    parts: Mapping[str, Any]
-    sizes: Mapping[str, str]
-    norm_eps: str
-    constants: Mapping[str, Any]
-    required: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    is_tied: bool = False
-
-
-_LLAMA: Final = Family(
-    architecture="LlamaForCausalLM",
-    parts={"norm": "rms", "position": "rope", "mlp": "swiglu", "bias": False, "qk_norm": False},
-    sizes={
-        "hidden_size": "hidden",
-        "vocab_size": "vocab_size",
-        "intermediate_size": "ffn",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "num_key_value_heads": "num_kv_heads",
-        "head_dim": "head_dim",
-        "max_position_embeddings": "max_seq_len",
-    },
-    norm_eps="rms_norm_eps",
-    constants={"hidden_act": "silu", "attention_bias": False},
-    required={"mlp_bias": False, "use_sliding_window": False},
-)
-
-FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
-    {
-        "llama": _LLAMA,
-        "qwen3": replace(
-            _LLAMA, architecture="Qwen3ForCausalLM", parts={**_LLAMA.parts, "qk_norm": True}
-        ),
-        "gpt2": Family(
-            architecture="GPT2LMHeadModel",
-            parts={
-                "norm": "layer",
-                "position": "learned",
-                "mlp": "gelu",
-                "bias": True,
-                "qk_norm": False,
-                "rope_scaling": None,
-            },
-            sizes={
-                "n_embd": "hidden",
-                "vocab_size": "vocab_size",
-                "n_inner": "ffn",
-                "n_layer": "num_layers",
-                "n_head": "num_heads",
-                "n_positions": "max_seq_len",
-            },
-            norm_eps="layer_norm_epsilon",
-            constants={"activation_function": "gelu_new"},
-            required={
-                "scale_attn_weights": True,
-                "scale_attn_by_inverse_layer_idx": False,
-                "add_cross_attention": False,
-            },
-            is_tied=True,
-        ),
-    }
-)
-"""The model types that a decoder computes."""
+IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Entries that say which tokens begin and end a text, and which fills up a batch."""
 
 _LLAMA3_SCALING: Final = (
     *("factor", "low_freq_factor", "high_freq_factor"),
     "original_max_position_embeddings",
 )
 
-_OPTIONAL: Final = ("num_key_value_heads", "head_dim", "n_inner")
-"""Sizes that follow from others where they are null or not there."""
+_FULL, _WINDOWED = "full_attention", "sliding_attention"
+"""What layer_types says of a block without a window, and of one with it."""
+
+_GEMMA_PATTERN: Final = 6
+_GEMMA_THETA: Final = (1_000_000.0, 10_000.0)
+"""What transformers takes where Gemma's config does not say: first of blocks without a window."""
+
+_NOT_COMPUTED: Final[Mapping[str, Any]] = {
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "clip_qkv": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "use_bidirectional_attention": False,
+}
+"""Options of decoders of whatever type, and the one value of each under which they do nothing."""
 
 
-def family_of(shape: ModelShape) -> str:
-    """Return the Hugging Face model type that computes this shape.
-
-    Raises:
-        ConfigError: none does; names what the nearest has instead.
-    """
-    differing = {
-        name: [
-            f"its {part} is {theirs!r}, not {getattr(shape, part)!r}"
-            for part, theirs in family.parts.items()
-            if getattr(shape, part) != theirs
-        ]
-        for name, family in FAMILIES.items()
-    }
-    differing["gpt2"] += [
-        f"its {part} is {theirs}, not {getattr(shape, part)}"
-        for part, theirs in (
-            ("num_kv_heads", shape.num_heads),
-            ("head_dim", shape.hidden / shape.num_heads),
-        )
-        if getattr(shape, part) != theirs
-    ]
-    family = min(differing, key=lambda name: len(differing[name]))
-    if differing[family]:
-        raise ConfigError(
-            f"no Hugging Face model of {', '.join(FAMILIES)} computes this shape; the nearest is "
-            f"{family}, but {', '.join(differing[family])}"
-        )
-    return family
-
-
-def config_to_hf(shape: ModelShape, dtype: str) -> dict[str, Any]:
+def config_to_hf(
+    shape: ModelShape,
+    dtype: str,
+    family: str | None = None,
+    ids: Mapping[str, int | list[int] | None] | None = None,
+) -> dict[str, Any]:
     """Return the config.json of a decoder, in the words that published ones use.
 
-    `dtype` is that of its tensors, as torch names it. Dropout is kept for GPT-2 only; the other
-    families have none.
+    Dropout is kept for GPT-2 only; the other families have none.
+
+    Args:
+        shape: the decoder's.
+        dtype: that of its tensors, as torch names it.
+        family: the model type; the first that computes the shape if None.
+        ids: of `IDS`. Null where it says nothing: transformers would take those of the first model
+            of a type, which mean something else here.
 
     Raises:
-        ConfigError: no Hugging Face model computes this shape.
+        ConfigError: no Hugging Face model, or not that type, computes this shape.
     """
-    name = family_of(shape)
-    family = FAMILIES[name]
+    name = family_of(shape, family)
+    of = FAMILIES[name]
     config = {
-        "architectures": [family.architecture],
+        "architectures": [of.architecture],
         "model_type": name,
         "tie_word_embeddings": shape.tied,
-        # Unset, transformers would take ids of the first Llama, which mean something else here.
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **dict.fromkeys(IDS),
+        **(ids or {}),
         "torch_dtype": dtype,
-        **{theirs: getattr(shape, ours) for theirs, ours in family.sizes.items()},
-        family.norm_eps: shape.norm_eps,
-        **family.constants,
+        **{theirs: getattr(shape, ours) for theirs, ours in of.sizes.items()},
+        of.norm_eps: shape.norm_eps,
+        **of.constants,
+        **_windows_to_hf(shape, name),
     }
     if shape.position == "learned":
         return {
@@ -167,7 +86,11 @@ def config_to_hf(shape: ModelShape, dtype: str) -> dict[str, Any]:
     if shape.rope_scaling is not None:
         numbers = zip(_LLAMA3_SCALING, shape.rope_scaling, strict=True)
         scaling = {"rope_type": "llama3", **dict(numbers)}
-    return {**config, "rope_theta": shape.rope_theta, "rope_scaling": scaling}
+    config |= {"rope_theta": shape.rope_theta, "rope_scaling": scaling}
+    if name == "gemma3_text":
+        config["query_pre_attn_scalar"] = shape.head_dim
+        config["rope_local_base_freq"] = shape.window_theta or shape.rope_theta
+    return config
 
 
 def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
@@ -178,48 +101,154 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     """
     name = str(config.get("model_type"))
     if name not in FAMILIES:
-        raise ConfigError(
-            f"model_type is '{name}'{nearest(name, FAMILIES)}; legal are {', '.join(FAMILIES)}"
-        )
+        # No nearest: a config under another type's name may load, and mean another model.
+        raise ConfigError(f"model_type is '{name}'; legal are {', '.join(FAMILIES)}")
     if config.get("quantization_config"):
         raise ConfigError(
             "the weights are quantized (quantization_config); only float64, float32, bfloat16 and "
             "float16 are read"
         )
     family = FAMILIES[name]
-    for option, legal in {**family.constants, **family.required}.items():
+    for option, legal in {**_NOT_COMPUTED, **family.constants, **family.required}.items():
         _require(config, option, legal)
     sizes = {
         ours: _whole(config, theirs)
         for theirs, ours in family.sizes.items()
-        if theirs not in _OPTIONAL or config.get(theirs) is not None
+        if theirs not in family.optional or config.get(theirs) is not None
     }
     hidden, num_heads = sizes["hidden"], sizes["num_heads"]
     if name == "gpt2" and hidden % num_heads:
         raise NotDivisible("n_embd", hidden, num_heads)
     derived = {"num_kv_heads": num_heads, "head_dim": hidden // num_heads, "ffn": 4 * hidden}
     values: dict[str, Any] = {**derived, **sizes, **family.parts}
-    if values["position"] == "rope":
-        values["rope_theta"], values["rope_scaling"] = _rope(config)
+    values |= _windows(config, name, sizes["num_layers"])
+    if name == "gemma3_text":
+        _require(config, "query_pre_attn_scalar", values["head_dim"], absent=256)
+        values |= _gemma_rope(config, has_window=values["window"] is not None)
+    elif values["position"] == "rope":
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        values["rope_theta"], values["rope_scaling"] = _rope(rope, config, family)
     tied = config.get("tie_word_embeddings", family.is_tied)
     if not isinstance(tied, bool):
         raise ConfigError(f"tie_word_embeddings is {tied!r}; expected true or false")
     return ModelShape(**values, norm_eps=_number(config, family.norm_eps), tied=tied)
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, int] | None]:
+def _windows_to_hf(shape: ModelShape, name: str) -> dict[str, Any]:
+    """Return the entries about windows."""
+    windows = [shape.window_of(block) for block in range(shape.num_layers)]
+    match FAMILIES[name].windows:
+        case "none":
+            return {}
+        case "all":
+            return {"sliding_window": shape.window}
+        case "layers":
+            kinds = [_FULL if window is None else _WINDOWED for window in windows]
+            if name != "gemma3_text":
+                # Of blocks without layer_types, those from max_window_layers on have a window.
+                return {
+                    "use_sliding_window": _WINDOWED in kinds,
+                    "sliding_window": shape.window,
+                    "max_window_layers": 0 if _WINDOWED in kinds else shape.num_layers,
+                    "layer_types": kinds,
+                }
+            every = shape.full_every
+            return {
+                "sliding_window": shape.window or shape.max_seq_len,
+                "layer_types": kinds,
+                **({} if every is None else {"sliding_window_pattern": every}),
+            }
+
+
+def _windows(config: Mapping[str, Any], name: str, num_layers: int) -> dict[str, Any]:
+    """Return the sizes of ours about windows.
+
+    Raises:
+        ConfigError: blocks differ in another way than that the last of so many has none.
+    """
+    family = FAMILIES[name]
+    if family.windows == "none":
+        _require(config, "sliding_window", None)
+        _require(config, "use_sliding_window", False)
+        default = [_FULL] * num_layers
+    elif family.windows == "all":
+        # Where it is missing, one type of transformers takes 4,096 and another none.
+        window = _need(config, "sliding_window")
+        default = [_FULL if window is None else _WINDOWED] * num_layers
+    elif name == "gemma3_text":
+        every = config.get("sliding_window_pattern") or _GEMMA_PATTERN
+        default = [_WINDOWED if (n + 1) % every else _FULL for n in range(num_layers)]
+    else:
+        first = _whole(config, "max_window_layers", 0) if config.get("use_sliding_window") else None
+        default = [_FULL if first is None or n < first else _WINDOWED for n in range(num_layers)]
+        if first is None and _WINDOWED in (config.get("layer_types") or ()):
+            raise ConfigError(
+                "layer_types has windows, but use_sliding_window is not true; say one or the other"
+            )
+    kinds = config.get("layer_types") or default
+    if not isinstance(kinds, list) or len(cast("list[Any]", kinds)) != num_layers:
+        raise ConfigError(f"layer_types is {kinds!r}; expected a list of {num_layers} blocks")
+    if family.windows != "layers" and kinds != default:
+        raise ConfigError(f"layer_types is {kinds!r}; of this type only {default!r} is computed")
+    every = _full_every(cast("list[Any]", kinds), config.get("sliding_window_pattern"))
+    if every == 1:
+        return {"window": None}
+    return {"window": _whole(config, "sliding_window"), "full_every": every}
+
+
+def _full_every(kinds: list[Any], wanted: Any) -> int | None:
+    """Return of how many blocks the last has no window: None if each has one, 1 if none has.
+
+    Of several numbers that fit, the wanted one is taken.
+    """
+    if unknown := next((kind for kind in kinds if kind not in (_FULL, _WINDOWED)), None):
+        raise ConfigError(f"layer_types has {unknown!r}; legal are '{_FULL}' and '{_WINDOWED}'")
+    is_full = [kind == _FULL for kind in kinds]
+    if all(is_full):
+        return 1
+    numbers = [wanted] if type(wanted) is int and wanted > 1 else []
+    for every in (*numbers, None, *range(2, len(kinds) + 1)):
+        if is_full == [every is not None and (n + 1) % every == 0 for n in range(len(kinds))]:
+            return every
+    raise ConfigError(
+        "windows are mixed: blocks "
+        f"{', '.join(str(n) for n, full in enumerate(is_full) if full)} of {len(kinds)} have none; "
+        "it is computed that all have one, none, or all but the last of each so many"
+    )
+
+
+def _gemma_rope(config: Mapping[str, Any], *, has_window: bool) -> dict[str, Any]:
+    """Return both thetas: one dict for each kind of block since transformers 5, entries before."""
+    family = FAMILIES["gemma3_text"]
+    rope: Any = config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"rope_parameters is {rope!r}; expected an object")
+    by_kind = cast("Mapping[str, Any]", rope)
+    full = by_kind.get(_FULL) or config.get("rope_scaling") or {}
+    theta, local_theta = _GEMMA_THETA
+    entries = {"rope_theta": config.get("rope_theta") or theta}
+    theta, _ = _rope(full, entries, family)
+    entries = {"rope_theta": config.get("rope_local_base_freq") or local_theta}
+    local_theta, _ = _rope(by_kind.get(_WINDOWED) or {}, entries, family)
+    return {"rope_theta": theta, "window_theta": local_theta if has_window else None}
+
+
+def _rope(
+    rope: Any, config: Mapping[str, Any], family: Family
+) -> tuple[float, tuple[float, float, float, int] | None]:
     """Return theta and the scaling: one dict since transformers 5, two entries before."""
-    rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ConfigError(f"rope_scaling is {rope!r}; expected an object")
+    rope = cast("Mapping[str, Any]", rope)
     _require(rope, "partial_rotary_factor", 1.0)
     where = rope if "rope_theta" in rope else config
     theta = _number(where, "rope_theta") if where.get("rope_theta") is not None else 10_000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in family.rope_types:
+        legal = " and ".join(repr(each) for each in family.rope_types)
+        raise ConfigError(f"rope_type is {kind!r}; legal here: {legal}")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise ConfigError(f"rope_type is '{kind}'; legal are 'default' and 'llama3'")
     *numbers, original = _LLAMA3_SCALING
     factor, low, high = (_number(rope, option) for option in numbers)
     if low >= high:
@@ -230,10 +259,10 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, tuple[float, float, float, 
     return theta, (factor, low, high, _whole(rope, original))
 
 
-def _whole(config: Mapping[str, Any], option: str) -> int:
+def _whole(config: Mapping[str, Any], option: str, least: int = 1) -> int:
     value = _need(config, option)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{option} is {value!r}; expected a whole number of at least 1")
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{option} is {value!r}; expected a whole number of at least {least}")
     return value
 
 
@@ -251,7 +280,8 @@ def _need(config: Mapping[str, Any], option: str) -> Any:
     return config[option]
 
 
-def _require(config: Mapping[str, Any], option: str, legal: str | bool | float) -> None:
-    actual = config.get(option, legal)
-    if actual != legal:
+def _require(config: Mapping[str, Any], option: str, legal: Any, absent: Any = None) -> None:
+    """Refuse any value but the legal one; where the option is not there, it is `absent`."""
+    actual = config.get(option, legal if absent is None else absent)
+    if actual != legal and not (actual is None and option in _NOT_COMPUTED):
         raise ConfigError(f"{option} is {actual!r}; only {legal!r} is computed")

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
 from phalanx.data.survey import Progress, unheard
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face import folder as folders
-from phalanx.hugging_face.companions import copy_companions
-from phalanx.hugging_face.config import config_to_hf, family_of, shape_from_hf
+from phalanx.hugging_face import generation, origin
+from phalanx.hugging_face.companions import copy_companions, tokenizer_of
+from phalanx.hugging_face.config import config_to_hf, shape_from_hf
+from phalanx.hugging_face.families import families_of, family_of
 from phalanx.hugging_face.folder import TensorFiles
 from phalanx.hugging_face.names import locate, table, tied_copies
 from phalanx.models.shape import ModelShape
@@ -39,7 +41,8 @@ MAX_SHARD_BYTES: Final = 5 * 10**9
 class Converted:
     """What a conversion wrote, of which `kind` and `family`, and from where.
 
-    Of a run, `source` is the checkpoint that was taken. `companions` are the files copied along.
+    Of a run, `source` is the checkpoint that was taken. `companions` are the files beside the
+    weights and config.json: copied along, or made for a tokenizer.
     """
 
     source: Path
@@ -58,6 +61,7 @@ def convert(
     *,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    family: str | None = None,
     progress: Progress = unheard,
 ) -> Converted:
     """Convert a Hugging Face folder to a checkpoint of weights alone, or the other way round.
@@ -67,6 +71,8 @@ def convert(
         destination: a folder that is not there yet, or empty.
         dtype: of the tensors to write.
         max_shard_bytes: largest file of a Hugging Face folder, unless one tensor is larger.
+        family: the model type to write, of several that compute the shape; if None the one that
+            the weights came from, else the first.
         progress: called before each tensor, and at the end.
 
     Raises:
@@ -77,8 +83,13 @@ def convert(
     """
     kind = kind_of(source)
     check_free(source, destination)
-    weights = open_hugging_face(source) if kind == "hugging face" else open_checkpoint(source)
-    family = family_of(weights.shape)
+    if kind == "hugging face":
+        weights = open_hugging_face(source)
+        theirs = folders.read_config(source)
+        family = str(theirs["model_type"])
+    else:
+        weights, theirs = open_checkpoint(source), {}
+        family = _family_to_write(weights, family)
     num_bytes = dtype.itemsize * sum(size.numel() for size in sizes_of(weights.shape).values())
     done_bytes = 0
 
@@ -92,9 +103,17 @@ def convert(
     with published(destination, num_bytes) as partial:
         companions = copy_companions(weights.folder, partial)
         if kind == "hugging face":
-            num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, companions)
+            origin.keep(theirs, partial)
+            kept = [*companions, origin.NAME]
+            num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, kept)
         else:
-            num_tensors = _write_hugging_face(partial, weights.shape, dtype, read, max_shard_bytes)
+            ids = _ids_of(weights.folder)
+            config = config_to_hf(weights.shape, _name(dtype), family, ids)
+            num_tensors = _write_hugging_face(
+                partial, weights.shape, config, dtype, read, max_shard_bytes
+            )
+            made = generation.write_missing(partial, ids, weights.shape.max_seq_len)
+            companions = sorted([*companions, *made])
     progress("convert", num_bytes, num_bytes)
     return Converted(
         source=weights.folder,
@@ -135,16 +154,17 @@ def open_hugging_face(folder: Path) -> Weights:
         CheckpointError: a file or tensor is missing, damaged, left over or of another size.
         ConfigError: its config.json describes a model that Decoder does not compute.
     """
+    config = folders.read_config(folder)
     try:
-        shape = shape_from_hf(folders.read_config(folder))
+        shape = shape_from_hf(config)
     except ConfigError as error:
         raise ConfigError(f"{folder / folders.CONFIG}: {error}") from error
     tensors = TensorFiles(folder)
     try:
-        found = locate(tensors.sizes, shape)
+        found = locate(tensors.sizes, shape, config["model_type"])
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    links = {name: link for link in table(shape) for name in link.ours}
+    links = {name: link for link in table(shape, config["model_type"]) for name in link.ours}
     embedding = found[links["embedding.weight"].theirs]
     for name in tied_copies(tensors.sizes, shape):
         if not torch.equal(tensors.read(name), tensors.read(embedding)):
@@ -158,6 +178,24 @@ def open_hugging_face(folder: Path) -> Weights:
         return link.split(tensors.read(found[link.theirs]))[link.ours.index(name)]
 
     return Weights(folder, shape, read)
+
+
+def _family_to_write(weights: Weights, wanted: str | None) -> str:
+    """Return the model type that is wanted, else that of the weights' origin, else the first.
+
+    Raises:
+        ConfigError: none computes the shape, or the wanted one does not.
+    """
+    before = origin.family_in(weights.folder)
+    if wanted is None and before in families_of(weights.shape):
+        wanted = before  # of weights whose shape was changed it may compute it no more
+    return family_of(weights.shape, wanted)
+
+
+def _ids_of(checkpoint: Path) -> origin.Ids:
+    """Return the ids that begin, end and pad texts: as converted, else those of the tokenizer."""
+    kept = origin.ids_in(checkpoint)
+    return kept or generation.ids_of_tokenizer(tokenizer_of(checkpoint))
 
 
 def _write_checkpoint(
@@ -192,16 +230,17 @@ def _write_checkpoint(
 def _write_hugging_face(
     folder: Path,
     shape: ModelShape,
+    config: dict[str, Any],
     dtype: torch.dtype,
     read: Callable[[str], Tensor],
     max_shard_bytes: int,
 ) -> int:
     """Write a Hugging Face folder from weights by our names; return its tensors."""
-    links = {link.theirs: link for link in table(shape)}
+    links = {link.theirs: link for link in table(shape, config["model_type"])}
     sizes = sizes_of(shape)
     folders.write_folder(
         folder,
-        config_to_hf(shape, _name(dtype)),
+        config,
         {name: link.join_sizes(sizes) for name, link in links.items()},
         dtype,
         lambda name: links[name].join([read(part) for part in links[name].ours]),

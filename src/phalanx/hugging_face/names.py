@@ -1,24 +1,27 @@
-"""Weights of Llama, Qwen3 and GPT-2 to and from the Hugging Face layout.
+"""Weights to and from the Hugging Face layout, by the names of each model type.
 
-`table(shape)` says once, for both directions, which of our tensors stand in which of theirs, and
-how: under another name, transposed (GPT-2's Conv1D is [in, out]) or stacked (its c_attn holds q, k
-and v). The rotary layout is the same: both turn the pair (x_i, x_{i + K/2}) of a head, so the rows
-of q and k keep their order. A tied output projection is left out, as `save_pretrained` does.
+`table(shape, family)` says once, for both directions, which of our tensors stand in which of
+theirs, and how: under another name, transposed (GPT-2's Conv1D is [in, out]) or stacked (its c_attn
+and Phi-3's qkv_proj hold q, k and v). The rotary layout is the same: both turn the pair (x_i,
+x_{i + K/2}) of a head, so the rows of q and k keep their order. A tied output projection is left
+out, as `save_pretrained` does.
 
 Nothing here needs the transformers package.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint.weights import sizes_of
 from phalanx.errors import CheckpointError, nearest
-from phalanx.hugging_face.config import family_of
 from phalanx.models.shape import ModelShape
 
 _LLAMA_BLOCK = {
@@ -37,6 +40,25 @@ _QWEN3_BLOCK = {
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
 }
+_PHI3_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.q attention.k attention.v": "self_attn.qkv_proj",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate mlp.up": "mlp.gate_up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_GEMMA3_BLOCK = {
+    **_QWEN3_BLOCK,
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+_OLMO2_BLOCK = {
+    ours: theirs
+    for ours, theirs in _GEMMA3_BLOCK.items()
+    if ours not in ("attention_norm", "mlp_norm")
+}
 _GPT2_BLOCK = {
     "attention_norm": "ln_1",
     "attention.q attention.k attention.v": "attn.c_attn",
@@ -45,19 +67,29 @@ _GPT2_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-_WITHOUT_BIAS = ("embedding", "position_embedding", "output")
+_BLOCKS: Final = MappingProxyType(
+    {
+        "qwen3": _QWEN3_BLOCK,
+        "phi3": _PHI3_BLOCK,
+        "olmo2": _OLMO2_BLOCK,
+        "gemma3_text": _GEMMA3_BLOCK,
+        "gpt2": _GPT2_BLOCK,
+    }
+)
+"""Of each model type the modules of a block, ours -> theirs; the others have Llama's."""
 
 
 @dataclass(frozen=True)
 class Link:
     """The name of a Hugging Face tensor, and the names of those of ours that it holds.
 
-    Several of ours are equal parts, stacked along the outputs. A transposed tensor is stored as
-    [in, out], ours as [out, in].
+    Several of ours are stacked along the outputs, of which each has so many `rows`. A transposed
+    tensor is stored as [in, out], ours as [out, in].
     """
 
     theirs: str
     ours: tuple[str, ...]
+    rows: tuple[int, ...]
     is_transposed: bool = False
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -72,23 +104,18 @@ class Link:
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return our tensors, views of theirs: the inverse of `join`."""
         stacked = tensor.T if self.is_transposed else tensor
-        return stacked.chunk(len(self.ours))
+        return stacked.split(self.rows)
 
 
-def table(shape: ModelShape) -> list[Link]:
-    """Return what stands where, from the embedding to the output.
-
-    Raises:
-        ConfigError: no Hugging Face model computes this shape.
-    """
-    match family_of(shape):
-        case "gpt2":
-            embedding = {"embedding": "wte", "position_embedding": "wpe"}
-            model, blocks, block, norm = "transformer", "h", _GPT2_BLOCK, "ln_f"
-        case family:
-            embedding = {"embedding": "embed_tokens"}
-            block = _QWEN3_BLOCK if family == "qwen3" else _LLAMA_BLOCK
-            model, blocks, norm = "model", "layers", "norm"
+def table(shape: ModelShape, family: str) -> list[Link]:
+    """Return what stands where in a model of a type, from the embedding to the output."""
+    if family == "gpt2":
+        embedding = {"embedding": "wte", "position_embedding": "wpe"}
+        model, blocks, norm = "transformer", "h", "ln_f"
+    else:
+        embedding = {"embedding": "embed_tokens"}
+        model, blocks, norm = "model", "layers", "norm"
+    block, of_one = _BLOCKS.get(family, _LLAMA_BLOCK), sizes_of(replace(shape, num_layers=1))
     modules = {ours: f"{model}.{theirs}" for ours, theirs in embedding.items()}
     for index in range(shape.num_layers):
         for ours, theirs in block.items():
@@ -97,19 +124,22 @@ def table(shape: ModelShape) -> list[Link]:
     modules["norm"] = f"{model}.{norm}"
     if not shape.tied:
         modules["output"] = "lm_head"
-    return [
-        Link(
-            f"{theirs}.{kind}",
-            tuple(f"{each}.{kind}" for each in ours.split()),
-            is_transposed=kind == "weight" and ".c_" in theirs,
-        )
-        for ours, theirs in modules.items()
-        for kind in ("weight", "bias")
-        if kind == "weight" or (shape.bias and ours not in _WITHOUT_BIAS)
-    ]
+    links: list[Link] = []
+    for ours, theirs in modules.items():
+        for kind in ("weight", "bias"):
+            names = tuple(f"{each}.{kind}" for each in ours.split())
+            like_first = [_NUMBER.sub("blocks.0.", name) for name in names]
+            if like_first[0] in of_one:
+                rows = tuple(of_one[name][0] for name in like_first)
+                is_transposed = kind == "weight" and ".c_" in theirs
+                links.append(Link(f"{theirs}.{kind}", names, rows, is_transposed))
+    return links
 
 
-def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> dict[str, str]:
+_NUMBER: Final = re.compile(r"^blocks\.\d+\.")
+
+
+def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -> dict[str, str]:
     """Return the name in a file, whose tensors have these sizes, by the name in the table.
 
     The names differ where a model was saved without its head, which leaves the first part of each
@@ -118,9 +148,9 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> dict[str, s
     Raises:
         CheckpointError: a tensor is missing, of another size, or is not of the model.
     """
-    prefix = "transformer." if family_of(shape) == "gpt2" else "model."
+    prefix = "transformer." if family == "gpt2" else "model."
     left = {name for name in sizes if not _is_known_extra(name, shape)}
-    links = table(shape)
+    links = table(shape, family)
     # The embedding comes first in the table, and every model has one.
     if links[0].theirs not in left and links[0].theirs.removeprefix(prefix) in left:
         found = {link.theirs: link.theirs.removeprefix(prefix) for link in links}

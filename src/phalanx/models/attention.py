@@ -1,4 +1,4 @@
-"""Causal attention with grouped heads, rotary positions and masks between documents.
+"""Causal attention with grouped heads, rotary positions, windows and masks between documents.
 
 Suffixes: see models/decoder.py.
 """
@@ -29,66 +29,92 @@ The dimensions of size 1 are how tensor parallelism tells what belongs to rows, 
 """
 
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines by which heads are turned, as `rotation` makes them."""
+
+
 class Attention(nn.Module):
     """Multi-head attention with grouped keys and values (Ainslie et al. 2023).
 
     Attributes:
+        window: positions that a query looks at, its own the last; None for all up to its own.
         attend: mixes values by queries and keys, as `attend` below; whoever holds a share of the
             positions sets another, which fetches the rest.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, window: int | None) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
+        self.window = window
         self.attend = attend
         heads_width = shape.num_heads * shape.head_dim
         groups_width = shape.num_kv_heads * shape.head_dim
-        self.q = Linear(shape.hidden, heads_width, shape.bias)
-        self.k = Linear(shape.hidden, groups_width, shape.bias)
-        self.v = Linear(shape.hidden, groups_width, shape.bias)
-        self.q_norm = Norm(shape.head_dim, shape) if shape.qk_norm else None
-        self.k_norm = Norm(shape.head_dim, shape) if shape.qk_norm else None
-        self.output = Linear(heads_width, shape.hidden, shape.bias)
+        has_bias = shape.has_bias("qkv")
+        self.q = Linear(shape.hidden, heads_width, has_bias)
+        self.k = Linear(shape.hidden, groups_width, has_bias)
+        self.v = Linear(shape.hidden, groups_width, has_bias)
+        self.norms_heads = shape.qk_norm is True
+        q_width, k_width = (
+            (shape.head_dim, shape.head_dim) if self.norms_heads else (heads_width, groups_width)
+        )
+        self.q_norm = Norm(q_width, shape) if shape.qk_norm else None
+        self.k_norm = Norm(k_width, shape) if shape.qk_norm else None
+        self.output = Linear(heads_width, shape.hidden, shape.has_bias("other"))
 
     def forward(
         self,
         x_BTD: Tensor,
-        rotation: tuple[Tensor, Tensor] | None = None,
+        rotation: Rotation | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
         """Map x_BTD to a tensor like it; the arguments are those of `Block.forward`."""
-        q_BTHK = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
-        k_BTGK = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
-        v_BTGK = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
+        q_BTHK = self._heads(self.q(x_BTD), self.q_norm)
+        k_BTGK = self._heads(self.k(x_BTD), self.k_norm)
+        v_BTGK = self._heads(self.v(x_BTD), None)
         if rotation is not None:
             q_BTHK, k_BTGK = rotate(q_BTHK, *rotation), rotate(k_BTGK, *rotation)
-        return self.output(self.attend(q_BTHK, k_BTGK, v_BTGK, documents).flatten(2))
+        mixed_BTHK = self.attend(q_BTHK, k_BTGK, v_BTGK, documents, self.window)
+        return self.output(mixed_BTHK.flatten(2))
+
+    def _heads(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """Cut a projection into heads, and normalise those or before that the whole of it."""
+        if norm is not None and not self.norms_heads:
+            x = norm(x)
+        x_BTHK = x.unflatten(-1, (-1, self.head_dim))
+        return norm(x_BTHK) if norm is not None and self.norms_heads else x_BTHK
 
 
 def attend(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    documents: Documents | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(K)) v, causal and inside documents, a tensor like q_BTHK.
 
-    No way through here makes a mask of the size T x T. Documents go to the flash kernel by their
-    lengths, where there is one, and else to the attention by blocks of models/cpu.py.
+    No way through here makes a mask of the size T x T. Documents and windows go to the flash kernel
+    by their lengths, where there is one, and else to the attention by blocks of models/cpu.py.
 
     G divides H, and each key head serves H / G query heads that stand together. A query looks at
-    its own document, up to itself; at its row if `documents` is None.
+    its own document, up to itself; at its row if `documents` is None; and at no more than the last
+    `window` positions of that (Beltagy et al. 2020, section 3.1).
     """
     is_grouped = q_BTHK.shape[2] != k_BTGK.shape[2]
-    if documents is not None and _runs_flash(q_BTHK):
-        return _attend_by_lengths(q_BTHK, k_BTGK, v_BTGK, documents)
-    by_blocks = documents is not None or cpu.attends_by_blocks(q_BTHK)
+    window = None if window is None or window >= q_BTHK.shape[1] else window
+    is_cut = documents is not None or window is not None
+    if is_cut and _runs_flash(q_BTHK):
+        return _attend_by_lengths(q_BTHK, k_BTGK, v_BTGK, documents, window)
+    by_blocks = is_cut or cpu.attends_by_blocks(q_BTHK)
     # On a GPU, of PyTorch's fused kernels flash alone takes fewer key heads than query heads.
     if is_grouped and (by_blocks or (q_BTHK.is_cuda and not _runs_flash(q_BTHK))):
         repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
         k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
         is_grouped = False
     if by_blocks:
-        return cpu.causal_attention(q_BTHK, k_BTGK, v_BTGK, documents and documents[0])
+        positions_T = torch.arange(q_BTHK.shape[1], device=q_BTHK.device)
+        starts_BT1 = first_seen(positions_T, documents, window)
+        return cpu.causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT1)
     mixed_BHTK = F.scaled_dot_product_attention(
         q_BTHK.transpose(1, 2),
         k_BTGK.transpose(1, 2),
@@ -99,15 +125,40 @@ def attend(
     return mixed_BHTK.transpose(1, 2)
 
 
+def first_seen(
+    positions_T: Tensor, documents: Documents | None, window: int | None
+) -> Tensor | None:
+    """Return the first position that a query looks at, [B or 1, T, 1]; None if that of its row.
+
+    Args:
+        positions_T: where in their row the queries stand.
+        documents: of those queries.
+        window: as in `attend`.
+    """
+    starts_BT1 = None if documents is None else documents[0]
+    if window is None:
+        return starts_BT1
+    reached_1T1 = (positions_T - (window - 1)).clamp(min=0)[None, :, None]
+    return reached_1T1 if starts_BT1 is None else torch.maximum(starts_BT1, reached_1T1)
+
+
 def _attend_by_lengths(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    documents: Documents | None,
+    window: int | None,
 ) -> Tensor:
     """Attend on a GPU to all documents as sequences of one flash call, without a host that waits.
 
     Rows have as many documents as the row with the most: those that a row lacks are empty.
     """
-    _, ends_BN1, longest = documents
     num_rows, length = q_BTHK.shape[:2]
+    if documents is None:  # a row is one
+        ends_BN1 = torch.full((num_rows, 1, 1), length, device=q_BTHK.device)
+        longest = length
+    else:
+        _, ends_BN1, longest = documents
     row_starts_B1 = torch.arange(num_rows, device=q_BTHK.device)[:, None] * length
     borders = F.pad((ends_BN1[:, :, 0] + row_starts_B1).flatten(), (1, 0)).int()
     joined = (x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
@@ -117,7 +168,7 @@ def _attend_by_lengths(
         cu_seq_k=borders,
         max_q=longest,
         max_k=longest,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
     )
     return cast(Tensor, mixed).unflatten(0, (num_rows, length))
@@ -181,12 +232,13 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def rotation(
-    shape: ModelShape, positions_BT: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
+    shape: ModelShape, positions_BT: Tensor, dtype: torch.dtype, has_window: bool = False
+) -> Rotation | None:
     """Return the cosines and sines that turn each half of a head by its position.
 
     Angles are position * theta ** (-2i / head_dim) for feature pair i (Su et al. 2021, section
-    3.2.2), with Llama 3.1's scaling of the frequencies where the shape asks for it.
+    3.2.2), with Llama 3.1's scaling of the frequencies where the shape asks for it. Blocks with a
+    window may have a theta of their own.
 
     `positions_BT` is int64, and B may be 1 for all rows alike. `dtype` is that of what will be
     rotated; the angles themselves are made in float64.
@@ -197,8 +249,11 @@ def rotation(
     if shape.position != "rope":
         return None
     half = torch.arange(0, shape.head_dim, 2, device=positions_BT.device, dtype=torch.float64)
-    frequency = shape.rope_theta ** (-half / shape.head_dim)
-    if shape.rope_scaling is not None:
+    is_own = has_window and shape.window_theta is not None
+    theta = shape.window_theta if is_own else shape.rope_theta
+    assert theta is not None
+    frequency = theta ** (-half / shape.head_dim)
+    if shape.rope_scaling is not None and not is_own:
         frequency = _scaled(frequency, *shape.rope_scaling)
     angle = positions_BT[:, :, None, None].to(torch.float64) * frequency
     wide = torch.promote_types(dtype, torch.float32)

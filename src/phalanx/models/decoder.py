@@ -1,7 +1,7 @@
-"""One decoder-only transformer for two families: Llama (also Qwen3) and GPT-2.
+"""One decoder-only transformer for all families: which one is a matter of its ModelShape.
 
-Which family is only a matter of its ModelShape. Layers hold plain parameters, cast them to the
-dtype of what they multiply, and know nothing of devices.
+Layers hold plain parameters, cast them to the dtype of what they multiply, and know nothing of
+devices.
 
 Dimensions, as they stand in the suffixes of tensor names:
 
@@ -11,6 +11,7 @@ Dimensions, as they stand in the suffixes of tensor names:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.models.attention import Attention, Documents, documents_of, rotation
+from phalanx.models.attention import Attention, Documents, Rotation, documents_of, rotation
 from phalanx.models.initial import fill_initial
 from phalanx.models.layers import Dropout, Linear, Norm
 from phalanx.models.loss import token_loss_sum
@@ -28,41 +29,51 @@ from phalanx.models.shape import ModelShape
 
 
 class MLP(nn.Module):
-    """The feed-forward branch: SwiGLU (Shazeer 2020) or GELU with its tanh form (GPT-2)."""
+    """The feed-forward branch: SwiGLU, GEGLU (Shazeer 2020) or GELU; GELU is its tanh form."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate = Linear(shape.hidden, shape.ffn, shape.bias) if shape.mlp == "swiglu" else None
-        self.up = Linear(shape.hidden, shape.ffn, shape.bias)
-        self.down = Linear(shape.ffn, shape.hidden, shape.bias)
+        has_bias = shape.has_bias("other")
+        self.kind = shape.mlp
+        self.gate = Linear(shape.hidden, shape.ffn, has_bias) if self.kind != "gelu" else None
+        self.up = Linear(shape.hidden, shape.ffn, has_bias)
+        self.down = Linear(shape.ffn, shape.hidden, has_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map x_BTD to a tensor like it."""
         if self.gate is None:
             return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        gate_BTF = self.gate(x_BTD)
+        if self.kind == "geglu":
+            return self.down(F.gelu(gate_BTF, approximate="tanh") * self.up(x_BTD))
+        return self.down(F.silu(gate_BTF) * self.up(x_BTD))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream.
+    """Attention and MLP, each normalised where the shape says, and added to the residual stream.
 
     Attributes:
         index: number of the block in the whole decoder, wherever it runs.
+        has_window: whether its queries look at no more than the shape's window.
     """
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
         self.dropout = Dropout(shape.dropout)
         self.index = index
-        self.attention_norm = Norm(shape.hidden, shape)
-        self.attention = Attention(shape)
-        self.mlp_norm = Norm(shape.hidden, shape)
+        window = shape.window_of(index)
+        self.has_window = window is not None
+        self.attention_norm = _norm_at("input", shape)
+        self.attention = Attention(shape, window)
+        self.attention_output_norm = _norm_at("output", shape)
+        self.mlp_norm = _norm_at("input", shape)
         self.mlp = MLP(shape)
+        self.mlp_output_norm = _norm_at("output", shape)
 
     def forward(
         self,
         x_BTD: Tensor,
-        rotation: tuple[Tensor, Tensor] | None = None,
+        rotation: Rotation | None = None,
         documents: Documents | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
@@ -75,10 +86,20 @@ class Block(nn.Module):
             dropout_keys_B: the rows' dropout keys for this block, `layer_keys(keys_B, index)`;
                 None drops nothing. The index stays outside, or each block would compile anew.
         """
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rotation, documents)
-        x_BTD = x_BTD + self.dropout(attended_BTD, dropout_keys_B, 1)
-        mixed_BTD = self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD + self.dropout(mixed_BTD, dropout_keys_B, 2)
+        read_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
+        added_BTD = self.attention(read_BTD, rotation, documents)
+        if self.attention_output_norm is not None:
+            added_BTD = self.attention_output_norm(added_BTD)
+        x_BTD = x_BTD + self.dropout(added_BTD, dropout_keys_B, 1)
+        read_BTD = x_BTD if self.mlp_norm is None else self.mlp_norm(x_BTD)
+        added_BTD = self.mlp(read_BTD)
+        if self.mlp_output_norm is not None:
+            added_BTD = self.mlp_output_norm(added_BTD)
+        return x_BTD + self.dropout(added_BTD, dropout_keys_B, 2)
+
+
+def _norm_at(place: str, shape: ModelShape) -> Norm | None:
+    return Norm(shape.hidden, shape) if shape.norm_at in (place, "both") else None
 
 
 class Embedding(nn.Module):
@@ -230,6 +251,8 @@ class Decoder(nn.Module):
         if self.stage is not None and self.stage.received is not None:
             return self.stage.received
         x_BTD = self.embedding(tokens_BT)
+        if self.shape.scaled_embedding:
+            x_BTD = x_BTD * math.sqrt(self.shape.hidden)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_BT)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
@@ -243,7 +266,9 @@ class Decoder(nn.Module):
         keys_B: Tensor | None,
     ) -> Tensor:
         """Return the residual stream after the blocks that are here: the middle of a forward."""
-        angles = rotation(self.shape, positions_BT, x_BTD.dtype)
+        angles = window_angles = rotation(self.shape, positions_BT, x_BTD.dtype)
+        if self.shape.window_theta is not None:
+            window_angles = rotation(self.shape, positions_BT, x_BTD.dtype, has_window=True)
         documents = documents_BT
         if not isinstance(documents, tuple):
             documents = documents_of(documents, x_BTD.device)
@@ -252,7 +277,9 @@ class Decoder(nn.Module):
             segment = [
                 self.blocks[at] for at in range(start, start + self.segment_size) if at in here
             ]
-            x_BTD = self.run_segment(_run_blocks, segment, x_BTD, angles, documents, keys_B)
+            x_BTD = self.run_segment(
+                _run_blocks, segment, x_BTD, (angles, window_angles), documents, keys_B
+            )
         return x_BTD
 
     def read(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
@@ -278,11 +305,11 @@ def _call(function: Callable[..., Tensor], *args: Any) -> Tensor:
 def _run_blocks(
     blocks: list[nn.Module],
     x_BTD: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: tuple[Rotation | None, Rotation | None],
     documents: Documents | None,
     keys_B: Tensor | None,
 ) -> Tensor:
-    for block in blocks:
-        block_keys_B = None if keys_B is None else layer_keys(keys_B, cast(Block, block).index)
-        x_BTD = block(x_BTD, angles, documents, block_keys_B)
+    for block in cast(list[Block], blocks):
+        block_keys_B = None if keys_B is None else layer_keys(keys_B, block.index)
+        x_BTD = block(x_BTD, angles[block.has_window], documents, block_keys_B)
     return x_BTD

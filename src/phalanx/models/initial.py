@@ -29,7 +29,7 @@ def fill_initial(
     are divided by sqrt(2 num_layers), one for each of the 2 num_layers branches that add up there
     (Radford et al. 2019, section 2.3). Embedding and output projection have sqrt(2 / (5 hidden))
     (Nguyen and Salazar 2019, section 2.2): 0.02 at a width of 1,000, and more for narrow models,
-    which learn faster so. Norms begin at 1, biases at 0.
+    which learn faster so. Norms begin as multiplying by 1, biases at 0.
 
     `name` is that in the decoder, such as "blocks.3.attention.q.weight", and `full` the shape of
     the full parameter; the shard `out` begins at `offset` in it. Left out, `out` is all of it.
@@ -37,7 +37,7 @@ def fill_initial(
     if name.endswith("bias"):
         return out.detach().zero_()
     if name.endswith("norm.weight"):
-        return out.detach().fill_(1)
+        return out.detach().fill_(0 if shape.norm == "rms+1" else 1)
     if name in _OVER_THE_VOCABULARY:
         std = math.sqrt(2 / (5 * shape.hidden))
     elif name.endswith(_INTO_RESIDUAL):

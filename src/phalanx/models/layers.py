@@ -28,11 +28,16 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension."""
+    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension.
+
+    Attributes:
+        offset: what is added to the weight where it is used.
+    """
 
     def __init__(self, width: int, shape: ModelShape) -> None:
         super().__init__()
         self.eps = shape.norm_eps
+        self.offset = 1.0 if shape.norm == "rms+1" else 0.0
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if shape.norm == "layer" else None
 
@@ -41,9 +46,10 @@ class Norm(nn.Module):
         if self.bias is not None:
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        weight = self.weight + self.offset if self.offset else self.weight
         if cpu.is_preferred(x):
-            return cpu.rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+            return cpu.rms_norm(x, weight, self.eps)
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
 
 
 class Dropout(nn.Module):

@@ -57,6 +57,60 @@ _QWEN3 = ModelShape(
 )
 _QWEN3_SMALL = replace(_QWEN3, tied=True)
 
+# Qwen2.5: Yang et al. 2024, table 1; config.json of Qwen/Qwen2.5-7B.
+_QWEN2 = ModelShape(
+    vocab_size=152064,
+    num_layers=28,
+    hidden=3584,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn=18944,
+    max_seq_len=131072,
+    norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    bias="qkv",
+)
+
+# OLMo 2: Walsh et al. 2024, table 3; config.json of allenai/OLMo-2-1124-7B.
+_OLMO2 = ModelShape(
+    vocab_size=100352,
+    num_layers=32,
+    hidden=4096,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    ffn=11008,
+    max_seq_len=4096,
+    norm_eps=1e-6,
+    norm_at="output",
+    rope_theta=500_000.0,
+    qk_norm="projection",
+)
+
+# Gemma 3: Kamath et al. 2025, section 2; config.json of google/gemma-3-1b-pt.
+_GEMMA3 = ModelShape(
+    vocab_size=262144,
+    num_layers=26,
+    hidden=1152,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=256,
+    ffn=6912,
+    max_seq_len=32768,
+    norm="rms+1",
+    norm_eps=1e-6,
+    norm_at="both",
+    rope_theta=1_000_000.0,
+    window=512,
+    full_every=6,
+    window_theta=10_000.0,
+    mlp="geglu",
+    qk_norm=True,
+    tied=True,
+    scaled_embedding=True,
+)
+
 PRESETS: dict[str, ModelShape] = {
     # Ours: learns from text on two CPU cores within minutes. Over the first million tokens few wide
     # blocks end lower, and sooner, than more narrow ones of as many parameters: see docs/log.md.
@@ -102,6 +156,52 @@ PRESETS: dict[str, ModelShape] = {
     "llama3-8b": _LLAMA3,
     "llama3-70b": replace(_LLAMA3, num_layers=80, hidden=8192, num_heads=64, ffn=28672),
     "llama3-405b": replace(_LLAMA3, num_layers=126, hidden=16384, num_heads=128, ffn=53248),
+    # Jiang et al. 2023, table 1; config.json of mistralai/Mistral-7B-v0.1
+    "mistral-7b": ModelShape(
+        vocab_size=32000,
+        num_layers=32,
+        hidden=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn=14336,
+        max_seq_len=32768,
+        window=4096,
+    ),
+    # Abdin et al. 2024, section 2; config.json of microsoft/Phi-3-mini-4k-instruct
+    "phi3-mini": ModelShape(
+        vocab_size=32064,
+        num_layers=32,
+        hidden=3072,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=96,
+        ffn=8192,
+        max_seq_len=4096,
+        window=2047,
+    ),
+    # Qwen/Qwen2.5-0.5B, Qwen2.5-7B
+    "qwen2.5-0.5b": replace(
+        _QWEN2,
+        vocab_size=151936,
+        num_layers=24,
+        hidden=896,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        ffn=4864,
+        max_seq_len=32768,
+        tied=True,
+    ),
+    "qwen2.5-7b": _QWEN2,
+    # allenai/OLMo-2-0425-1B, OLMo-2-1124-7B
+    "olmo2-1b": replace(
+        _OLMO2, num_layers=16, hidden=2048, num_heads=16, num_kv_heads=16, ffn=8192
+    ),
+    "olmo2-7b": _OLMO2,
+    # google/gemma-3-270m, gemma-3-1b-pt
+    "gemma3-270m": replace(_GEMMA3, num_layers=18, hidden=640, ffn=2048),
+    "gemma3-1b": _GEMMA3,
     # Qwen/Qwen3-0.6B ... Qwen3-32B
     "qwen3-0.6b": replace(_QWEN3_SMALL, num_layers=28, hidden=1024, num_heads=16, ffn=3072),
     "qwen3-1.7b": replace(_QWEN3_SMALL, num_layers=28, hidden=2048, num_heads=16, ffn=6144),

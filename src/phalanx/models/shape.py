@@ -12,8 +12,8 @@ from phalanx.errors import ConfigError
 class ModelShape:
     """Sizes and choices of one decoder-only transformer.
 
-    The Llama family is norm="rms", position="rope", mlp="swiglu", bias=False; the GPT-2 family is
-    norm="layer", position="learned", mlp="gelu", bias=True.
+    The defaults are those of Llama. GPT-2 has norm="layer", position="learned", mlp="gelu" and
+    bias=True. Each choice stands by itself: what a family is made of says models/registry.py.
     """
 
     vocab_size: int
@@ -24,24 +24,42 @@ class ModelShape:
     head_dim: int
     ffn: int
     max_seq_len: int
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "rms+1", "layer"] = "rms"
+    """RMSNorm, the same with weights that are stored less one, or LayerNorm."""
     norm_eps: float = 1e-5
+    norm_at: Literal["input", "output", "both"] = "input"
+    """Where a branch of a block is normalised: what it reads, what it adds, or both."""
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
     rope_scaling: tuple[float, float, float, int] | None = None
     """Llama 3.1's frequency scaling: factor, low_freq_factor, high_freq_factor, original length."""
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm over each head's queries and keys (Qwen3)."""
+    window: int | None = None
+    """Positions that a query looks at, its own the last; all up to its own if None."""
+    full_every: int | None = None
+    """The last of so many blocks has no window; if None, all have that of `window`."""
+    window_theta: float | None = None
+    """rope_theta of the blocks that have a window, unscaled; if None, as in the others."""
+    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    bias: Literal[False, True, "qkv"] = False
+    """Whether linear maps have biases: none, all, or those of queries, keys and values."""
+    qk_norm: Literal[False, True, "projection"] = False
+    """A norm over the queries and over the keys of each head, or of all heads together."""
     tied: bool = False
     """The output projection is the embedding."""
+    scaled_embedding: bool = False
+    """What is looked up is multiplied by sqrt(hidden)."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.type == "int" and (size := getattr(self, field.name)) < 1:
+            size = getattr(self, field.name)
+            if field.type in ("int", "int | None") and size is not None and size < 1:
                 raise ConfigError(f"model shape: {field.name} is {size}; it must be at least 1")
+        for name in ("full_every", "window_theta"):
+            if self.window is None and (value := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"model shape: {name} is {value}, but window is None; it speaks of a window"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model shape: num_heads {self.num_heads} is not a multiple of num_kv_heads "
@@ -54,3 +72,18 @@ class ModelShape:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model shape: dropout is {self.dropout}; it must be in [0, 1)")
+
+    def window_of(self, block: int) -> int | None:
+        """Return the window of a block, by its number in the decoder; None without one."""
+        is_full = self.full_every is not None and (block + 1) % self.full_every == 0
+        return None if is_full else self.window
+
+    def has_bias(self, linear: Literal["qkv", "other"]) -> bool:
+        """Return whether queries, keys and values have biases, or the other linear maps."""
+        return self.bias is True or self.bias == linear
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """Count the (query, key) pairs of a row: T (T + 1) / 2, or with a window at most W a query."""
+    near = length if window is None else min(window, length)
+    return near * (near + 1) // 2 + near * (length - near)

@@ -11,7 +11,9 @@ come from they are
                queries, keys and values where something turns or copies them first
     last       the result of `down`, which no backward reads either
 
-and the policies keep, of L blocks in segments of K,
+(a norm after a branch reads that branch's last product, which is `product` then), and blocks with a
+window keep where each query's sight begins.
+The policies keep, of L blocks in segments of K,
 
     none        L (input + product + remade)
     segments    L / K input; and K (input + product + remade) - input when backward is at one
@@ -109,24 +111,36 @@ def activations(
     num_held = _held(cp, seq_len)
     if has_casts is None:
         has_casts = ITEM_BYTES[precision] < 4 and tp.degree == strategy.fsdp.degree == 1
-    of = _block(shape, num_held * num_sequences, precision, device, has_documents, tp, cp)
-    if has_casts:
-        of["remade"] += _casts(shape) * ITEM_BYTES[precision]
-    read = of["input"] + of["product"] + of["remade"]
-    kept, recomputed = shape.num_layers * read, 0
+    windows = [shape.window_of(block) for block in range(shape.num_layers)]
+    are_cut = [window is not None and window < seq_len for window in windows]
+    kinds: dict[bool, Counter[str]] = {}
+    for is_cut in set(are_cut):
+        is_masked = has_documents or is_cut
+        of = _block(shape, num_held * num_sequences, precision, device, is_masked, tp, cp)
+        of["remade"] += _casts(shape) * ITEM_BYTES[precision] if has_casts else 0
+        of["remade"] += 8 * num_held * (num_sequences if has_documents else 1) if is_cut else 0
+        kinds[is_cut] = of
+    blocks = [kinds[is_cut] for is_cut in are_cut]
+    read = [of["input"] + of["product"] + of["remade"] for of in blocks]
+    kept, recomputed = sum(read), 0
     segment_size = recompute.segment_size(shape.num_layers)
     if segment_size is not None:
-        kept = -(-shape.num_layers // segment_size) * of["input"]
-        recomputed = segment_size * read - of["input"]
+        starts = range(0, shape.num_layers, segment_size)
+        kept = sum(blocks[start]["input"] for start in starts)
+        recomputed = max(
+            sum(read[start : start + segment_size]) - blocks[start]["input"] for start in starts
+        )
     elif recompute.kind == "selective":
-        kept = shape.num_layers * (of["input"] + of["product"] + of["unread"] + of["last"])
-        recomputed = of["remade"] - of["unread"] - (of["last"] if shape.dropout else 0)
+        kept = sum(of["input"] + of["product"] + of["unread"] + of["last"] for of in blocks)
+        recomputed = max(
+            of["remade"] - of["unread"] - (of["last"] if shape.dropout else 0) for of in blocks
+        )
     return Activations(
         blocks=kept,
         recomputed=recomputed,
         inputs=_inputs(shape, num_held, num_sequences, precision, has_documents, tp, cp),
         head=_head(shape, num_held * num_sequences, precision, tp),
-        gradient=of["input"],
+        gradient=blocks[0]["input"],
         passing=_passing(shape, num_held * num_sequences, precision, tp, cp),
     )
 
@@ -142,11 +156,14 @@ def _block(
     num_tokens: int,
     precision: str,
     device: str,
-    has_documents: bool,
+    is_masked: bool,
     tp: Axis,
     cp: Axis,
 ) -> Counter[str]:
-    """Return the bytes of one block's tensors by where they come from, without casts of weights."""
+    """Return the bytes of one block's tensors by where they come from, without casts of weights.
+
+    Where `is_masked`, by documents or by a window, attention goes another way.
+    """
     item_bytes = ITEM_BYTES[precision]
     # All but what lies along the residual is inside a branch, of which each rank has a share.
     along_residual = tp.degree // _residual_parts(tp)
@@ -157,7 +174,7 @@ def _block(
     has_flash = device == "cuda" and item_bytes == 2
     # The attention of models/cpu.py; and, where no flash runs on a GPU, that of PyTorch besides,
     # want as many keys and values as queries, in copies.
-    has_blockwise = not has_flash and (has_documents or (device, precision) == ("cpu", "bfloat16"))
+    has_blockwise = not has_flash and (is_masked or (device, precision) == ("cpu", "bfloat16"))
     by_heads = cp.degree > 1 and cp.kind == "ulysses"
     if cp.degree > 1 and not by_heads:  # a ring has one way to attend, for all devices
         has_flash, has_blockwise, device = False, False, "any"
@@ -170,6 +187,10 @@ def _block(
     keys = queries if is_repeated else groups
     statistics = _statistics(shape, item_bytes)
     of_norm = statistics * tp.degree // _token_shards(tp)
+    num_normed = {False: 0, True: shape.num_heads + shape.num_kv_heads, "projection": 2}
+    before = of_norm + stream if shape.norm_at != "output" else 0  # a norm, and what it makes
+    after = of_norm if shape.norm_at != "input" else 0
+    num_maps = 1 if shape.mlp == "gelu" else 2
 
     rows = [
         ("product" if shape.qk_norm or not is_turned else "unread", queries),  # as projected
@@ -190,14 +211,15 @@ def _block(
         ]
     rows += [
         ("input", stream),
-        ("remade", of_norm + stream),  # the first norm
-        ("remade", statistics * (shape.num_heads + shape.num_kv_heads) if shape.qk_norm else 0),
+        ("remade", before),  # the first norm
+        ("remade", statistics * num_normed[shape.qk_norm]),
         ("product", 0 if has_blockwise else shape.num_heads * max(4, item_bytes)),  # log-sum-exp
-        ("unread", stream),  # its projection
-        ("remade", stream + of_norm + stream),  # the stream amid the block, and the second norm
-        ("product", 2 * inner if shape.mlp == "swiglu" else inner),  # gate and up, or up
-        ("remade", 2 * inner if shape.mlp == "swiglu" else inner),  # activation, and its product
-        ("last", stream),  # the result of the MLP
+        ("product" if after else "unread", stream),  # its projection
+        ("remade", after + stream + before),  # the stream amid the block, and norms beside it
+        ("product", num_maps * inner),  # gate and up, or up
+        ("remade", num_maps * inner),  # activation, and its product
+        ("product" if after else "last", stream),  # the result of the MLP
+        ("remade", after),
         # two masks, a byte an element
         ("remade", 2 * shape.hidden * along_residual if shape.dropout else 0),
     ]
@@ -215,7 +237,7 @@ def _passing(shape: ModelShape, num_tokens: int, precision: str, tp: Axis, cp: A
     pair = 2 * shape.num_kv_heads * shape.head_dim  # of keys and values
     num_gradients = 3 if cp.degree == 2 else 4  # of two ranks, none is made while another is sent
     passing = 2 * pair * item_bytes + num_gradients * pair * max(4, item_bytes)
-    freed = (4 if shape.mlp == "swiglu" else 2) * shape.ffn * item_bytes
+    freed = (2 if shape.mlp == "gelu" else 4) * shape.ffn * item_bytes
     return max(0, passing - freed) * num_tokens // tp.degree
 
 
@@ -232,7 +254,7 @@ def _token_shards(tp: Axis) -> int:
 
 def _statistics(shape: ModelShape, item_bytes: int) -> int:
     """Return the bytes that a norm keeps for each row: a scale, or mean and scale of LayerNorm."""
-    return max(4, item_bytes) if shape.norm == "rms" else 2 * item_bytes
+    return 2 * item_bytes if shape.norm == "layer" else max(4, item_bytes)
 
 
 def _casts(shape: ModelShape) -> int:
@@ -258,7 +280,8 @@ def _inputs(
         shape.hidden if shape.dropout else 0
     ) // _residual_parts(tp)
     if shape.position == "rope":
-        inputs += num_positions * shape.head_dim * max(4, item_bytes)
+        num_tables = 1 if shape.window_theta is None else 2
+        inputs += num_tables * num_positions * shape.head_dim * max(4, item_bytes)
     else:
         inputs += 8 * num_positions
     if has_documents:  # Ulysses has all positions where it attends

@@ -8,8 +8,9 @@
   batch, padding included: the hardware multiplies those too.
 - Attention multiplies queries with keys and probabilities with values: 4 x head_dim a head and pair
   of positions, forward. `full` counts all T x T pairs of a sequence, as PaLM does and as an
-  unmasked product executes; `causal` counts the T (T + 1) / 2 pairs that a token may look at, which
-  is what a fused kernel that skips the masked half executes. Document masks are not subtracted.
+  unmasked product executes; `causal` counts the pairs that a token may look at, T (T + 1) / 2 or
+  fewer in a block with a window, which is what a fused kernel that skips what is masked executes.
+  Document masks are not subtracted.
 - Grouped-query attention shares keys and values, not products: query heads count.
 - Backward is exactly twice forward: one product for the inputs, one for the weights (or, in
   attention, for each operand). The first layer is no exception, its input is a trained embedding.
@@ -18,7 +19,8 @@
   The scores that a fused attention kernel recomputes inside its own backward are in neither.
 - A segment of blocks that is recomputed is run again up to the last tensor that its backward
   needs. That is the input of its last product, the one that leaves the MLP: this product is not
-  run again, and not counted. With dropout it is, since the mask drawn after it is needed.
+  run again, and not counted. With dropout it is, since the mask drawn after it is needed, and with
+  a norm after it, which reads it.
   Selective recomputation keeps the results of all products and adds nothing.
 """
 
@@ -28,7 +30,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from phalanx.errors import ConfigError
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ModelShape, causal_pairs
 from phalanx.strategy import Recompute
 
 Attention = Literal["causal", "full"]
@@ -50,7 +52,7 @@ class Parameters:
     mlp: int
     """Feed-forward matrices, with their biases."""
     norm: int
-    """Every norm: two a layer, the last one, and those of queries and keys."""
+    """Every norm: two or four a layer, the last one, and those of queries and keys."""
     output: int
     """Output projection of its own; 0 if tied."""
     matmul: int
@@ -98,15 +100,18 @@ def num_parameters(shape: ModelShape) -> Parameters:
     """Count the parameters of a decoder of this shape."""
     query_width = shape.num_heads * shape.head_dim
     kv_width = shape.num_kv_heads * shape.head_dim
-    num_mlp_inputs = 2 if shape.mlp == "swiglu" else 1  # gate and up, or up alone
+    num_mlp_inputs = 1 if shape.mlp == "gelu" else 2  # up alone, or gate and up
 
     attention_weights = shape.hidden * (2 * query_width + 2 * kv_width)
-    attention_biases = query_width + 2 * kv_width + shape.hidden if shape.bias else 0
+    attention_biases = query_width + 2 * kv_width if shape.has_bias("qkv") else 0
+    attention_biases += shape.hidden if shape.has_bias("other") else 0
     mlp_weights = (num_mlp_inputs + 1) * shape.hidden * shape.ffn
-    mlp_biases = num_mlp_inputs * shape.ffn + shape.hidden if shape.bias else 0
+    mlp_biases = num_mlp_inputs * shape.ffn + shape.hidden if shape.has_bias("other") else 0
     num_norm_vectors = 2 if shape.norm == "layer" else 1  # weight and bias, or weight alone
     norm_width = num_norm_vectors * shape.hidden
-    query_key_norms = 2 * num_norm_vectors * shape.head_dim if shape.qk_norm else 0
+    query_key_width = {False: 0, True: 2 * shape.head_dim, "projection": query_width + kv_width}
+    query_key_norms = num_norm_vectors * query_key_width[shape.qk_norm]
+    num_norms = 4 if shape.norm_at == "both" else 2
     vocabulary = shape.vocab_size * shape.hidden
 
     return Parameters(
@@ -114,7 +119,7 @@ def num_parameters(shape: ModelShape) -> Parameters:
         position=shape.max_seq_len * shape.hidden if shape.position == "learned" else 0,
         attention=shape.num_layers * (attention_weights + attention_biases),
         mlp=shape.num_layers * (mlp_weights + mlp_biases),
-        norm=shape.num_layers * (2 * norm_width + query_key_norms) + norm_width,
+        norm=shape.num_layers * (num_norms * norm_width + query_key_norms) + norm_width,
         output=0 if shape.tied else vocabulary,
         matmul=shape.num_layers * (attention_weights + mlp_weights) + vocabulary,
     )
@@ -142,26 +147,29 @@ def step_flops(
             "be at least 1 and 0"
         )
     num_tokens = seq_len * num_sequences
-    num_pairs = num_sequences * attention_pairs(seq_len, attention)
+    num_pairs = num_sequences * sum(
+        attention_pairs(seq_len, attention, shape.window_of(block))
+        for block in range(shape.num_layers)
+    )
     output_weights = shape.vocab_size * shape.hidden
     block_weights = (num_parameters(shape).matmul - output_weights) // shape.num_layers
 
     block_linear = 2 * block_weights * num_tokens
-    block_attention = 4 * num_pairs * shape.num_heads * shape.head_dim
+    all_attention = 4 * num_pairs * shape.num_heads * shape.head_dim
     segment_size = recompute.segment_size(shape.num_layers)
     recomputed = 0
     if segment_size is not None:
-        recomputed = shape.num_layers * (block_linear + block_attention)
-        if shape.dropout == 0.0:
+        recomputed = shape.num_layers * block_linear + all_attention
+        if shape.dropout == 0.0 and shape.norm_at == "input":
             num_segments = -(-shape.num_layers // segment_size)
             recomputed -= num_segments * 2 * shape.ffn * shape.hidden * num_tokens
     return Flops(
         linear_forward=shape.num_layers * block_linear + 2 * output_weights * num_tokens,
-        attention_forward=shape.num_layers * block_attention,
+        attention_forward=all_attention,
         recompute=recomputed,
     )
 
 
-def attention_pairs(seq_len: int, attention: Attention) -> int:
-    """Count the (query, key) pairs of one sequence: T x T, or T (T + 1) / 2 if causal."""
-    return seq_len * seq_len if attention == "full" else seq_len * (seq_len + 1) // 2
+def attention_pairs(seq_len: int, attention: Attention, window: int | None = None) -> int:
+    """Count the (query, key) pairs of one sequence: T x T, or those of `causal_pairs`."""
+    return seq_len * seq_len if attention == "full" else causal_pairs(seq_len, window)

@@ -32,7 +32,7 @@ MOST_RANKS = 6
 
 
 def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
-    """Return two small shapes which between them have every layer of our decoders.
+    """Return small shapes which between them have every layer of our decoders.
 
     Sizes are odd where the strategy allows it: tp divides heads and widths, Ulysses heads, and
     beside fsdp some layouts want an even vocabulary.
@@ -52,10 +52,15 @@ def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
         llama, num_kv_heads=2 * unit, norm="layer", position="learned", mlp="gelu", bias=True,
         qk_norm=False, tied=False, dropout=0.2,
     )  # fmt: skip
+    windowed = dataclasses.replace(
+        llama, norm="rms+1", norm_at="both", window=5, full_every=2, window_theta=100.0,
+        mlp="geglu", bias="qkv", qk_norm="projection", scaled_embedding=True,
+    )  # fmt: skip
+    shapes = {"llama": llama, "gpt2": gpt2, "windowed": windowed}
     even = 2 * strategy.tp.degree * 17
     return {
         name: shape if splits(shape, strategy) else dataclasses.replace(shape, vocab_size=even)
-        for name, shape in {"llama": llama, "gpt2": gpt2}.items()
+        for name, shape in shapes.items()
     }
 
 
@@ -69,7 +74,7 @@ def splits(shape: ModelShape, strategy: Strategy) -> bool:
 
 
 def shapes_to_verify(config: VerifyConfig, strategy: Strategy) -> dict[str, ModelShape]:
-    """Return the preset that is asked for or the two awkward shapes, in the sizes asked for."""
+    """Return the preset that is asked for or the awkward shapes, in the sizes asked for."""
     shapes = awkward_shapes(strategy)
     if config.model is not None:
         shapes = {config.model: shape_of(config.model)}

@@ -28,7 +28,7 @@ class Norm(nn.Module):
 
     def __init__(self, width: int, shape: ModelShape) -> None:
         super().__init__()
-        self.eps = shape.norm_eps
+        self.eps, self.is_less_one = shape.norm_eps, shape.norm == "rms+1"
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if shape.norm == "layer" else None
 
@@ -37,7 +37,8 @@ class Norm(nn.Module):
         wide = x.double() if x.dtype == torch.float64 else x.float()
         if self.bias is not None:
             wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide / (wide.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
+        weight = 1 + self.weight if self.is_less_one else self.weight
+        wide = wide / (wide.square().mean(-1, keepdim=True) + self.eps).sqrt() * weight
         return (wide if self.bias is None else wide + self.bias).to(x.dtype)
 
 
@@ -70,23 +71,28 @@ def _split_mix(stream: np.ndarray[Any, Any], index: Any) -> np.ndarray[Any, Any]
 
 
 class Attention(nn.Module):
-    """Causal attention within documents."""
+    """Attention to the positions that it is told."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.width, self.has_norms = shape.head_dim, shape.qk_norm
+        self.width, self.norms = shape.head_dim, shape.qk_norm
         heads, groups = shape.num_heads * self.width, shape.num_kv_heads * self.width
-        self.q = nn.Linear(shape.hidden, heads, shape.bias)
-        self.k = nn.Linear(shape.hidden, groups, shape.bias)
-        self.v = nn.Linear(shape.hidden, groups, shape.bias)
-        self.q_norm = Norm(self.width, shape) if shape.qk_norm else nn.Identity()
-        self.k_norm = Norm(self.width, shape) if shape.qk_norm else nn.Identity()
-        self.output = nn.Linear(heads, shape.hidden, shape.bias)
+        reads = shape.bias in (True, "qkv")
+        self.q = nn.Linear(shape.hidden, heads, reads)
+        self.k = nn.Linear(shape.hidden, groups, reads)
+        self.v = nn.Linear(shape.hidden, groups, reads)
+        if self.norms is not False:
+            widths = (heads, groups) if self.norms == "projection" else (self.width, self.width)
+            self.q_norm, self.k_norm = (Norm(width, shape) for width in widths)
+        self.output = nn.Linear(heads, shape.hidden, shape.bias is True)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, sees: Tensor) -> Tensor:
         """Map x[B, T, D] to a tensor like it; `sees[B, 1, T, T]` says who looks at whom."""
-        q, k, v = (f(x).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
-        if self.has_norms:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.norms == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.width)) for y in (q, k, v))
+        if self.norms is True:
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
             q, k = _rotate(q, *angles), _rotate(k, *angles)
@@ -103,22 +109,23 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """SwiGLU, or GELU in its tanh form."""
+    """SwiGLU, GEGLU, or GELU without a gate; GELU in its tanh form."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.ffn, shape.bias)
-        self.up = nn.Linear(shape.hidden, shape.ffn, shape.bias)
-        self.down = nn.Linear(shape.ffn, shape.hidden, shape.bias)
-        self.is_gated = shape.mlp == "swiglu"
-        if not self.is_gated:
-            del self.gate
+        self.kind, has_bias = shape.mlp, shape.bias is True
+        if self.kind != "gelu":
+            self.gate = nn.Linear(shape.hidden, shape.ffn, has_bias)
+        self.up = nn.Linear(shape.hidden, shape.ffn, has_bias)
+        self.down = nn.Linear(shape.ffn, shape.hidden, has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x to a tensor like it."""
-        if not self.is_gated:
+        if self.kind == "gelu":
             return self.down(F.gelu(self.up(x), approximate="tanh"))
         gate = self.gate(x)
+        if self.kind == "geglu":
+            return self.down(F.gelu(gate, approximate="tanh") * self.up(x))
         return self.down(gate * torch.sigmoid(gate) * self.up(x))
 
 
@@ -128,13 +135,24 @@ class Block(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.dropout = Dropout(shape.dropout)
-        self.attention_norm, self.mlp_norm = Norm(shape.hidden, shape), Norm(shape.hidden, shape)
-        self.attention, self.mlp = Attention(shape), MLP(shape)
+        before, after = shape.norm_at != "output", shape.norm_at != "input"
+        self.attention_norm = Norm(shape.hidden, shape) if before else None
+        self.attention = Attention(shape)
+        self.attention_output_norm = Norm(shape.hidden, shape) if after else None
+        self.mlp_norm = Norm(shape.hidden, shape) if before else None
+        self.mlp = MLP(shape)
+        self.mlp_output_norm = Norm(shape.hidden, shape) if after else None
 
     def forward(self, x: Tensor, angles: Any, sees: Tensor, keys: Tensor | None) -> Tensor:
         """Map x to a tensor like it."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), angles, sees), keys, 1)
-        return x + self.dropout(self.mlp(self.mlp_norm(x)), keys, 2)
+        mixed = self.attention(_normed(self.attention_norm, x), angles, sees)
+        x = x + self.dropout(_normed(self.attention_output_norm, mixed), keys, 1)
+        fed = self.mlp(_normed(self.mlp_norm, x))
+        return x + self.dropout(_normed(self.mlp_output_norm, fed), keys, 2)
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Head(nn.Module):
@@ -181,28 +199,49 @@ class PlainDecoder(nn.Module):
         if not self.training:
             dropout_keys_B = None
         x = self.embedding(tokens)
+        if self.shape.scaled_embedding:
+            x = x * self.shape.hidden**0.5
         if self.shape.position == "learned":
             x = x + self.position_embedding(positions_BT)
         x = self.dropout(x, dropout_keys_B, 0)
-        sees = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=x.device)
-        sees = sees.tril()[None].expand(len(tokens), -1, -1)
-        if documents_BT is not None:
-            sees = sees & (documents_BT[:, :, None] == documents_BT[:, None, :])
-        angles = self._angles(positions_BT, x.dtype)
         for index, block in enumerate(self.blocks):
+            sees = self._sees(index, tokens, documents_BT)
+            angles = self._angles(index, positions_BT, x.dtype)
             x = block(x, angles, sees[:, None], _layer_keys(dropout_keys_B, index))
         tied = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x), labels, tied)
 
-    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    def _has_window(self, layer: int) -> bool:
+        every = self.shape.full_every
+        return self.shape.window is not None and (every is None or layer % every != every - 1)
+
+    def _sees(self, layer: int, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """Return which positions each position looks at, [B, T, T]."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        distance = places[:, None] - places
+        sees = distance >= 0
+        if self._has_window(layer):
+            assert self.shape.window is not None
+            sees = sees & (distance < self.shape.window)
+        sees = sees[None].expand(len(tokens), -1, -1)
+        if documents is not None:
+            sees = sees & (documents[:, :, None] == documents[:, None, :])
+        return sees
+
+    def _angles(
+        self, layer: int, positions: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
         shape = self.shape
         if shape.position != "rope":
             return None
+        theta, scaling = shape.rope_theta, shape.rope_scaling
+        if self._has_window(layer) and shape.window_theta is not None:
+            theta, scaling = shape.window_theta, None
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         pairs = torch.arange(shape.head_dim // 2, dtype=torch.float64, device=positions.device)
-        frequency = 1 / shape.rope_theta ** (2 * pairs / shape.head_dim)
-        if shape.rope_scaling is not None:
-            factor, low, high, length = shape.rope_scaling
+        frequency = 1 / theta ** (2 * pairs / shape.head_dim)
+        if scaling is not None:
+            factor, low, high, length = scaling
             wave = 2 * math.pi / frequency
             smooth = ((length / wave - low) / (high - low)).clamp(0, 1)
             frequency = (1 - smooth) * frequency / factor + smooth * frequency

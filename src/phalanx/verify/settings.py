@@ -16,11 +16,13 @@ SEQ_LEN = 17
 class VerifyShape(ShapeConfig):
     """Sizes and layers that replace those of the shape; unset ones stay."""
 
-    norm: Literal["rms", "layer"] | None = None
-    """RMSNorm or LayerNorm."""
+    norm: Literal["rms", "rms+1", "layer"] | None = None
+    """RMSNorm, the same with weights less one, or LayerNorm."""
+    norm_at: Literal["input", "output", "both"] | None = None
+    """Where the branches of a block are normalised."""
     position: Literal["rope", "learned"] | None = None
     """Rotary positions, or a learned table."""
-    mlp: Literal["swiglu", "gelu"] | None = None
+    mlp: Literal["swiglu", "geglu", "gelu"] | None = None
     """The feed-forward layer."""
     bias: bool | None = None
     """Whether linear maps have a bias."""
@@ -32,14 +34,14 @@ class VerifyShape(ShapeConfig):
 class VerifyConfig:
     """Run a strategy beside plain PyTorch on one process, and compare every number of every step.
 
-    Without --model it runs two small decoders that between them have every layer of ours, on
+    Without --model it runs three small decoders that between them have every layer of ours, on
     uneven batches, and then again with three ranks on an axis that has two.
     """
 
     strategy: Annotated[str, Positional("[STRATEGY]")] = "dp2"
     """Such as dp2, fsdp2:zero1, dp2,fsdp2 or tp4:2d; `phalanx train --help` has the grammar."""
     model: str | None = None
-    """Preset of one shape to run, instead of the two small ones."""
+    """Preset of one shape to run, instead of the small ones."""
     steps: Annotated[int, Range(1)] = 4
     """Optimizer steps to compare."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"

@@ -32,6 +32,7 @@ class Case:
     begins: float = 0.0
     is_causal: bool = True
     dtype: torch.dtype = torch.float64
+    window: int | None = None
 
 
 RINGS = [
@@ -45,6 +46,10 @@ RINGS = [
     Case(length=8),  # two positions a chunk for two ranks, one for four
     Case(dtype=torch.float32, begins=0.1),
     Case(dtype=torch.bfloat16, begins=0.1),
+    Case(window=2),
+    Case(window=7, begins=0.1),
+    Case(length=1104, num_heads=1, num_groups=1, window=300),
+    Case(window=40),  # of all positions
 ]
 BY_HEADS = [
     Case("ulysses"),
@@ -53,16 +58,23 @@ BY_HEADS = [
     Case("ulysses", num_heads=4, num_groups=4, begins=0.3),
     Case("ulysses", is_causal=False),
     Case("ulysses", dtype=torch.bfloat16, begins=0.1),
+    Case("ulysses", window=7),
+    Case("ulysses", window=7, begins=0.1),
 ]
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, is_causal: bool) -> Tensor:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, is_causal: bool, window: int | None
+) -> Tensor:
     """Attend by the definition, with the mask of the full row."""
     length = q.shape[1]
     is_seen_BTT = documents[:, :, None] == documents[:, None, :]
     if is_causal:
         is_seen_BTT = is_seen_BTT & torch.ones(length, length, dtype=torch.bool).tril()
+    if window is not None:
+        places_T = torch.arange(length)
+        is_seen_BTT = is_seen_BTT & (places_T[:, None] - places_T < window)
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
     scores_BHTT = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[3] ** -0.5
@@ -70,9 +82,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, is_causal: bool) -
     return torch.einsum("bhts,bshk->bthk", p_BHTT, v)
 
 
-def full_by_heads(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
+def full_by_heads(q: Tensor, k: Tensor, v: Tensor, documents: None, window: None) -> Tensor:
     """Attend to all positions, as a kernel given to Ulysses."""
-    assert documents is None
+    assert documents is None and window is None
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
@@ -100,11 +112,11 @@ def errors_on_rank(cases: Sequence[Case], num_ranks: int) -> list[list[float]]:
         held = case.length // num_ranks
         here = attend.order.positions(comm.coord("cp"), held)
         whole = [x.double().clone().requires_grad_() for x in (q, k, v)]
-        expected = plain(*whole, documents_BT, case.is_causal)
+        expected = plain(*whole, documents_BT, case.is_causal, case.window)
         expected.backward(do.double())
         parts = [x[:, here].clone().requires_grad_() for x in (q, k, v)]
         documents = cut_documents(documents_of(documents_BT), q[..., 0, 0], attend, comm)
-        mixed = attend(*parts, documents)
+        mixed = attend(*parts, documents, case.window)
         mixed.backward(do[:, here])
         pairs = [(mixed, expected), *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True))]
         found.append(

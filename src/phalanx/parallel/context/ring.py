@@ -35,7 +35,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from phalanx.comm.comm import Comm, Pending
 from phalanx.comm.watch import COMPOSITE_NAMESPACE, register_composite
-from phalanx.models.attention import Documents
+from phalanx.models.attention import Documents, first_seen
 from phalanx.parallel.context.order import Order, zig_zag
 from phalanx.parallel.context.partial import Backward, Chunk, Mixed, Sight
 from phalanx.parallel.tensor.operators import once_differentiable
@@ -59,18 +59,27 @@ class Ring:
         return zig_zag(self.comm.size("cp"))
 
     def __call__(
-        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        documents: Documents | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Return softmax(q k^T / sqrt(K)) v over the keys of all ranks, a tensor like q_BTHK.
 
         All are this rank's positions, in zig-zag order. So is where documents begin; where they end
         is that of the full rows.
         """
-        starts_BT = ends_BT = None
-        if documents is not None:
-            starts_BT = documents[0][..., 0]
-            if not self.is_causal:
-                ends_BT = self._ends(documents[1][..., 0], q_BTHK)
+        assert self.is_causal or window is None
+        num_rows, num_held = q_BTHK.shape[:2]
+        positions_T = self.order.positions(self.comm.coord("cp"), num_held, q_BTHK.device)
+        window = None if window is None or window >= num_held * self.comm.size("cp") else window
+        starts_BT1 = first_seen(positions_T, documents, window)
+        starts_BT = None if starts_BT1 is None else starts_BT1[..., 0].expand(num_rows, -1)
+        ends_BT = None
+        if documents is not None and not self.is_causal:
+            ends_BT = self._ends(documents[1][..., 0], positions_T.expand(num_rows, -1))
         return cast(Tensor, _RingAttention.apply(self, q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT))
 
     def forward(
@@ -141,11 +150,9 @@ class Ring:
         receiving = comm.recv_start(received, "cp", before)
         return _Shift(tensor, comm.send_start(tensor, "cp", after), receiving)
 
-    def _ends(self, ends_BN: Tensor, q_BTHK: Tensor) -> Tensor:
+    def _ends(self, ends_BN: Tensor, positions_BT: Tensor) -> Tensor:
         """Return where the document of each query ends."""
-        rank, (num_rows, num_held) = self.comm.coord("cp"), q_BTHK.shape[:2]
-        positions_T = self.order.positions(rank, num_held, ends_BN.device)
-        positions_BT = positions_T.expand(num_rows, -1).contiguous()
+        positions_BT = positions_BT.contiguous()
         number_BT = torch.searchsorted(ends_BN.contiguous(), positions_BT, right=True)
         return ends_BN.gather(1, number_BT.clamp_(max=ends_BN.shape[1] - 1))
 

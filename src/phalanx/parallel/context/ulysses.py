@@ -50,13 +50,18 @@ class Ulysses:
         return in_line(self.comm.size("cp"))
 
     def __call__(
-        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        documents: Documents | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Return softmax(q k^T / sqrt(K)) v over the keys of all ranks, a tensor like q_BTHK.
 
         All are this rank's positions but `documents`, which are those of the full rows.
         """
-        mixed_BTHK = self.attend(*self.by_heads(q_BTHK, k_BTGK, v_BTGK), documents)
+        mixed_BTHK = self.attend(*self.by_heads(q_BTHK, k_BTGK, v_BTGK), documents, window)
         return _all_to_all(mixed_BTHK, self.comm, 1, 2)
 
     def by_heads(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, ...]:

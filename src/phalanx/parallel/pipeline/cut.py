@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from phalanx.errors import StrategyError
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ModelShape, causal_pairs
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.schedule import Schedule, build_schedule, with_whole_backwards
 from phalanx.strategy import Axis, Strategy
@@ -88,8 +88,12 @@ def chain_flops(shape: ModelShape) -> list[float]:
     rows of `shape.max_seq_len`, causal.
     """
     queries, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    num_maps = 3 if shape.mlp == "swiglu" else 2
+    num_maps = 2 if shape.mlp == "gelu" else 3
     weights = shape.hidden * (2 * queries + 2 * groups + num_maps * shape.ffn)
-    block = 6 * weights + 6 * (shape.max_seq_len + 1) * queries
+    length = shape.max_seq_len
+    blocks = [
+        6 * weights + 12 * queries * causal_pairs(length, shape.window_of(block)) / length
+        for block in range(shape.num_layers)
+    ]
     head = 6 * shape.vocab_size * shape.hidden
-    return [0.0, *[float(block)] * shape.num_layers, float(head)]
+    return [0.0, *blocks, float(head)]

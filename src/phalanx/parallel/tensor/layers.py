@@ -8,6 +8,7 @@ Modules stay, and so do the names of their parameters, which become DTensors. Th
     column     a linear map inside a branch        residual -> inner
     row        the linear map that ends a branch   inner -> residual
     norm       over the features of the residual
+    inner_norm over the features that a column map makes
     local      acts on each head or element alone, with parameters held in full
     dropout    over the residual, keyed by position
     head       the output projection               residual -> logits, or their loss
@@ -44,7 +45,7 @@ from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import check_range, token_loss_sum
 from phalanx.parallel.tensor.norm import split_norm
 from phalanx.parallel.tensor.scope import batch_shape, note
-from phalanx.parallel.tensor.spec import BatchShape
+from phalanx.parallel.tensor.spec import BatchShape, Spec
 
 HEAD_COUNTS = (
     "num_heads",
@@ -172,6 +173,19 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
     if layout.residual.features is None:
         _run_on_shards(module, _gives_gradient(layout))
         return
+    _split_norm(module, layout, layout.residual)
+
+
+def bind_inner_norm(module: nn.Module, layout: Layout) -> None:
+    """Normalise over features of all ranks that share what a column map makes."""
+    if layout.inner.features is None:
+        _run_on_shards(module)
+        return
+    _split_norm(module, layout, layout.inner)
+
+
+def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
+    """Normalise over features that lie as `spec` says; refuse a norm whose formula is not known."""
     if type(module).__name__ not in NORMS:
         raise StrategyError(
             f"tp: features are split, and what {type(module).__name__} computes over them is not "
@@ -185,8 +199,10 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
         num_features = cast(Tensor, self.weight).shape[0]
         bias = None if getattr(self, "bias", None) is None else _shard(self, "bias")
         weight = _shard(self, "weight")
+        if offset := getattr(self, "offset", 0.0):
+            weight = weight + offset
         eps = torch.finfo(x.dtype).eps if given is None else given  # as torch's RMSNorm has it
-        return split_norm(x, weight, bias, eps, num_features, is_centred, layout)
+        return split_norm(x, weight, bias, eps, num_features, is_centred, layout, spec)
 
     _replace(module, forward)
 

@@ -103,6 +103,8 @@ def _spec(binding: RoleBinding, parameter: nn.Parameter, layout: Layout) -> Spec
         matrix = (full, features)
     elif binding.role == "norm":
         vector = features
+    elif binding.role == "inner_norm":
+        vector = layout.inner.axes[2]
     if parameter.ndim == 2:
         return Spec.of(*(reversed(matrix) if is_transposed(binding.module) else matrix))
     return Spec.of(*(vector, *[full] * parameter.ndim)[: parameter.ndim])

@@ -27,6 +27,7 @@ Role = Literal[
     "column",
     "row",
     "norm",
+    "inner_norm",
     "local",
     "dropout",
     "head",
@@ -42,7 +43,7 @@ Patterns = Mapping[str, str]
 OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
 """Roles that hold for all modules inside, too."""
 
-DECODER: Patterns = {
+DECODER: Patterns = {  # of every family; see `default_patterns` for what some have besides
     "embedding": "embedding",
     "position_embedding": "table",
     "dropout": "dropout",
@@ -63,6 +64,15 @@ DECODER: Patterns = {
     "norm": "norm",
     "output": "head",
 }
+_OUTPUT_NORMS: Patterns = {
+    "blocks.*.attention_output_norm": "norm",
+    "blocks.*.mlp_output_norm": "norm",
+}
+_NORMS_OF_PROJECTIONS: Patterns = {
+    "blocks.*.attention.q_norm": "inner_norm",
+    "blocks.*.attention.k_norm": "inner_norm",
+}
+"""What they are where they are not of each head."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,11 @@ class RoleBinding:
 
 def default_patterns(model: nn.Module) -> Patterns:
     """Return the patterns of what is known here of a model, without those it has no module for."""
-    patterns = DECODER if isinstance(model, Decoder) else transformers_models.patterns_of(model)
+    if isinstance(model, Decoder):
+        is_joint = model.shape.qk_norm == "projection"
+        patterns = {**DECODER, **_OUTPUT_NORMS, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
+    else:
+        patterns = transformers_models.patterns_of(model)
     names = [name for name, _ in model.named_modules()]
     return {p: role for p, role in patterns.items() if any(_matches(p, n) for n in names)}
 

@@ -15,6 +15,7 @@ from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError
 from phalanx.hugging_face.companions import keep_tokenizer
+from phalanx.hugging_face.origin import keep_family
 from phalanx.models.shape import ModelShape
 from phalanx.planner.model_shape import num_parameters
 from phalanx.storage import existing, free_bytes, replace_file
@@ -68,13 +69,15 @@ def claim(job: Job) -> Job:
 
 
 def keep_origin(job: Job) -> None:
-    """Put into the folder of a run what it was made from: its settings and its tokenizer.
+    """Put into the folder of a run what it was made from: its settings, its tokenizer, its family.
 
     Raises:
         OSError: the disk is full, say.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     keep_tokenizer(job.tokens.tokenizer, job.out)
+    if job.origin is not None:
+        keep_family(job.origin.folder, job.out)
     content = _HEAD + to_toml(to_keep(job.config))
     replace_file(job.out / RUN_FILE, content.encode())
 

@@ -1,0 +1,201 @@
+"""The model types of Hugging Face that a decoder computes, and what each is made of.
+
+A `Family` says once, for both directions, which entries of a config.json are which size of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from phalanx.errors import ConfigError
+from phalanx.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type of theirs.
+
+    Attributes:
+        architecture: the class in transformers.
+        parts: what a decoder of this type is made of, in our words.
+        sizes: their entry -> our size, of those that the type has.
+        optional: entries of sizes that follow from others where they are null or not there.
+        norm_eps: their entry for it.
+        constants: entries that are written, and the only values of theirs that are read.
+        windows: which blocks may have one: none, all alike, or each as `layer_types` says.
+        rope_types: scalings of the rotary positions that are computed.
+        is_tied: whether the output is the embedding where they do not say.
+    """
+
+    architecture: str
+    parts: Mapping[str, Any]
+    sizes: Mapping[str, str]
+    norm_eps: str
+    constants: Mapping[str, Any]
+    optional: tuple[str, ...] = ("num_key_value_heads", "head_dim")
+    required: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    windows: Literal["none", "all", "layers"] = "none"
+    rope_types: tuple[str, ...] = ("default", "llama3")
+    is_tied: bool = False
+
+
+_LLAMA_PARTS: Final[Mapping[str, Any]] = {
+    "norm": "rms",
+    "norm_at": "input",
+    "position": "rope",
+    "mlp": "swiglu",
+    "bias": False,
+    "qk_norm": False,
+    "scaled_embedding": False,
+}
+
+_LLAMA: Final = Family(
+    architecture="LlamaForCausalLM",
+    parts=_LLAMA_PARTS,
+    sizes={
+        "hidden_size": "hidden",
+        "vocab_size": "vocab_size",
+        "intermediate_size": "ffn",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "head_dim": "head_dim",
+        "max_position_embeddings": "max_seq_len",
+    },
+    norm_eps="rms_norm_eps",
+    constants={"hidden_act": "silu", "attention_bias": False},
+)
+
+_GPT2: Final = Family(
+    architecture="GPT2LMHeadModel",
+    parts={**_LLAMA_PARTS, "norm": "layer", "position": "learned", "mlp": "gelu", "bias": True},
+    sizes={
+        "n_embd": "hidden",
+        "vocab_size": "vocab_size",
+        "n_inner": "ffn",
+        "n_layer": "num_layers",
+        "n_head": "num_heads",
+        "n_positions": "max_seq_len",
+    },
+    norm_eps="layer_norm_epsilon",
+    constants={"activation_function": "gelu_new"},
+    optional=("n_inner",),
+    required={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    rope_types=("default",),
+    is_tied=True,
+)
+
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+    {
+        "llama": _LLAMA,
+        "mistral": replace(
+            _LLAMA,
+            architecture="MistralForCausalLM",
+            optional=("head_dim",),
+            windows="all",
+        ),
+        "qwen2": replace(
+            _LLAMA,
+            architecture="Qwen2ForCausalLM",
+            parts={**_LLAMA_PARTS, "bias": "qkv"},
+            constants={"hidden_act": "silu"},
+            optional=("head_dim",),
+            windows="layers",
+        ),
+        "qwen3": replace(
+            _LLAMA,
+            architecture="Qwen3ForCausalLM",
+            parts={**_LLAMA_PARTS, "qk_norm": True},
+            optional=(),
+            windows="layers",
+        ),
+        "phi3": replace(
+            _LLAMA, architecture="Phi3ForCausalLM", windows="all", rope_types=("default",)
+        ),
+        "olmo2": replace(
+            _LLAMA,
+            architecture="Olmo2ForCausalLM",
+            parts={**_LLAMA_PARTS, "norm_at": "output", "qk_norm": "projection"},
+        ),
+        "gemma3_text": replace(
+            _LLAMA,
+            architecture="Gemma3ForCausalLM",
+            parts={
+                **_LLAMA_PARTS,
+                "norm": "rms+1",
+                "norm_at": "both",
+                "mlp": "geglu",
+                "qk_norm": True,
+                "scaled_embedding": True,
+            },
+            constants={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+            optional=(),
+            windows="layers",
+            rope_types=("default",),
+            is_tied=True,
+        ),
+        "gpt2": _GPT2,
+    }
+)
+"""The model types that a decoder computes; of several that compute a shape the first is written."""
+
+
+def families_of(shape: ModelShape) -> list[str]:
+    """Return the Hugging Face model types that compute this shape, the first the one to write.
+
+    Raises:
+        ConfigError: none does; names what the nearest has instead.
+    """
+    differing = {name: _differing(name, shape) for name in FAMILIES}
+    if legal := [name for name, words in differing.items() if not words]:
+        return legal
+    family = min(differing, key=lambda name: len(differing[name]))
+    raise ConfigError(
+        f"no Hugging Face model of {', '.join(FAMILIES)} computes this shape; the nearest is "
+        f"{family}, but {', '.join(differing[family])}"
+    )
+
+
+def family_of(shape: ModelShape, wanted: str | None = None) -> str:
+    """Return the model type to write this shape as: the one that is wanted, or the first.
+
+    Raises:
+        ConfigError: none computes the shape, or the wanted one does not.
+    """
+    legal = families_of(shape)
+    if wanted is None:
+        return legal[0]
+    if wanted not in legal:
+        raise ConfigError(
+            f"the model type is to be '{wanted}', which does not compute this shape; legal are "
+            f"{', '.join(legal)}"
+        )
+    return wanted
+
+
+def _differing(name: str, shape: ModelShape) -> list[str]:
+    """Return in words what the family has in place of parts of the shape."""
+    family = FAMILIES[name]
+    theirs: dict[str, Any] = dict(family.parts)
+    if family.windows == "none":
+        theirs["window"] = None
+    if family.windows != "layers":
+        theirs["full_every"] = None
+    if name != "gemma3_text":
+        theirs["window_theta"] = None
+    if "llama3" not in family.rope_types:
+        theirs["rope_scaling"] = None
+    if name == "gpt2":
+        theirs |= {"num_kv_heads": shape.num_heads, "head_dim": shape.hidden / shape.num_heads}
+    return [
+        f"its {part} is {value!r}, not {getattr(shape, part)!r}"
+        for part, value in theirs.items()
+        if getattr(shape, part) != value
+    ]
