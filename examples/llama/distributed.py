@@ -28,8 +28,9 @@ def main(num_epochs: int = 1, num_rows: int = 1000, length: int = 64) -> nn.Modu
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     for _ in range(num_epochs):
         for number, (x,) in enumerate(loader):
-            loss = model(x, labels=x).loss
-            loss = run.backward(loss * x[:, 1:].numel(), x[:, 1:].numel())
+            logits = model(x).logits[:, :-1].flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, x[:, 1:].flatten())
+            loss = run.backward(loss * len(logits), len(logits))
             optimizer.step()
             optimizer.zero_grad()
             if number % 10 == 0:

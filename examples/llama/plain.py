@@ -25,7 +25,8 @@ def main(num_epochs: int = 1, num_rows: int = 1000, length: int = 64) -> nn.Modu
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(num_epochs):
         for number, (x,) in enumerate(loader):
-            loss = model(x, labels=x).loss
+            logits = model(x).logits[:, :-1].flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, x[:, 1:].flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
