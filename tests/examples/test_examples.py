@@ -115,8 +115,12 @@ def test_examples_compute_what_their_plain_scripts_do(
 def test_few_lines_change() -> None:
     counted = runpy.run_path(str(EXAMPLES / "lines_changed.py"))["table"]()
     numbers = {(example, script): number for example, script, number in counted}
+    page = (EXAMPLES.parent / "docs" / "your_model.md").read_text()
     for name in SMALL:
         assert numbers[name, "distributed"] <= 6
+        assert re.search(rf"\| {name}[^|]* \| {numbers[name, 'distributed']} \|", page)
+    others = [str(numbers["mlp", f"with_{each}"]) for each in ("accelerate", "deepspeed")]
+    assert f"| mlp | {numbers['mlp', 'distributed']} | {' | '.join(others)} |" in page
 
 
 def test_the_classifier_beats_the_largest_class() -> None:

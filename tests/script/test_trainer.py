@@ -83,8 +83,15 @@ def test_the_same_job_is_proven(strategy: str) -> None:
     assert verdict.is_equal, str(verdict)
 
 
-def test_a_job_with_batch_norm_says_why_it_differs() -> None:
-    verdict = jobs.with_batch_norm().verify("dp2")
+@pytest.mark.parametrize("strategy", ["dp2", "fsdp3"])
+def test_batch_norm_over_all_ranks_is_proven(strategy: str) -> None:
+    verdict = jobs.with_batch_norm().verify(strategy)
+    assert verdict.is_equal, str(verdict)
+
+
+def test_batch_norm_over_own_rows_says_why_it_differs() -> None:
+    trainer = dataclasses.replace(jobs.with_batch_norm(), batch_norm="local")
+    verdict = trainer.verify("dp2")
     assert not verdict.is_equal
     assert any("takes mean and variance over the rows" in cause for cause in verdict.causes)
 

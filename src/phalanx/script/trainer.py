@@ -146,6 +146,7 @@ class Trainer:
             accumulation=self.accumulation,
             dtype=dtype,
             roles=self.roles,
+            batch_norm=self.batch_norm,
         )
 
     def loader(self, data: Dataset[Any], *, shuffle: bool = False) -> DataLoader[Any]:

@@ -95,14 +95,14 @@ def _from_modules(model: nn.Module) -> Iterator[str]:
     if with_statistics:
         yield (
             f"{_list(with_statistics)}: in training it takes mean and variance over the rows of "
-            "its own microbatch, so it computes something else on each split; use GroupNorm or "
-            "LayerNorm, or put it in eval()"
+            "its own microbatch, so it computes something else on each split; say "
+            "batch_norm='global', use GroupNorm or LayerNorm, or put it in eval()"
         )
     if with_draws:
         yield (
             f"{_list(with_draws)}: it draws from each process's own generator, so its masks follow "
-            "the rank; set p to 0, or use phalanx.models.random.dropout, whose masks belong to the "
-            "sample"
+            "the rank; set p to 0 here; `run.prepare` and the trainer give nn.Dropout masks that "
+            "belong to the sample, as phalanx.models.random.dropout has"
         )
 
 

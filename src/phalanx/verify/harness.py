@@ -24,6 +24,7 @@ from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
+from phalanx.parallel.batch_norm import Statistics
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
@@ -58,6 +59,7 @@ def verify(
     roles: Mapping[str, str] | None = None,
     debug_comm: bool = False,
     device: str = "cpu",
+    batch_norm: Statistics | None = None,
 ) -> Verdict:
     """Compare a strategy with one process on your own module and batches.
 
@@ -76,6 +78,7 @@ def verify(
             docs/tensor.md; known for our decoder and transformers' Llama, GPT-2 and BERT.
         debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
         device: "cpu" (gloo), or "cuda" (NCCL, one GPU a rank).
+        batch_norm: "global" if BatchNorm takes its mean and variance over the rows of all ranks.
 
     Returns:
         The verdict; `verdict.is_equal` and `str(verdict)` say it all.
@@ -92,7 +95,10 @@ def verify(
     if not batches:
         raise ConfigError("verify: no batches; give at least one")
     settings = optimizer or OptimizerConfig()
-    case = Case(build, objective, batches, accumulation, dtype, settings, roles, device=device)
+    case = Case(
+        build, objective, batches, accumulation, dtype, settings, roles,
+        device=device, batch_norm=batch_norm,
+    )  # fmt: skip
     return compare_cases({"": case}, parsed, debug_comm)[0]
 
 

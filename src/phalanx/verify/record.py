@@ -21,6 +21,7 @@ from phalanx.comm.together import gather_on_first
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows
 from phalanx.errors import ConfigError
+from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.reduce import is_fused
 from phalanx.strategy import Strategy
@@ -53,6 +54,7 @@ class Case:
     roles: Mapping[str, str] | None = None
     reference: tuple[Callable[[], nn.Module], Objective] | None = None
     device: str = "cpu"
+    batch_norm: Statistics | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -93,6 +95,8 @@ class SplitRun:
         self.ledger = Ledger(comm.mesh)
         self._shard = comm.coord("data"), comm.size("data"), case.accumulation
         self.model = in_training(case.build()).to(comm.device, case.torch_dtype)
+        if case.batch_norm is not None:
+            settle_batch_norms(self.model, comm, case.batch_norm)
         # Before the optimizer takes the parameters.
         plan = Plan(strategy, self.model, roles=case.roles, pp_rank=comm.coord("pp"))
         self.runner = plan.build(comm)
