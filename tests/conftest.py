@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from namespaces import switch
+
+__all__ = ["switch"]  # a fixture
+
 # No test bounds wall time.
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")

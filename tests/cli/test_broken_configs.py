@@ -192,7 +192,7 @@ CASES = {
         {"folder/a.txt": ""},
     ),
     "convert an unknown architecture": Broken(
-        "convert folder out", "model_type is 'lama'", "did you mean 'llama'?",
+        "convert folder out", "model_type is 'lama'", "legal are llama, mistral, qwen2",
         {"folder/config.json": '{"model_type": "lama"}'},
     ),
     "convert into a used folder": Broken(

@@ -52,7 +52,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["trian"], "'trian' is not a verb (did you mean 'train'?)"),
         (["doctr", "--json"], "(did you mean 'doctor'?)"),
-        (["plan", "--help"], "'plan' is not built yet; the verbs are train, verify, bench, doctor"),
+        (
+            ["plan", "--help"],
+            "'plan' is not built yet; the verbs are train, run, verify",
+        ),
         (["--json"], "'--json' is not a verb"),
     ],
 )

@@ -65,7 +65,16 @@ def test_the_tables_of_counted_bytes_are_those_of_the_results() -> None:
 PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("benchmarks/*/README.md")]
 ROOMS = ("src", "tests", "benchmarks", "examples")
 FILES = [f"/{path}" for room in ROOMS for path in ROOT.glob(f"{room}/**/*.py")]
-SAMPLES = ("script.py", "cost.py", "VERB.py", "NAME.py", "FILE.py", "context.py", "my.py", "train.py")
+SAMPLES = (
+    "script.py",
+    "cost.py",
+    "VERB.py",
+    "NAME.py",
+    "FILE.py",
+    "context.py",
+    "my.py",
+    "train.py",
+)
 """Files of a reader's own in examples, and those that CONTRIBUTING.md says how to add."""
 
 

@@ -1,0 +1,142 @@
+"""One script on one process, on processes of `phalanx run`, and on hosts that torchrun joins."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOY = EXAMPLES / "toy_model"
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def output_of(*command: str, code: int = 0) -> tuple[str, str]:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=ENVIRONMENT
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """What the plain script prints."""
+    return output_of(sys.executable, str(TOY / "plain.py"))[0]
+
+
+def test_one_process_prints_what_the_plain_script_does(printed: str) -> None:
+    assert output_of(sys.executable, str(TOY / "distributed.py"))[0] == printed
+
+
+def test_processes_of_the_command_print_it_once(
+    printed: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = str(TOY / "distributed.py")
+    assert main(["run", script, "--nproc", "2", "--threads", "1"]) == 0
+    assert capfd.readouterr().out == printed
+    assert main(["run", "--strategy", "fsdp3:zero1", script, "--threads", "1"]) == 0
+    assert capfd.readouterr().out == printed
+
+
+def test_torchrun_joins_the_processes(printed: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert output_of(*command, str(TOY / "distributed.py"))[0] == printed
+
+
+SCRIPT = """
+import sys
+import phalanx
+run = phalanx.init()
+run.print(sys.argv[1:], __name__)
+if sys.argv[1:] == ["raise"] and not run.is_first:
+    raise ValueError("of rank 1")
+if sys.argv[1:] == ["exit"]:
+    sys.exit(7)
+if sys.argv[1:] == ["mistake"]:
+    run.clip(1.0)
+"""
+
+
+@pytest.mark.parametrize(("word", "code", "error"), [
+    ("fine", 0, ""),
+    ("raise", 1, r"rank 1 failed first:\n(.*\n)*ValueError: of rank 1"),
+    ("exit", 2, r"script.py ended by sys.exit: exit code 7"),
+    ("mistake", 2, r"^phalanx: clip: no model is prepared.*\nat .*script.py:11\n$"),
+])  # fmt: skip
+def test_what_a_script_ends_with_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], word: str, code: int, error: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    assert main(["run", str(script), "--nproc", "2", "--threads", "1", "--", word]) == code
+    found = capfd.readouterr()
+    assert f"['{word}'] __main__" in found.out
+    assert re.search(error, found.err), found.err
+
+
+@pytest.mark.parametrize(("word", "code", "error"), [
+    ("raise", 1, r"ValueError: of rank 1"), ("exit", 1, "exitcode *: 7"),
+])  # fmt: skip
+def test_under_torchrun_a_script_that_fails_ends_the_job(
+    tmp_path: Path, word: str, code: int, error: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    _, words = output_of(*command, word, code=code)
+    assert re.search(error, words), words
+
+
+@pytest.mark.parametrize(("words", "error"), [
+    ([], "SCRIPT is missing; expected: phalanx run SCRIPT"),
+    (["nothing.py"], "there is no file nothing.py"),
+    ([str(TOY / "plain.py"), "--nproc", "2", "--strategy", "dp3"], "needs 3 ranks, but there"),
+])  # fmt: skip
+def test_what_cannot_be_run_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], error: str
+) -> None:
+    assert main(["run", *words]) == 2
+    assert error in capsys.readouterr().err
+
+
+VERIFIES = """
+import sys
+sys.path.insert(0, {folder!r})
+import jobs
+print(jobs.job().verify("dp2").is_equal)
+"""
+
+
+def test_verify_joins_the_job_that_there_is(tmp_path: Path) -> None:
+    """It would start two jobs of two otherwise."""
+    script = tmp_path / "script.py"
+    script.write_text(VERIFIES.format(folder=str(Path(__file__).parent)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert output_of(*command, str(script))[0] == "True\nTrue\n"
+
+
+def test_a_script_runs_on_two_hosts(switch: str, printed: str) -> None:
+    """Two network namespaces, each with a torchrun of its own."""
+    torchrun = (
+        f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=1 "
+        f"--master-addr=phxa --master-port=29617 {TOY / 'distributed.py'}"
+    )
+
+    def start(host: str) -> tuple[str, str]:
+        command = f"hostname {host}; exec {torchrun} ".replace(
+            "--nnodes=2", f"--nnodes=2 --node-rank={('phxa', 'phxb').index(host)}"
+        )
+        return output_of(*f"ip netns exec {host} unshare --uts sh -c".split(), command)
+
+    with ThreadPoolExecutor() as hosts:
+        outputs = list(hosts.map(start, ("phxa", "phxb")))
+    assert [output for output, _ in outputs] == [printed, ""]
