@@ -22,6 +22,8 @@ PRELOAD = [
     *("pytest", "hypothesis"),
     # Left out by themselves where transformers is not installed.
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert")),
+    *("transformers.models.vit.modeling_vit", "transformers.models.resnet.modeling_resnet"),
+    "sklearn.datasets",
 ]
 
 

@@ -31,13 +31,13 @@ class Images(Dataset):
 
 
 class Texts(Dataset):
-    """Rows of 128 tokens, in ten classes."""
+    """Rows of 64 tokens, in ten classes."""
 
-    rows = 8
+    rows = 4
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         generator = torch.Generator().manual_seed(index)
-        return torch.randint(30_000, (128,), generator=generator), index % 10
+        return torch.randint(30_000, (64,), generator=generator), index % 10
 
     def __len__(self) -> int:
         return 100_000

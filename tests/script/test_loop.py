@@ -92,3 +92,17 @@ def test_a_loop_that_is_stopped_goes_on_under_another_strategy(
             assert (
                 loops.largest_error((after, after_weights), (losses[num_steps:], weights)) < LIMIT
             )
+
+
+def folders_of_runs_begun_anew(folder: Path) -> list[str]:
+    names: list[str] = []
+    for _ in range(2):
+        loop = loops.Distributed(CASES["adam"], "dp2")
+        loop.train(1)
+        names += [loop.run.save(folder).parents[1].name for _ in range(2)]
+    return names
+
+
+def test_a_run_begun_anew_leaves_the_checkpoints_of_another_alone(tmp_path: Path) -> None:
+    for names in run_ranks(folders_of_runs_begun_anew, 2, tmp_path / "run", threads=1):
+        assert names == ["run", "run", "run-2", "run-2"]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx.cli.main import main
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.script.trainer import trainer_of
 
 LIMIT = 1e-10
@@ -123,3 +123,11 @@ def test_the_shell_verifies_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     script = f"{Path(__file__).parent}/jobs.py:job"
     assert main(["verify", "dp2", "--script", script]) == 0
     assert "Largest errors against plain PyTorch" in capsys.readouterr().out
+
+
+def test_a_folder_with_another_run_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    options = phalanx.Options(out=tmp_path, threads=1)
+    some = dataclasses.replace(jobs.job(), steps=1)
+    some.train("dp1", options)
+    with pytest.raises(CheckpointError, match="holds checkpoints of another run, the last after"):
+        some.train("dp1", options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.saver import Saver
-from phalanx.comm.together import broadcast_object, on_first_rank
+from phalanx.comm.together import on_first_rank
 from phalanx.errors import CheckpointError
 
 
@@ -61,8 +62,8 @@ def save(
         CheckpointError: it cannot be written.
     """
     final = manifest.folder_of(folder, standing.steps_done)
-    if broadcast_object((final / manifest.NAME).exists()):
-        return final  # saved already, and no step was taken since
+    if on_first_rank((final / manifest.NAME).exists, f"cannot save in {folder}"):
+        return final  # by this run, which has taken no step since
     values = asdict(standing) | {
         "draws": to_text(standing.draws),
         "groups": [[_settings(group) for group in each.param_groups] for each in optimizers],
@@ -81,6 +82,36 @@ def save(
     with Saver(folder, keep=keep, num_stages=num_stages) as saver:
         saver.begin(model, together, about)
     return final
+
+
+def free_folder(folder: Path) -> Path:
+    """Return a folder without checkpoints: `folder`, or its name and a number; all ranks call this.
+
+    A run that is begun anew must not mix its checkpoints with those of another, nor end over it.
+    """
+
+    def find() -> Path:
+        names = itertools.chain([folder], (Path(f"{folder}-{n}") for n in itertools.count(2)))
+        return next(name for name in names if not manifest.whole(name))
+
+    return on_first_rank(find, f"cannot save in {folder}")
+
+
+def check_unused(folder: Path) -> None:
+    """Refuse to begin a run in a folder that has checkpoints of another; all ranks call this.
+
+    Raises:
+        CheckpointError: it has some.
+    """
+
+    def check() -> None:
+        if found := manifest.whole(folder):
+            raise CheckpointError(
+                f"it holds checkpoints of another run, the last after step {max(found)}; give "
+                "another folder, or go on with that run by --resume"
+            )
+
+    on_first_rank(check, f"cannot begin a run in {folder}")
 
 
 def load(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger
@@ -105,6 +106,8 @@ class _Fit:
         )
         if options.resume:
             self._resume()
+        else:
+            checkpoint.check_unused(options.out)
         self.records = _Records(self)
 
     def run(self) -> Fitted:
@@ -212,7 +215,8 @@ class _Fit:
 
     def _count_flops(self, model: nn.Module) -> int | None:
         """Return the FLOPs of a global batch; None if they are not counted, or are not all."""
-        if self.strategy.recompute.kind != "none":
+        is_stream = isinstance(self.trainer.data, IterableDataset)  # which may have no second pass
+        if self.strategy.recompute.kind != "none" or is_stream:
             return None
         state = torch.get_rng_state()
         batch = next(iter(self.trainer.loader(self.trainer.data)), None)

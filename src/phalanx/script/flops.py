@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.data.rows import map_tensors
@@ -24,10 +24,20 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> int | None:
         batch: a batch of it.
     """
     try:
-        shapes = copy.deepcopy(model).to("meta")
-        on_meta = map_tensors(batch, lambda tensor: tensor.to("meta"))
+        tensors = [*model.parameters(), *model.buffers()]
+        # As if they had been copied already, so that none is.
+        on_meta = {id(tensor): _on_meta(tensor) for tensor in tensors}
+        shapes = copy.deepcopy(model, on_meta)
+        rows = map_tensors(batch, lambda tensor: tensor.to("meta"))
         with FlopCounterMode(display=False) as counter:
-            objective.loss_sum(shapes, on_meta, 0).backward()
+            objective.loss_sum(shapes, rows, 0).backward()
     except Exception:  # whatever a module does with numbers, which there are none of
         return None
     return counter.get_total_flops() or None
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    meta = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    return meta

@@ -113,7 +113,9 @@ class RankLoader:
         return len(self.plain)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["plain"], name)
+        if "plain" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.plain, name)
 
     def __iter__(self) -> Iterator[Any]:
         self.batches_done, self._skip = self._skip, 0

@@ -131,6 +131,7 @@ class Run:
         self._loaders: list[RankLoader] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[Any] = []
+        self._folders: dict[Path, Path] = {}
         self._yielded: RankLoader | None = None
         self._model: nn.Module | None = None
         self._before: Names = {}
@@ -278,13 +279,23 @@ class Run:
 
         It has weights, the state and settings of the optimizers, the schedulers, and where the
         loaders stand; it lies in `folder`/checkpoints/step-N and is whole when this returns. The
-        latest `keep` stay, all if None.
+        latest `keep` stay, all if None. A folder that has checkpoints of another run is left as it
+        is: then `folder`-2 is taken, and the first rank says so.
 
         Raises:
             CheckpointError: it cannot be written.
         """
-        model = self._prepared_model("save")
-        return checkpoint.save(Path(folder), model, self._optimizers, self._standing(), keep=keep)
+        model, wanted = self._prepared_model("save"), Path(folder)
+        if wanted not in self._folders:
+            self._folders[wanted] = checkpoint.free_folder(wanted)
+            if self._folders[wanted] != wanted:
+                self.print(
+                    f"{folder} holds checkpoints of another run, and this one saves in "
+                    f"{self._folders[wanted]}; run.resume would have gone on from them"
+                )
+        return checkpoint.save(
+            self._folders[wanted], model, self._optimizers, self._standing(), keep=keep
+        )
 
     def resume(self, folder: str | Path) -> bool:
         """Go on from the latest checkpoint in `folder`, if there is one; all ranks call this.
@@ -303,6 +314,7 @@ class Run:
         if found is None:
             self.print(f"no checkpoint in {folder} yet: begins anew")
             return False
+        self._folders[Path(folder)] = Path(folder)
         where, standing = found
         self.steps_done = standing["steps_done"]
         self._draws.state = checkpoint.from_text(standing["draws"])
