@@ -12,9 +12,14 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.errors import PhalanxError, message_of
+from phalanx.launch.local import run_ranks
+from phalanx.script.launch import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOY = EXAMPLES / "toy_model"
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -37,19 +42,10 @@ def test_one_process_prints_what_the_plain_script_does(printed: str) -> None:
     assert output_of(sys.executable, str(TOY / "distributed.py"))[0] == printed
 
 
-def test_processes_of_the_command_print_it_once(
-    printed: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = str(TOY / "distributed.py")
-    assert main(["run", script, "--nproc", "2", "--threads", "1"]) == 0
-    assert capfd.readouterr().out == printed
-    assert main(["run", "--strategy", "fsdp3:zero1", script, "--threads", "1"]) == 0
-    assert capfd.readouterr().out == printed
-
-
-def test_torchrun_joins_the_processes(printed: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    assert output_of(*command, str(TOY / "distributed.py"))[0] == printed
+def test_processes_of_the_command_print_it_once(printed: str) -> None:
+    code = "import sys; from phalanx.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "run", str(TOY / "distributed.py"), "--threads", "1"]
+    assert output_of(*command, "--strategy", "fsdp3:zero1")[0] == printed
 
 
 SCRIPT = """
@@ -66,33 +62,48 @@ if sys.argv[1:] == ["mistake"]:
 """
 
 
-@pytest.mark.parametrize(("word", "code", "error"), [
-    ("fine", 0, ""),
-    ("raise", 1, r"rank 1 failed first:\n(.*\n)*ValueError: of rank 1"),
-    ("exit", 2, r"script.py ended by sys.exit: exit code 7"),
-    ("mistake", 2, r"^phalanx: clip: no model is prepared.*\nat .*script.py:11\n$"),
+@pytest.mark.parametrize(("word", "error"), [
+    ("raise", r"rank 1 failed first:\n(.*\n)*ValueError: of rank 1"),
+    ("exit", r"script.py ended by sys.exit: exit code 7"),
+    ("mistake", r"^clip: no model is prepared.*\nat .*script.py:11$"),
 ])  # fmt: skip
-def test_what_a_script_ends_with_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], word: str, code: int, error: str
-) -> None:
+def test_what_a_script_ends_with_is_told(tmp_path: Path, word: str, error: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    assert main(["run", str(script), "--nproc", "2", "--threads", "1", "--", word]) == code
-    found = capfd.readouterr()
-    assert f"['{word}'] __main__" in found.out
-    assert re.search(error, found.err), found.err
+    with pytest.raises(PhalanxError) as raised:
+        run_ranks(run_script, 2, str(script), [word], None, threads=1)
+    assert re.search(error, message_of(raised.value)), raised.value
 
 
-@pytest.mark.parametrize(("word", "code", "error"), [
-    ("raise", 1, r"ValueError: of rank 1"), ("exit", 1, "exitcode *: 7"),
+JOINS = """
+import runpy
+import sys
+sys.path.insert(0, {folder!r})
+import jobs
+print(jobs.job().verify("dp2").is_equal)
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def test_torchrun_joins_the_processes_and_verify_joins_them_too(
+    tmp_path: Path, printed: str
+) -> None:
+    """It would start two jobs of two otherwise."""
+    script = tmp_path / "script.py"
+    folder = str(Path(__file__).parent)
+    script.write_text(JOINS.format(folder=folder, script=str(TOY / "distributed.py")))
+    assert output_of(*TORCHRUN, str(script))[0] == f"True\nTrue\n{printed}"
+
+
+@pytest.mark.parametrize(("word", "error"), [
+    ("raise", "ValueError: of rank 1"), ("exit", "exitcode *: 7"),
 ])  # fmt: skip
 def test_under_torchrun_a_script_that_fails_ends_the_job(
-    tmp_path: Path, word: str, code: int, error: str
+    tmp_path: Path, word: str, error: str
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
-    _, words = output_of(*command, word, code=code)
+    _, words = output_of(*TORCHRUN, str(script), word, code=1)
     assert re.search(error, words), words
 
 
@@ -106,22 +117,6 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     assert main(["run", *words]) == 2
     assert error in capsys.readouterr().err
-
-
-VERIFIES = """
-import sys
-sys.path.insert(0, {folder!r})
-import jobs
-print(jobs.job().verify("dp2").is_equal)
-"""
-
-
-def test_verify_joins_the_job_that_there_is(tmp_path: Path) -> None:
-    """It would start two jobs of two otherwise."""
-    script = tmp_path / "script.py"
-    script.write_text(VERIFIES.format(folder=str(Path(__file__).parent)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    assert output_of(*command, str(script))[0] == "True\nTrue\n"
 
 
 def test_a_script_runs_on_two_hosts(switch: str, printed: str) -> None:

@@ -139,5 +139,5 @@ def test_on_a_gpu() -> None:
 def test_a_rank_of_a_job_starts_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="this process is a rank of a job, as under torchrun"):
-        run_ranks(batches, 2)
+    with pytest.raises(ConfigError, match="is a rank of a job of 2, as under torchrun"):
+        run_ranks(batches, 3)
