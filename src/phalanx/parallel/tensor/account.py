@@ -52,8 +52,9 @@ class _Work:
     """
 
     kind: Literal[
-        "columns", "row", "embedding", "gather", "scatter", "token", "logits", "norm", "loss"
-    ]
+        "columns", "row", "embedding", "gather", "scatter", "token", "logits", "loss",
+        "norm", "inner_norm",
+    ]  # fmt: skip
     sizes: tuple[int, ...]
     compute: torch.dtype
     master: torch.dtype
@@ -61,7 +62,7 @@ class _Work:
     def phases(self, entry: Entry, recompute: str) -> tuple[str, ...]:
         """Return the phases of a step in which a collective runs."""
         # `selective` keeps the results of products, and what brought them about.
-        kept = ("none",) if self.kind in ("norm", "loss") else ("none", "selective")
+        kept = ("none",) if self.kind in ("norm", "inner_norm", "loss") else ("none", "selective")
         is_again = entry.phase == "forward" and recompute not in kept
         return ("forward", "backward") if is_again else (entry.phase,)
 
@@ -128,6 +129,9 @@ def _kinds(
         yield "loss" if isinstance(binding.module, Head) else "logits", (num_ids,)
     elif binding.role == "norm":
         yield "norm", (width, int(subtracts_mean(binding.module)))
+    elif binding.role == "inner_norm":
+        (num_features,) = binding.module.get_parameter("weight").shape
+        yield "inner_norm", (num_features, int(subtracts_mean(binding.module)))
     elif binding.role in ("embedding", "gather", "scatter", "token"):
         yield binding.role, (width,)
 
@@ -177,9 +181,10 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
         return [x if residual.features is None else gather_features(layout, x, residual.features)]
     if work.kind == "logits":
         return [unshard(layout, activation(inner), inner, batch, width)]
-    if work.kind == "norm":
-        w = weight(Spec.of(residual.axes[2]), width)
-        return [split_norm(activation(residual), w, None, 0.0, width, bool(others[0]), layout)]
+    if work.kind in ("norm", "inner_norm"):
+        spec = residual if work.kind == "norm" else inner
+        w, is_centred = weight(Spec.of(spec.axes[2]), width), bool(others[0])
+        return [split_norm(activation(spec), w, None, 0.0, width, is_centred, layout, spec)]
     logits = activation(inner).flatten(0, 1)
     labels = torch.empty(len(logits), dtype=torch.int64, device="meta")
     return [token_loss_sum(logits, labels, width, layout)]

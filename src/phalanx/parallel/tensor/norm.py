@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.operators import once_differentiable
+from phalanx.parallel.tensor.spec import Spec
 
 
 def split_norm(
@@ -27,19 +28,21 @@ def split_norm(
     num_features: int,
     is_centred: bool,
     layout: Layout,
+    spec: Spec,
 ) -> Tensor:
-    """Normalise this rank's shard of the residual over the features of all ranks.
+    """Normalise this rank's shard of an activation over the features of all ranks.
 
     Args:
-        x: [B, T, D], split as `layout.residual` says.
+        x: [B, T, D], split as `spec` says.
         weight: [D], this rank's shard.
         bias: as weight, or None.
         eps: added to the mean of squares.
         num_features: D of all ranks.
         is_centred: LayerNorm; else RMSNorm.
-        layout: how x lies.
+        layout: whose ranks hold x.
+        spec: how x lies, along the residual or inside a branch.
     """
-    out = _SplitNorm.apply(x, weight, bias, eps, num_features, is_centred, layout)
+    out = _SplitNorm.apply(x, weight, bias, eps, num_features, is_centred, layout, spec)
     return cast(Tensor, out)
 
 
@@ -54,17 +57,19 @@ class _SplitNorm(Function):
         num_features: int,
         is_centred: bool,
         layout: Layout,
+        spec: Spec,
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         centred = x.to(wide)
         mean = None
         if is_centred:
-            mean = layout.sum_features(centred.sum(-1, keepdim=True), layout.residual)
+            mean = layout.sum_features(centred.sum(-1, keepdim=True), spec)
             centred = centred - mean.div_(num_features)
-        squares = layout.sum_features(centred.square().sum(-1, keepdim=True), layout.residual)
+        squares = layout.sum_features(centred.square().sum(-1, keepdim=True), spec)
         scale = squares.div_(num_features).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.num_features, ctx.layout, ctx.has_bias = num_features, layout, bias is not None
+        ctx.num_features, ctx.layout, ctx.spec = num_features, layout, spec
+        ctx.has_bias = bias is not None
         y = (centred * scale).mul_(weight.to(wide))
         if bias is not None:
             y.add_(bias.to(wide))
@@ -84,9 +89,9 @@ class _SplitNorm(Function):
         sums = [(grad * normal).sum(-1, keepdim=True)]
         if mean is not None:
             sums.append(grad.sum(-1, keepdim=True))
-        means = ctx.layout.sum_features(torch.cat(sums, -1), ctx.layout.residual)
+        means = ctx.layout.sum_features(torch.cat(sums, -1), ctx.spec)
         means.div_(ctx.num_features)
         grad.sub_(normal.mul_(means[..., :1]))
         if mean is not None:
             grad.sub_(means[..., 1:])
-        return grad.mul_(scale).to(x.dtype), d_weight, d_bias, None, None, None, None
+        return grad.mul_(scale).to(x.dtype), d_weight, d_bias, None, None, None, None, None

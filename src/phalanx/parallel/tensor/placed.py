@@ -96,13 +96,15 @@ def _spec(binding: RoleBinding, parameter: nn.Parameter, layout: Layout) -> Spec
     matrix, vector = (full, full), full
     if binding.role in ("embedding", "head", "column"):
         # fsdp splits the rows of each shard again, which no DTensor can say of a fused vector.
-        matrix, vector = layout.column.axes, layout.inner.axes[2] if binding.num_maps == 1 else full
+        matrix, vector = layout.column.axes, layout.inner.axes[2] if not binding.is_fused else full
     elif binding.role == "row":
         matrix, vector = layout.row.axes, features
     elif binding.role == "table":
         matrix = (full, features)
     elif binding.role == "norm":
         vector = features
+    elif binding.role == "inner_norm":
+        vector = layout.inner.axes[2]
     if parameter.ndim == 2:
         return Spec.of(*(reversed(matrix) if is_transposed(binding.module) else matrix))
     return Spec.of(*(vector, *[full] * parameter.ndim)[: parameter.ndim])
