@@ -50,7 +50,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What a family has beside `SIZES`."""
 
 
-def small(family: str, task: str = "CausalLM", **options: Any) -> nn.Module:
+def small(
+    family: str, task: str = "CausalLM", has_own_norms: bool = False, **options: Any
+) -> nn.Module:
     """Return a small model: of a family, by its `model_type`, for a task, or "" for the base."""
     import transformers
 
@@ -58,7 +60,8 @@ def small(family: str, task: str = "CausalLM", **options: Any) -> nn.Module:
     given = {**SIZES, **DROPOUT, **OPTIONS.get(family, {}), **options}
     config = transformers.AutoConfig.for_model(family, **given)
     of = getattr(transformers, f"AutoModel{f'For{task}' if task else ''}")
-    return in_the_given_type(of.from_config(config))
+    model = of.from_config(config)
+    return model if has_own_norms else in_the_given_type(model)
 
 
 def in_the_given_type(model: nn.Module) -> nn.Module:

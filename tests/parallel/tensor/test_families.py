@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 
 from hub import NUM_WORDS, small
 from marks import by_hand
+from phalanx.comm.ledger import Entry
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
@@ -22,7 +26,7 @@ from phalanx.verify.verdict import Verdict
 transformers = pytest.importorskip("transformers")
 
 NUM_ROWS, LENGTH = 7, 9  # no degree divides them; windows are shorter
-NUM_TOKENS_OF_IMAGE = 10  # nine patches and one more
+NUM_PATCHES = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,34 +69,103 @@ def batches() -> list[dict[str, Tensor]]:
     return found
 
 
+class Around(nn.Module):
+    """A user's own module, which gets the last hidden state of a base model whole."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.base = small(family, "")
+        self.classes = nn.Linear(32, 3)
+
+    def forward(self, **inputs: Tensor) -> Any:
+        output = self.base(**inputs)
+        rows = output.last_hidden_state.mean(1)
+        pooled = getattr(output, "pooler_output", None)
+        return SimpleNamespace(logits=self.classes(rows if pooled is None else rows + pooled))
+
+
+FAMILIES = ("mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text", "phi3", "vit")
+CLASSES = ("llama", "gpt2", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text", "phi3")
+IMAGES = Objective(("pixel_values",))
+
+
 def make_cases() -> dict[str, Case]:
-    families = ("mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text", "phi3")
-    classes = "SequenceClassification"
-    models = {name: (functools.partial(small, name), Objective()) for name in families}
-    tied = functools.partial(small, tie_word_embeddings=True)
-    models |= {
-        "mistral, several sequences in a row": (models["mistral"][0], _of("position_ids")),
-        "qwen3, tied": (functools.partial(tied, "qwen3"), _of()),
+    images = functools.partial(small, "vit", "ImageClassification")
+    models: dict[str, tuple[Callable[[], nn.Module], Objective]] = {
+        **{name: (functools.partial(small, name), Objective()) for name in FAMILIES},
+        "vit": (images, IMAGES),
+        "vit, eager": (functools.partial(images, attn_implementation="eager"), IMAGES),
+        "mistral, several sequences in a row": (
+            functools.partial(small, "mistral"),
+            Objective(("input_ids", "position_ids")),
+        ),
+        "qwen3, tied": (
+            functools.partial(small, "qwen3", tie_word_embeddings=True),
+            Objective(("input_ids",)),
+        ),
         **{
-            f"{name}, classes": (functools.partial(small, name, classes), Objective())
-            for name in ("llama", "gpt2", *families)
+            f"{name}, classes": (
+                functools.partial(small, name, "SequenceClassification"),
+                Objective(),
+            )
+            for name in CLASSES
         },
-        "vit": (
-            functools.partial(small, "vit", "ImageClassification"),
-            Objective(("pixel_values",)),
-        ),
-        "vit, eager": (
-            functools.partial(small, "vit", "ImageClassification", attn_implementation="eager"),
-            Objective(("pixel_values",)),
-        ),
     }
-    return {name: Case(*model, batches(), 2) for name, model in models.items()}
+    cases = {name: Case(*model, batches(), 2) for name, model in models.items()}
+    for name, objective in (("gemma3_text", Objective()), ("vit", IMAGES)):
+        build = functools.partial(Around, name)
+        roles = {"classes": "full"}
+        cases[f"a module around {name}"] = Case(build, objective, batches(), 2, roles=roles)
+    for name in ("olmo2", "gemma2"):
+        build = functools.partial(small, name, has_own_norms=True)
+        cases[f"{name}, its own norms"] = Case(build, Objective(), batches(), 2, "float32")
+    return cases
 
 
-def _of(*inputs: str) -> Objective:
-    return Objective(("input_ids", *inputs))
+def verdicts(jobs: dict[str, Sequence[str]]) -> list[tuple[str, Verdict]]:
+    found: list[tuple[str, Verdict]] = []
+    for text, names in jobs.items():
+        cases = make_cases()
+        strategy = Strategy.parse(text)
+        for verdict in verify_on_ranks({name: cases[name] for name in names}, strategy):
+            found.append((text, verdict))
+    return found
 
 
-def run_split(text: str, names: list[str]) -> list[Verdict]:
+OTHERS = [name for name in make_cases() if name not in FAMILIES]
+SOME = ["mistral, several sequences in a row", "olmo2, classes", "a module around vit"]
+
+
+# One start of the ranks for all: they read transformers, which takes them seconds.
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        {"tp2": [*FAMILIES, *SOME], "fsdp2": FAMILIES},
+        {"tp4:2d": ["olmo2", "gemma3_text", "phi3", "vit"]},
+        by_hand({"tp2": OTHERS, "tp2:megatron": list(make_cases()), "dp2": FAMILIES}),
+        by_hand({"tp4:2d": list(make_cases()), "fsdp2,tp2": [n for n in FAMILIES if n != "phi3"]}),
+        by_hand({"dp2,tp2": FAMILIES, "tp4": ["qwen3", "olmo2", "phi3", "vit"]}),
+        by_hand({"tp8:2.5d/2": FAMILIES, "tp8:3d": FAMILIES}),
+    ],
+    ids=" ".join,
+)
+def test_it_computes_what_one_process_computes(
+    jobs: dict[str, Sequence[str]], subtests: pytest.Subtests
+) -> None:
+    num_ranks = Strategy.parse(next(iter(jobs))).num_ranks
     cases = make_cases()
-    return verify_on_ranks({name: cases[name] for name in names}, Strategy.parse(text))
+    for text, verdict in run_ranks(verdicts, num_ranks, jobs, threads=1)[0]:
+        with subtests.test(f"{text} {verdict.case}"):
+            assert verdict.is_equal, str(verdict)
+            strategy, case = Strategy.parse(text), cases[verdict.case]
+            if strategy.tp.degree > 1 and strategy.fsdp.degree == 1:
+                sent = {e for e in verdict.entries if e.phase not in ("count", "metrics")}
+                assert sent == set(predicted(strategy, case))
+
+
+def predicted(strategy: Strategy, case: Case) -> list[Entry]:
+    share = len(range(0, NUM_ROWS, strategy.data_ranks))
+    rows = [len(cut) for cut in torch.arange(share).tensor_split(case.accumulation)]
+    length = NUM_PATCHES + 1 if case.objective is IMAGES else LENGTH
+    model = case.build().to(getattr(torch, case.dtype))
+    return Plan(strategy, model, roles=case.roles).traffic([(number, length) for number in rows])
