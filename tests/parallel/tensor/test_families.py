@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from hub import NUM_WORDS, small
 from marks import by_hand
 from phalanx.comm.ledger import Entry
+from phalanx.errors import ConfigError, StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import Plan
+from phalanx.parallel.tensor import transformers_models
+from phalanx.parallel.tensor.apply import layout_of
 from phalanx.strategy import Strategy
 from phalanx.verify.harness import verify_on_ranks
 from phalanx.verify.record import Case
@@ -169,3 +172,69 @@ def predicted(strategy: Strategy, case: Case) -> list[Entry]:
     length = NUM_PATCHES + 1 if case.objective is IMAGES else LENGTH
     model = case.build().to(getattr(torch, case.dtype))
     return Plan(strategy, model, roles=case.roles).traffic([(number, length) for number in rows])
+
+
+def test_masks_by_type_of_layer_hold_as_they_are() -> None:
+    model = small("gemma2", num_hidden_layers=2).double()
+    ids = torch.arange(10).view(2, 5)
+    causal = torch.ones(1, 1, 5, 5).tril().log().clamp(min=-1e30).double()
+    masks = {"sliding_attention": causal, "full_attention": torch.zeros_like(causal)}
+    expected = model(input_ids=ids, attention_mask=masks).logits
+    transformers_models.bind(model, layout_of(Strategy.parse("tp2")), lambda _: True)
+    assert torch.equal(model(input_ids=ids, attention_mask=masks).logits, expected)
+
+
+def test_images_are_expected_where_a_model_takes_them() -> None:
+    model = small("vit", "ImageClassification")
+    transformers_models.bind(model, layout_of(Strategy.parse("tp2")), lambda _: True)
+    with pytest.raises(ConfigError, match="expected pixel_values"):
+        model()
+
+
+@pytest.mark.parametrize(
+    "text, family, task, options, words",
+    [
+        (
+            "tp4",
+            "phi3",
+            "CausalLM",
+            {"num_key_value_heads": 2},
+            "'model.layers.0.self_attn.qkv_proj' has 2 heads, which is not a multiple of 4; "
+            "the nearest is tp2",
+        ),
+        ("fsdp2,tp2", "phi3", "CausalLM", {}, "qkv_proj.weight' holds 3 maps, .* use dp2"),
+        (
+            "tp2",
+            "gemma3_text",
+            "CausalLM",
+            {"use_bidirectional_attention": True},
+            "Gemma3TextModel 'model': use_bidirectional_attention is on; expected off",
+        ),
+        (
+            "tp2",
+            "qwen3",
+            "CausalLM",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types has chunked_attention; expected full_attention and sliding_attention",
+        ),
+        (
+            "tp2",
+            "mistral",
+            "QuestionAnswering",
+            {},
+            "parameter 'qa_outputs.weight' is in no module .* see docs/tensor.md",
+        ),
+        (
+            "tp2",
+            "gpt_neox",
+            "CausalLM",
+            {},
+            "roles of the modules of GPTNeoXForCausalLM are not known; .* see docs/tensor.md",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(
+    text: str, family: str, task: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(StrategyError, match=words):
+        Plan(Strategy.parse(text), small(family, task, **options))

@@ -41,6 +41,9 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 Patterns = Mapping[str, str]
 
+PAGE = "docs/tensor.md"
+"""Says which models are known, and how to give patterns."""
+
 OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
 """Roles that hold for all modules inside, too."""
 
@@ -118,7 +121,7 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
     if not own and not known:
         raise StrategyError(
             f"tp: the roles of the modules of {type(model).__name__} are not known; give patterns "
-            f"of names to roles ({', '.join(ROLES)})"
+            f"of names to roles ({', '.join(ROLES)}), see {PAGE}"
         )
     names = [name for name, _ in model.named_modules() if name]
     texts = {**own, **{p: role for p, role in known.items() if p not in own}}
