@@ -16,19 +16,22 @@ __all__ = ["switch"]  # a fixture
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
 
+MODELS = (
+    *("llama", "gpt2", "bert", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3", "phi3"),
+    "vit",
+)
 PRELOAD = [
     "phalanx.launch.preload",
     *("phalanx.train.job", "phalanx.verify.harness", "ranks_preload"),
     *("pytest", "hypothesis"),
     # Left out by themselves where transformers is not installed.
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert")),
-    *("transformers.models.vit.modeling_vit", "transformers.models.resnet.modeling_resnet"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in (*MODELS, "resnet")),
     "sklearn.datasets",
 ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    has_workers = config.getoption("numprocesses", None) is not None
+    has_workers = bool(config.getoption("numprocesses", None))
     if has_workers and not hasattr(config, "workerinput"):
         return  # the process that only deals the tests out
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hub import NUM_WORDS, OPTIONS, small
+from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
@@ -27,7 +29,7 @@ from phalanx.verify.verdict import Verdict
 
 transformers = pytest.importorskip("transformers")
 
-NUM_ROWS, LENGTH, NUM_WORDS = 9, 7, 67
+NUM_ROWS, LENGTH = 9, 7
 
 
 def mlp() -> nn.Module:
@@ -125,26 +127,12 @@ def past() -> nn.Module:
     return Past(*(nn.Linear(12, 12) for _ in range(4)))
 
 
-def hub(family: str, **options: Any) -> nn.Module:
-    """Return a small model of transformers, whose norms compute in the type they are given."""
-    torch.manual_seed(0)
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    dropout |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    sizes = {
-        "vocab_size": NUM_WORDS, "hidden_size": 16, "intermediate_size": 24,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 16,
-    }  # fmt: skip
-    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "use_cache": False}
-    config = transformers.AutoConfig.for_model(family, **sizes, **ids, **{**dropout, **options})
-    of = transformers.AutoModelForCausalLM
-    if family == "bert":
-        of = transformers.AutoModelForSequenceClassification
-    model: nn.Module = of.from_config(config)
-    for name, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            width = module.weight.numel()
-            model.set_submodule(name, nn.RMSNorm(width, module.variance_epsilon))
-    return model
+def hub(family: str, task: str = "CausalLM", **options: Any) -> nn.Module:
+    """Return a small model of transformers, of three blocks."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    if "layer_types" in OPTIONS.get(family, {}):
+        options["layer_types"] = types
+    return small(family, task, num_hidden_layers=3, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +167,9 @@ def batches() -> list[dict[str, Tensor]]:
                 "features": torch.randn(NUM_ROWS, 12, generator=draw, dtype=torch.float64),
                 "input_ids": words[:, :-1],
                 "attention_mask": (places < lengths).long(),
+                "pixel_values": torch.randn(
+                    NUM_ROWS, 3, 12, 12, generator=draw, dtype=torch.float64
+                ),
                 "labels": words[:, 1:],
             }
         )
@@ -193,16 +184,29 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "normalised": (normalised, ("features",)),
     "tabled": (Tabled, ("input_ids",)),
     "llama": (
-        functools.partial(hub, "llama", num_key_value_heads=2, tie_word_embeddings=False),
+        functools.partial(hub, "llama"),
         ("input_ids", "attention_mask"),
     ),
     "qwen2, tied": (
-        functools.partial(hub, "qwen2", num_key_value_heads=2, tie_word_embeddings=True),
+        functools.partial(hub, "qwen2", tie_word_embeddings=True),
         ("input_ids",),
     ),
     "gpt2": (functools.partial(hub, "gpt2"), ("input_ids", "attention_mask")),
-    "bert": (functools.partial(hub, "bert", num_labels=3), ("input_ids", "attention_mask")),
+    "bert": (
+        functools.partial(hub, "bert", "SequenceClassification"),
+        ("input_ids", "attention_mask"),
+    ),
+    **{
+        family: (functools.partial(hub, family), ("input_ids", "attention_mask"))
+        for family in ("mistral", "qwen3", "olmo2", "gemma2", "gemma3_text", "phi3")
+    },
+    "gemma2, classes": (
+        functools.partial(hub, "gemma2", "SequenceClassification"),
+        ("input_ids", "attention_mask"),
+    ),
+    "vit": (functools.partial(hub, "vit", "ImageClassification"), ("pixel_values",)),
 }
+FAMILIES = ("mistral", "qwen3", "olmo2", "gemma2", "gemma3_text", "phi3", "vit")
 
 # Where what goes past a layer stays in one stage, it is no obstacle.
 JOBS: dict[str, Sequence[str]] = {
@@ -241,8 +245,17 @@ def test_two_ranks_compute_what_one_process_computes(subtests: pytest.Subtests) 
             assert verdict.is_equal, str(verdict)
 
 
-def test_data_parallelism_beside_it(subtests: pytest.Subtests) -> None:
-    jobs = {"pp2,fsdp2": ["qwen2, tied"], "pp2,dp2": ["tabled"]}
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        {"pp2,fsdp2": ["qwen2, tied"], "pp2,dp2": ["tabled", "gemma3_text", "vit"]},
+        by_hand({"pp2,dp2": FAMILIES, "pp2,fsdp2": FAMILIES}),
+    ],
+    ids=" ".join,
+)
+def test_data_parallelism_beside_it(
+    jobs: dict[str, Sequence[str]], subtests: pytest.Subtests
+) -> None:
     for text, verdict in run_ranks(verdicts, 4, jobs, threads=1)[0]:
         with subtests.test(f"{text} {verdict.case}"):
             assert verdict.is_equal, str(verdict)

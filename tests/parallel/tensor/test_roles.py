@@ -182,6 +182,7 @@ def test_a_part_of_fused_maps_is_a_part_of_each() -> None:
         ({"patches": "colum"}, "'colum' of 'patches' is no role; the roles are embedding, table"),
         ({"layers.*.mlp.2": "row/2"}, "only a column map holds several, as 'column/3'"),
         ({"layers.*.mlp.0": "column/1"}, "only a column map holds several"),
+        ({"layers.*.mlp.0": "column/2+0"}, "or 'column/4.1.1' where the first is four times"),
         ({**ROLES, "layers.*.mlp.0": "row"}, "the branch 'layers.0.mlp' has no column map"),
         ({"layers.*.mlp.0": "column"}, "'layers.0.mlp.0' is in no module with the role branch"),
         ({"classes": "full"}, "'patches.weight' is in no module that has a role; give a pattern"),
@@ -190,7 +191,7 @@ def test_a_part_of_fused_maps_is_a_part_of_each() -> None:
             {"mix": "token", "mix.0": "full"},
             r"'mix.0' \(full\) is inside 'mix', whose role token",
         ),
-        ({}, "the roles of the modules of Vision are not known; give patterns"),
+        ({}, "the roles of the modules of Vision are not known; .* see docs/tensor.md"),
     ],
 )
 def test_what_is_refused(roles: dict[str, str], words: str) -> None:

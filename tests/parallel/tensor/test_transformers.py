@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hub import small
 from marks import by_hand
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.launch.local import run_ranks
@@ -38,14 +39,16 @@ SIZES = {
 IDS = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
 
 
-def llama(attention: str = "sdpa", is_tied: bool = False, has_own_norms: bool = False) -> nn.Module:
+def llama(
+    attn_implementation: str = "sdpa", is_tied: bool = False, has_own_norms: bool = False
+) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         **SIZES,
         **IDS,
         num_key_value_heads=4,
         tie_word_embeddings=is_tied,
-        attn_implementation=attention,
+        attn_implementation=attn_implementation,
     )
     model = transformers.LlamaForCausalLM(config)
     for name, module in list(model.named_modules()):
@@ -56,7 +59,7 @@ def llama(attention: str = "sdpa", is_tied: bool = False, has_own_norms: bool = 
     return model
 
 
-def gpt2(attention: str = "sdpa") -> nn.Module:
+def gpt2(attn_implementation: str = "sdpa") -> nn.Module:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=67,
@@ -66,16 +69,16 @@ def gpt2(attention: str = "sdpa") -> nn.Module:
         n_positions=16,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         **IDS,
-        attn_implementation=attention,
+        attn_implementation=attn_implementation,
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def bert(kind: str, attention: str = "sdpa") -> nn.Module:
+def bert(kind: str, attn_implementation: str = "sdpa") -> nn.Module:
     torch.manual_seed(0)
     dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     config = transformers.BertConfig(
-        **SIZES, **dropout, num_labels=3, attn_implementation=attention
+        **SIZES, **dropout, num_labels=3, attn_implementation=attn_implementation
     )
     return getattr(transformers, kind)(config)
 
@@ -230,24 +233,39 @@ MASKS: dict[str, dict[str, Tensor]] = {
 }
 
 
+MAKERS: dict[str, Callable[..., nn.Module]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "bert": functools.partial(bert, "BertForMaskedLM"),
+    **{
+        family: functools.partial(small, family, sliding_window=3)
+        for family in ("mistral", "qwen2", "gemma3_text", "phi3")
+    },
+}
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize("mask", list(MASKS))
+@pytest.mark.parametrize("family", MAKERS)
 def test_masks_and_positions_are_those_it_makes_itself(
-    family: str, attention: str, mask: str
+    family: str, attention: str, subtests: pytest.Subtests
 ) -> None:
     """Bit for bit, without a split."""
-    makers = {"llama": llama, "gpt2": gpt2, "bert": functools.partial(bert, "BertForMaskedLM")}
-    arguments = dict(MASKS[mask])
-    if mask == "made" and attention == "eager":
-        allowed = arguments["attention_mask"]
-        arguments["attention_mask"] = torch.zeros(allowed.shape).masked_fill(~allowed, -1e30)
-    model = makers[family](attention)
-    model.config.use_cache = "cache" in mask
+    model = MAKERS[family](attn_implementation=attention)
     ids = torch.arange(10).view(2, 5)
-    expected = model(input_ids=ids, **arguments).logits
+    masks = {name: dict(arguments) for name, arguments in MASKS.items()}
+    if attention == "eager":
+        allowed = masks["made"]["attention_mask"]
+        masks["made"] = {"attention_mask": torch.zeros(allowed.shape).masked_fill(~allowed, -1e30)}
+
+    def logits(name: str) -> Tensor:
+        model.config.use_cache = "cache" in name
+        return model(input_ids=ids, **masks[name]).logits
+
+    expected = {name: logits(name) for name in masks}
     transformers_models.bind(model, layout_of(Strategy.parse("tp2")), lambda _: True)
-    assert torch.equal(model(input_ids=ids, **arguments).logits, expected)
+    for name in masks:
+        with subtests.test(name):
+            assert torch.equal(logits(name), expected[name])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -145,17 +146,28 @@ class _Left(BaseException):
 
 
 class Passed(Absent):
-    """Stands for a module of another stage than that at work; has its plain attributes."""
+    """Stands for a module of another stage than that at work.
+
+    Its attributes are those of the module, parameters on the meta device: a model may ask for the
+    data type of its first layer. None of them is registered.
+    """
 
     def __init__(self, of: nn.Module, call: Callable[[Sequence[Any]], Tensor]) -> None:
         super().__init__()
-        own = {k: v for k, v in vars(of).items() if not k.startswith("_") and k != "forward"}
-        self.__dict__ |= own
+        self.__dict__ |= _outline(of)
         self._call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Pass by, or leave the forward."""
         return self._call([*args, *kwargs.values()])
+
+
+def _outline(of: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module without any number that it holds."""
+    own = {k: v for k, v in vars(of).items() if not k.startswith("_") and k != "forward"}
+    parameters = of.named_parameters(recurse=False)
+    own |= {name: torch.empty_like(each, device="meta") for name, each in parameters}
+    return own | {name: SimpleNamespace(**_outline(child)) for name, child in _children(of)}
 
 
 class ModuleStages(Stages):
@@ -224,8 +236,10 @@ class ModuleStages(Stages):
         module: nn.Module = self._absent[link]
         *path, own = name.removeprefix(f"{link}.").split(".")
         for step in path:
+            module.__dict__.pop(step, None)
             module.add_module(step, nn.Module())
             module = module.get_submodule(step)
+        module.__dict__.pop(own, None)
         module.register_parameter(own, parameter)
 
     def _put(self, name: str, module: nn.Module) -> None:

@@ -181,8 +181,8 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
         return [unshard(layout, activation(inner), inner, batch, width)]
     if work.kind in ("norm", "inner_norm"):
         spec = residual if work.kind == "norm" else inner
-        w = weight(Spec.of(spec.axes[2]), width)
-        return [split_norm(activation(spec), w, None, 0.0, width, bool(others[0]), layout, spec)]
+        w, is_centred = weight(Spec.of(spec.axes[2]), width), bool(others[0])
+        return [split_norm(activation(spec), w, None, 0.0, width, is_centred, layout, spec)]
     logits = activation(inner).flatten(0, 1)
     labels = torch.empty(len(logits), dtype=torch.int64, device="meta")
     return [token_loss_sum(logits, labels, width, layout)]

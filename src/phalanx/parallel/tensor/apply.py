@@ -9,13 +9,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import (
-    Placement,
-    _StridedShard,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.comm import Comm, Counting, Ranks
 from phalanx.parallel.tensor import layers, transformers_models
+from phalanx.parallel.tensor.fused import interleaved, placement_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.megatron import Megatron
 from phalanx.parallel.tensor.one_d import OneD
@@ -66,8 +64,8 @@ def _shard(placed: Placed, layout: Layout) -> nn.Parameter:
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
     stride, placements = full.stride(), spec.placements(mesh.mesh_dim_names or ())
-    if placed.binding.num_maps > 1:
-        full, placements = _interleaved(full, placed, layout)
+    if placed.binding.is_fused:
+        full, placements = _fused(full, placed, layout)
     held = (spec.shard(dim, size, layout.comm) for dim, size in enumerate(full.shape))
     shard = DTensor.from_local(
         full[tuple(slice(indices.start, indices.stop) for indices in held)].clone(
@@ -82,7 +80,7 @@ def _shard(placed: Placed, layout: Layout) -> nn.Parameter:
     return nn.Parameter(shard, requires_grad=placed.parameter.requires_grad)
 
 
-def _interleaved(
+def _fused(
     full: torch.Tensor, placed: Placed, layout: Layout
 ) -> tuple[torch.Tensor, tuple[Placement, ...]]:
     """Order the columns of fused maps so that a plain shard of them is a shard of each map.
@@ -90,15 +88,13 @@ def _interleaved(
     Returns:
         The reordered tensor, and the placements by which DTensor knows the shards of `full` itself.
     """
-    mesh, num_maps = cast(Ranks, layout.comm).model_mesh, placed.binding.num_maps
-    axes = mesh.mesh_dim_names or ()
+    axes = cast(Ranks, layout.comm).model_mesh.mesh_dim_names or ()
     known = list(placed.spec.placements(axes))
     for dim, names in enumerate(placed.spec.axes):
         for axis in set(names).intersection(layout.column.axes[0]):
-            split = full.unflatten(dim, (num_maps, layout.comm.size(axis), -1))
-            full = split.transpose(dim, dim + 1).flatten(dim, dim + 2)
-            # Private; tests/parallel/tensor/test_transformers.py pins it.
-            known[axes.index(axis)] = _StridedShard(dim, split_factor=num_maps)
+            parts = placed.binding.parts
+            full = interleaved(full, parts, dim, layout.comm.size(axis))
+            known[axes.index(axis)] = placement_of(parts, dim)
     return full, tuple(known)
 
 
@@ -119,7 +115,7 @@ def _bind_model(model: nn.Module) -> None:
 def _bind(binding: RoleBinding, layout: Layout) -> None:
     if binding.role == "branch":
         columns = [column.module for column in binding.columns]
-        layers.bind_branch(binding.module, layout, columns, [c.num_maps for c in binding.columns])
+        layers.bind_branch(binding.module, layout, columns, [c.parts for c in binding.columns])
     elif binding.role != "column":
         bind: Any = getattr(layers, f"bind_{binding.role}")
         bind(binding.module, layout)

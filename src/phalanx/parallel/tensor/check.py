@@ -54,11 +54,12 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
         if row.parameter.ndim == 0:
             continue  # has no rows, which fsdp refuses itself
         num_rows, sizes = row.parameter.shape[0], row.degrees(0)
-        if row.binding.num_maps > 1 and sizes:
+        num_maps = len(row.binding.parts)
+        if num_maps > 1 and sizes:
             raise StrategyError(
-                f"{Strategy(fsdp=strategy.fsdp)}: '{row.name}' holds {row.binding.num_maps} maps, "
+                f"{Strategy(fsdp=strategy.fsdp)}: '{row.name}' holds {num_maps} maps, "
                 f"and tp splits its rows, which fsdp cannot split again; use dp{num_ranks}, or "
-                f"hold them as {row.binding.num_maps} modules"
+                f"hold them as {num_maps} modules"
             )
         if dtensor_shards_agree(num_rows, sizes, strategy.num_shards):
             continue
@@ -137,7 +138,7 @@ def _problems(
             for dim, size in enumerate(shape):
                 multiple = math.prod(row.degrees(dim))
                 if multiple > 1 and dim == (1 if is_transposed(binding.module) else 0):
-                    multiple *= binding.num_maps
+                    multiple *= sum(binding.parts)
                 if size % multiple and not (dim == 0 and binding.role in ("embedding", "head")):
                     yield (
                         f"'{row.name}' is of shape {shape}, and {size} is not a multiple of "
@@ -147,12 +148,13 @@ def _problems(
         for column in binding.columns if width > 1 else ():
             weight = column.module.get_parameter("weight")
             num_out = weight.shape[1 if is_transposed(column.module) else 0]
-            num_heads = num_out // column.num_maps // width
-            if num_heads % num_shards:
-                yield (
-                    f"'{column.name}' has {num_heads} heads, which is not a multiple of "
-                    f"{num_shards}"
-                )
+            for part in column.parts:
+                num_heads = num_out * part // sum(column.parts) // width
+                if num_heads % num_shards:
+                    yield (
+                        f"'{column.name}' has {num_heads} heads, which is not a multiple of "
+                        f"{num_shards}"
+                    )
         for name in HEAD_COUNTS if binding.role == "branch" else ():
             count = getattr(binding.module, name, None)
             if isinstance(count, int) and count % num_shards:

@@ -8,7 +8,7 @@ Modules stay, and so do the names of their parameters, which become DTensors. Th
     column     a linear map inside a branch        residual -> inner
     row        the linear map that ends a branch   inner -> residual
     norm       over the features of the residual
-    inner_norm over the features that a column map makes
+    inner_norm over those of a whole column map    inner -> inner
     local      acts on each head or element alone, with parameters held in full
     dropout    over the residual, keyed by position
     head       the output projection               residual -> logits, or their loss
@@ -25,6 +25,7 @@ row in a layout whose residual is full on every rank.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -41,6 +42,7 @@ from phalanx.models.layers import Dropout
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.tensor import operators
+from phalanx.parallel.tensor.fused import maps_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import check_range, token_loss_sum
 from phalanx.parallel.tensor.norm import split_norm
@@ -63,8 +65,12 @@ HEAD_COUNTS = (
 NORMS = (
     *("Norm", "LayerNorm", "RMSNorm"),
     *("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"),
+    *("Olmo2RMSNorm", "Phi3RMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"),
 )
 """Classes whose formula is that of norm.py."""
+
+NORMS_AROUND_ONE = ("Gemma2RMSNorm", "Gemma3RMSNorm")
+"""Of these, classes that multiply by 1 + weight."""
 
 
 def bind_embedding(module: nn.Module, layout: Layout) -> None:
@@ -80,7 +86,9 @@ def bind_embedding(module: nn.Module, layout: Layout) -> None:
         padding = _padding(self)
         padding = None if padding is None else padding - first
         rows = operators.look_up(ids - first, _shard(self, "weight"), padding)
-        return operators.reduce_embedding(layout, rows)
+        x = operators.reduce_embedding(layout, rows)
+        scale: Any = getattr(self, "embed_scale", 1.0)  # of Gemma
+        return x * scale.to(x.dtype) if isinstance(scale, Tensor) else x
 
     _replace(module, forward)
 
@@ -98,7 +106,7 @@ def bind_table(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_branch(
-    module: nn.Module, layout: Layout, columns: Sequence[nn.Module], parts: Sequence[int]
+    module: nn.Module, layout: Layout, columns: Sequence[nn.Module], parts: Sequence[Sequence[int]]
 ) -> None:
     """Multiply by all column weights of a branch before it runs, and cut its other arguments.
 
@@ -113,15 +121,17 @@ def bind_branch(
     The placeholder is one NaN without storage, expanded to the shape of the products. A column
     layer knows it by its address, and refuses anything else; any other read of it yields NaN.
 
-    A column map holds as many maps, one after another, as `parts` says.
-    Head counts stored on the module are divided by the shards. Of its other arguments, tensors of
+    A column map holds maps one after another, in the proportions that `parts` says.
+    Head counts stored on the module are divided by the shards; where it cuts fused maps apart,
+    those of its configuration too, of which it gets a copy. Of its other arguments, tensors of
     three dimensions and more whose first is as long as the batch are cut to this rank's rows.
     """
-    for name in HEAD_COUNTS:
-        if isinstance(count := getattr(module, name, None), int):
-            setattr(module, name, count // layout.column.num_shards(0, layout.comm))
+    _divide_heads(module, layout)
+    if hasattr(module, "config") and any(len(each) > 1 for each in parts):
+        module.config = copy.copy(module.config)
+        _divide_heads(module.config, layout)
     own = module.forward
-    num_parts = dict(zip(columns, parts, strict=True))
+    parts_of = dict(zip(columns, parts, strict=True))
     ready: dict[nn.Module, Tensor] = {}
     placeholder: Tensor | None = None
 
@@ -145,15 +155,23 @@ def bind_branch(
                 "argument its column maps read"
             )
         y = ready.pop(self)
-        if num_parts[self] == 1 or getattr(self, "bias", None) is None:
+        if len(parts_of[self]) == 1 or getattr(self, "bias", None) is None:
             return _with_bias(self, y)
-        bias = _shard(self, "bias").unflatten(0, (num_parts[self], -1))
-        held = layout.features(layout.inner, bias.shape[1])
-        return y + bias[:, held.start : held.stop].flatten().to(y.dtype)
+        maps = maps_of(_shard(self, "bias"), parts_of[self])
+        held = [layout.features(layout.inner, len(bias)) for bias in maps]
+        mine = [bias[rows.start : rows.stop] for bias, rows in zip(maps, held, strict=True)]
+        return y + torch.cat(mine).to(y.dtype)
 
     _replace(module, forward)
     for column in columns:
         _replace(column, product)
+
+
+def _divide_heads(holder: Any, layout: Layout) -> None:
+    names = {getattr(holder, "attribute_map", {}).get(name, name): None for name in HEAD_COUNTS}
+    for name in names:  # each once: a configuration may have two names for one count
+        if isinstance(count := getattr(holder, name, None), int):
+            setattr(holder, name, count // layout.column.num_shards(0, layout.comm))
 
 
 def bind_row(module: nn.Module, layout: Layout) -> None:
@@ -177,7 +195,7 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_inner_norm(module: nn.Module, layout: Layout) -> None:
-    """Normalise over features of all ranks that share what a column map makes."""
+    """Normalise over all features of a column map, as queries of all heads; ranks share them."""
     if layout.inner.features is None:
         _run_on_shards(module)
         return
@@ -189,7 +207,8 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
     if type(module).__name__ not in NORMS:
         raise StrategyError(
             f"tp: features are split, and what {type(module).__name__} computes over them is not "
-            f"known; known norms are {', '.join(NORMS)}; the nearest is tp:1d"
+            f"known; known norms are {', '.join(NORMS)}"
+            + ("; the nearest is tp:1d" if spec is layout.residual else "")
         )
     is_centred = subtracts_mean(module)
     named = [getattr(module, name, None) for name in ("eps", "variance_epsilon")]
@@ -199,7 +218,9 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
         num_features = cast(Tensor, self.weight).shape[0]
         bias = None if getattr(self, "bias", None) is None else _shard(self, "bias")
         weight = _shard(self, "weight")
-        if offset := getattr(self, "offset", 0.0):
+        if type(self).__name__ in NORMS_AROUND_ONE:
+            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        elif offset := getattr(self, "offset", 0.0):
             weight = weight + offset
         eps = torch.finfo(x.dtype).eps if given is None else given  # as torch's RMSNorm has it
         return split_norm(x, weight, bias, eps, num_features, is_centred, layout, spec)

@@ -30,7 +30,7 @@ def split_norm(
     layout: Layout,
     spec: Spec,
 ) -> Tensor:
-    """Normalise this rank's shard of the residual over the features of all ranks.
+    """Normalise this rank's shard of an activation over the features of all ranks.
 
     Args:
         x: [B, T, D], split as `spec` says.
@@ -39,8 +39,8 @@ def split_norm(
         eps: added to the mean of squares.
         num_features: D of all ranks.
         is_centred: LayerNorm; else RMSNorm.
-        layout: of the ranks that share x.
-        spec: how x lies, `layout.residual` or `layout.inner`.
+        layout: whose ranks hold x.
+        spec: how x lies, along the residual or inside a branch.
     """
     out = _SplitNorm.apply(x, weight, bias, eps, num_features, is_centred, layout, spec)
     return cast(Tensor, out)
@@ -68,8 +68,8 @@ class _SplitNorm(Function):
         squares = layout.sum_features(centred.square().sum(-1, keepdim=True), spec)
         scale = squares.div_(num_features).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.num_features, ctx.has_bias = num_features, bias is not None
-        ctx.layout, ctx.spec = layout, spec
+        ctx.num_features, ctx.layout, ctx.spec = num_features, layout, spec
+        ctx.has_bias = bias is not None
         y = (centred * scale).mul_(weight.to(wide))
         if bias is not None:
             y.add_(bias.to(wide))

@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.errors import StrategyError
 from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.roles import OF_ALL, RoleBinding
+from phalanx.parallel.tensor.roles import OF_ALL, PAGE, RoleBinding
 from phalanx.parallel.tensor.spec import Spec
 
 
@@ -84,7 +84,7 @@ def placed(model: nn.Module, bindings: Iterable[RoleBinding], layout: Layout) ->
         home = name.rpartition(".")[0]
         raise StrategyError(
             f"tp: the parameter '{name}' is in no module that has a role; give a pattern for "
-            f"{f'{home!r}' if home else 'a module that it is moved into'}"
+            f"{f'{home!r}' if home else 'a module that it is moved into'}, see {PAGE}"
         )
     return list(found.values())
 
@@ -96,7 +96,7 @@ def _spec(binding: RoleBinding, parameter: nn.Parameter, layout: Layout) -> Spec
     matrix, vector = (full, full), full
     if binding.role in ("embedding", "head", "column"):
         # fsdp splits the rows of each shard again, which no DTensor can say of a fused vector.
-        matrix, vector = layout.column.axes, layout.inner.axes[2] if binding.num_maps == 1 else full
+        matrix, vector = layout.column.axes, layout.inner.axes[2] if not binding.is_fused else full
     elif binding.role == "row":
         matrix, vector = layout.row.axes, features
     elif binding.role == "table":

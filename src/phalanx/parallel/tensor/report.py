@@ -41,9 +41,7 @@ def report(parameters: Iterable[Placed]) -> list[Row]:
     return _folded(
         Row(
             name=row.name,
-            role=row.binding.role
-            if row.binding.num_maps == 1
-            else f"{row.binding.role}/{row.binding.num_maps}",
+            role=row.binding.text,
             full=tuple(row.parameter.shape),
             shard=row.shard_shape,
             axes=row.spec.axes,

@@ -2,13 +2,14 @@
 
 In a pattern, `*` stands for one name between dots: `blocks.*.mlp.up`. The first that matches holds.
 `column/3` is a column map that holds three one after another, as queries, keys and values: each is
-split by itself, so that a rank has its heads of all three.
+split by itself, so that a rank has its heads of all three. `column/4+1+1` says their proportions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
-from phalanx.parallel.tensor import transformers_models
+from phalanx.parallel.tensor import transformers_models, transformers_tables
 
 Role = Literal[
     "embedding",
@@ -39,6 +40,9 @@ Role = Literal[
 ROLES: tuple[Role, ...] = get_args(Role)
 
 Patterns = Mapping[str, str]
+
+PAGE = "docs/tensor.md"
+"""Says which models are known, and how to give patterns."""
 
 OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
 """Roles that hold for all modules inside, too."""
@@ -81,14 +85,27 @@ class RoleBinding:
 
     Attributes:
         columns: of a branch, its column maps, in the order of registration.
-        num_maps: maps that a column map holds, one after another.
+        parts: proportions of the maps that a column map holds, one after another.
     """
 
     name: str
     role: Role
     module: nn.Module
     columns: tuple[RoleBinding, ...] = ()
-    num_maps: int = 1
+    parts: tuple[int, ...] = (1,)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is a column map that holds several."""
+        return len(self.parts) > 1
+
+    @property
+    def text(self) -> str:
+        """The role as a pattern says it."""
+        if not self.is_fused:
+            return self.role
+        is_even = set(self.parts) == {1}
+        return f"{self.role}/{len(self.parts) if is_even else '+'.join(map(str, self.parts))}"
 
 
 def default_patterns(model: nn.Module) -> Patterns:
@@ -97,7 +114,7 @@ def default_patterns(model: nn.Module) -> Patterns:
         is_joint = model.shape.qk_norm == "projection"
         patterns = {**DECODER, **_OUTPUT_NORMS, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
     else:
-        patterns = transformers_models.patterns_of(model)
+        patterns = transformers_tables.patterns_of(model)
     names = [name for name, _ in model.named_modules()]
     return {p: role for p, role in patterns.items() if any(_matches(p, n) for n in names)}
 
@@ -117,7 +134,7 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
     if not own and not known:
         raise StrategyError(
             f"tp: the roles of the modules of {type(model).__name__} are not known; give patterns "
-            f"of names to roles ({', '.join(ROLES)})"
+            f"of names to roles ({', '.join(ROLES)}), see {PAGE}"
         )
     names = [name for name, _ in model.named_modules() if name]
     texts = {**own, **{p: role for p, role in known.items() if p not in own}}
@@ -132,8 +149,8 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
     for name in names:
         pattern = next((p for p in parsed if _matches(p, name)), None)
         if pattern is not None:
-            role, num_maps = parsed[pattern]
-            bindings[name] = RoleBinding(name, role, modules[name], num_maps=num_maps)
+            role, parts = parsed[pattern]
+            bindings[name] = RoleBinding(name, role, modules[name], parts=parts)
     _check_nesting(bindings)
     transformers_models.refuse_unsupported(model)
     _refuse_dropout(model, bindings)
@@ -156,18 +173,23 @@ def reads_residual(bindings: Iterable[RoleBinding], outside: str) -> bool:
     )
 
 
-def _parse(pattern: str, text: str) -> tuple[Role, int]:
-    """Return a role and the maps it holds."""
+def _parse(pattern: str, text: str) -> tuple[Role, tuple[int, ...]]:
+    """Return a role and the proportions, in lowest terms, of the maps it holds."""
     role, slash, number = text.partition("/")
     if role not in ROLES:
         raise StrategyError(
             f"tp: '{text}' of '{pattern}' is no role; the roles are {', '.join(ROLES)}"
         )
-    if slash and not (role == "column" and number.isdecimal() and int(number) > 1):
+    if not slash:
+        return role, (1,)
+    sizes = [int(size) if size.isdecimal() else 0 for size in number.split("+")]
+    parts = sizes if len(sizes) > 1 else [1] * sizes[0]
+    if role != "column" or len(parts) < 2 or not all(parts):
         raise StrategyError(
-            f"tp: '{text}' of '{pattern}': only a column map holds several, as 'column/3'"
+            f"tp: '{text}' of '{pattern}': only a column map holds several, as 'column/3', or "
+            "'column/4+1+1' where the first is four times as large"
         )
-    return role, int(number) if slash else 1
+    return role, tuple(part // math.gcd(*parts) for part in parts)
 
 
 def _columns(branch: str, bindings: Mapping[str, RoleBinding]) -> tuple[RoleBinding, ...]:

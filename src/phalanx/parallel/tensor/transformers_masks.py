@@ -1,0 +1,101 @@
+"""The attention masks that transformers' models would make, made from the full batch.
+
+Bit for bit those of the models, in four dimensions: `None` where a model leaves the mask out too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.parallel.tensor.transformers_tables import Base
+
+Mask = Tensor | Mapping[str, Tensor | None] | None
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Of the layers of a model that has a mask for each type of layer."""
+
+
+def mask_of(base: nn.Module, known: Base, values: Mapping[str, Any]) -> Mask:
+    """Return the mask of each layer of a known model, or one for all layers.
+
+    Args:
+        base: the model.
+        known: what is known of it.
+        values: the arguments of its forward.
+    """
+    config: Any = base.config
+    if known.sees != "by layer":
+        window = config.sliding_window if known.sees == "window" else None
+        return _mask(base, known, values, window)
+    if isinstance(values.get("attention_mask"), Mapping):
+        return cast(Mask, values["attention_mask"])
+    windows = dict(zip(LAYER_TYPES, (None, config.sliding_window), strict=True))
+    types = dict.fromkeys(config.layer_types)
+    return {each: _mask(base, known, values, windows[each]) for each in types}
+
+
+def _mask(base: Any, known: Base, values: Mapping[str, Any], window: int | None) -> Tensor | None:
+    """Return the mask of layers in which a position sees the last `window`, or all."""
+    mask: Tensor | None = values.get("attention_mask")
+    if mask is not None and mask.ndim == 4:
+        return mask
+    if mask is not None and mask.ndim != 2:
+        raise ConfigError(
+            f"tp: attention_mask is of shape {tuple(mask.shape)}; expected [rows, positions], or a "
+            "mask of four dimensions"
+        )
+    seen = None if mask is None or bool(mask.all()) else mask.bool()[:, None, None, :]
+    setting, default = ("is_decoder", False) if known.sees == "all" else ("is_causal", True)
+    is_causal = bool(getattr(base.config, setting, default))
+    allowed = _earlier(base, values, seen, window) if is_causal else seen
+    if base.config._attn_implementation != "eager":
+        return allowed
+    if allowed is None:  # the model would make one of its shard's shape
+        length = values["input_ids"].shape[1] if is_causal else 1
+        allowed = _causal(length, None, base.device)
+    zero = torch.zeros((), dtype=base.dtype, device=allowed.device)
+    return torch.where(allowed, zero, torch.finfo(base.dtype).min)
+
+
+def _earlier(
+    base: nn.Module, values: Mapping[str, Any], seen: Tensor | None, window: int | None
+) -> Tensor | None:
+    """Return which query (third dimension) sees which key (fourth), none that is later.
+
+    None stands for all up to the query's own position.
+    """
+    ids: Tensor = values["input_ids"]
+    own_positions: Tensor | None = values.get("position_ids")
+    allowed = _causal(ids.shape[1], window, ids.device)
+    if seen is not None:
+        return allowed & seen
+    if own_positions is None:
+        return None if window is None or ids.shape[1] < window else allowed
+    # Given positions are never left to the model, which would look for sequences in a shard.
+    if values.get("attention_mask") is not None or not _finds_sequences(base, values):
+        return allowed
+    steps = torch.diff(own_positions, prepend=own_positions[:, :1] - 1, dim=-1)
+    sequences = (steps != 1).cumsum(-1)
+    return allowed & (sequences[:, None, :, None] == sequences[:, None, None, :])
+
+
+def _causal(length: int, window: int | None, device: torch.device) -> Tensor:
+    places = torch.arange(length, device=device)
+    distance = places[None, None, :, None] - places[None, None, None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _finds_sequences(base: nn.Module, values: Mapping[str, Any]) -> bool:
+    """Tell whether a model looks for several sequences in a row: only where it keeps no cache.
+
+    In training it makes one, and drops it, unless it is told otherwise.
+    """
+    if getattr(base, "gradient_checkpointing", False) and base.training:
+        return True
+    use_cache = values.get("use_cache")
+    return not (cast(Any, base).config.use_cache if use_cache is None else use_cache)

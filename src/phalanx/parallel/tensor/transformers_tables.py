@@ -1,0 +1,164 @@
+"""Which models of transformers are known, by the names of their classes: their roles, their masks.
+
+Families whose modules have the same names share a table: a pattern that matches nothing in a model
+is left out. What a model needs besides roles is in transformers_models.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeVar
+
+from torch import nn
+
+Roles = Mapping[str, str]
+
+_LLAMA: Final = {
+    "embed_tokens": "embedding",
+    "layers.*.input_layernorm": "norm",
+    "layers.*.self_attn": "branch",
+    "layers.*.self_attn.q_proj": "column",
+    "layers.*.self_attn.k_proj": "column",
+    "layers.*.self_attn.v_proj": "column",
+    "layers.*.self_attn.qkv_proj": (
+        "column/{0.num_attention_heads}+{0.num_key_value_heads}+{0.num_key_value_heads}"
+    ),
+    "layers.*.self_attn.q_norm": "local",
+    "layers.*.self_attn.k_norm": "local",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.post_attention_layernorm": "norm",
+    "layers.*.pre_feedforward_layernorm": "norm",
+    "layers.*.mlp": "branch",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.gate_up_proj": "column/2",
+    "layers.*.mlp.down_proj": "row",
+    "layers.*.post_feedforward_layernorm": "norm",
+    "norm": "norm",
+}
+_OLMO2: Final = {
+    **_LLAMA,
+    "layers.*.self_attn.q_norm": "inner_norm",
+    "layers.*.self_attn.k_norm": "inner_norm",
+}
+_GPT2: Final = {
+    "wte": "embedding",
+    "wpe": "table",
+    "h.*.ln_1": "norm",
+    "h.*.attn": "branch",
+    "h.*.attn.c_attn": "column/3",
+    "h.*.attn.c_proj": "row",
+    "h.*.ln_2": "norm",
+    "h.*.mlp": "branch",
+    "h.*.mlp.c_fc": "column",
+    "h.*.mlp.c_proj": "row",
+    "ln_f": "norm",
+}
+_BERT: Final = {
+    "embeddings.word_embeddings": "embedding",
+    "embeddings.position_embeddings": "table",
+    "embeddings.token_type_embeddings": "table",
+    "embeddings.LayerNorm": "norm",
+    "encoder.layer.*.attention.self": "branch",
+    "encoder.layer.*.attention.self.query": "column",
+    "encoder.layer.*.attention.self.key": "column",
+    "encoder.layer.*.attention.self.value": "column",
+    "encoder.layer.*.attention.output.dense": "row",
+    "encoder.layer.*.attention.output.LayerNorm": "norm",
+    "encoder.layer.*.intermediate": "branch",
+    "encoder.layer.*.intermediate.dense": "column",
+    "encoder.layer.*.output.dense": "row",
+    "encoder.layer.*.output.LayerNorm": "norm",
+    "pooler": "gather",
+}
+_VIT: Final = {
+    "embeddings": "scatter",
+    "layers.*.layernorm_before": "norm",
+    "layers.*.attention": "branch",
+    "layers.*.attention.q_proj": "column",
+    "layers.*.attention.k_proj": "column",
+    "layers.*.attention.v_proj": "column",
+    "layers.*.attention.o_proj": "row",
+    "layers.*.layernorm_after": "norm",
+    "layers.*.mlp": "branch",
+    "layers.*.mlp.fc1": "column",
+    "layers.*.mlp.fc2": "row",
+    "layernorm": "norm",
+    "pooler": "gather",
+}
+_BERT_PREDICTIONS: Final = {
+    "cls.predictions.transform": "token",
+    "cls.predictions.decoder": "head",
+}
+
+
+@dataclass(frozen=True)
+class Base:
+    """What is known of a model without a head.
+
+    Attributes:
+        roles: patterns of names in it; {0} in a role stands for the model's configuration.
+        sees: what a position sees: all others; the earlier ones; of these the last
+            `config.sliding_window`, if it is given; or as `config.layer_types` says of each layer.
+    """
+
+    roles: Roles
+    sees: Literal["all", "earlier", "window", "by layer"] = "earlier"
+
+
+BASES: Final[Mapping[str, Base]] = {
+    "LlamaModel": Base(_LLAMA),
+    "MistralModel": Base(_LLAMA, "window"),
+    "Qwen2Model": Base(_LLAMA, "by layer"),
+    "Qwen3Model": Base(_LLAMA, "by layer"),
+    "Olmo2Model": Base(_OLMO2),
+    "Gemma2Model": Base(_LLAMA, "by layer"),
+    "Gemma3TextModel": Base(_LLAMA, "by layer"),
+    "Phi3Model": Base(_LLAMA, "window"),
+    "GPT2Model": Base(_GPT2),
+    "BertModel": Base(_BERT, "all"),
+    "ViTModel": Base(_VIT, "all"),
+}
+"""Class of a model without a head -> what is known of it."""
+
+_DECODERS: Final = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "Gemma2", "Gemma3", "Phi3")
+
+HEADS: Final[Mapping[str, Roles]] = {
+    **{f"{name}ForCausalLM": {"lm_head": "head"} for name in _DECODERS},
+    "GPT2LMHeadModel": {"lm_head": "head"},
+    **{
+        f"{name}ForSequenceClassification": {"score": "gather"}
+        for name in ("GPT2", "Gemma3Text", *_DECODERS)
+        if name != "Gemma3"  # which sees images too
+    },
+    "BertForMaskedLM": _BERT_PREDICTIONS,
+    "BertForPreTraining": {**_BERT_PREDICTIONS, "cls.seq_relationship": "full"},
+    "BertForSequenceClassification": {"classifier": "full"},
+    "BertForTokenClassification": {"classifier": "gather"},
+    "ViTForImageClassification": {"classifier": "full"},
+}
+"""Class of a model with a head -> patterns of the names that it has beside those of its base."""
+
+
+def patterns_of(model: nn.Module) -> dict[str, str]:
+    """Return the patterns of the models in `model` that are known here, under their names in it."""
+    patterns: dict[str, str] = {}
+    for name, module in model.named_modules():
+        base, head = lookup(BASES, module), lookup(HEADS, module)
+        own = {**({} if base is None else base.roles), **(head or {})}
+        prefix = f"{name}." if name else ""
+        config = getattr(module, "config", None)
+        patterns |= {prefix + pattern: role.format(config) for pattern, role in own.items()}
+    return patterns
+
+
+_Known = TypeVar("_Known")
+
+
+def lookup(known: Mapping[str, _Known], module: nn.Module) -> _Known | None:
+    """Return what is known of the class of a module, or of one that it is derived from.
+
+    FSDP2 derives a class of its own.
+    """
+    return next((known[c.__name__] for c in type(module).__mro__ if c.__name__ in known), None)
