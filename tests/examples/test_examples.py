@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.script.run import STRATEGY
 
@@ -91,12 +92,14 @@ def each(*strategies: str) -> list[tuple[str, str]]:
     return [(name, strategy) for name in SPLITTING for strategy in strategies]
 
 
+TP = [(name, "tp2") for name in ("bert_classifier", "llama", "vit")]
+
 JOBS = [
     (1, [(name, "dp1") for name in SMALL]),
-    (2, [*each("dp2", "fsdp2"), ("digits", "dp2"), ("bert_classifier", "tp2"), ("llama", "tp2")]),
-    pytest.param(2, each("fsdp2:zero1", "fsdp2:zero2"), marks=pytest.mark.slow),
-    pytest.param(3, [("digits", "dp3"), *each("dp3", "fsdp3")], marks=pytest.mark.slow),
-    pytest.param(4, each("dp2,fsdp2"), marks=pytest.mark.slow),
+    (2, [*each("dp2"), ("digits", "dp2"), ("bert_classifier", "tp2"), ("vit", "fsdp2")]),
+    by_hand(2, [*each("fsdp2", "fsdp2:zero1", "fsdp2:zero2"), *TP]),
+    by_hand(3, [("digits", "dp3"), *each("dp3", "fsdp3")]),
+    by_hand(4, each("dp2,fsdp2")),
 ]
 
 UNDETERMINED = ("key.bias", "k_proj.bias")

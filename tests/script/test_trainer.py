@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +94,13 @@ def test_batch_norm_over_own_rows_says_why_it_differs() -> None:
     assert any("takes mean and variance over the rows" in cause for cause in verdict.causes)
 
 
-def test_the_words_of_the_shell(tmp_path: Path) -> None:
-    code = "import sys; from phalanx.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", code]
-    words = ["train", "--script", "jobs.py:job", "--strategy", "pp2", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*command, *words, "--threads", "1"], cwd=Path(__file__).parent, capture_output=True,
-        text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "validation  loss" in done.stdout
-    assert f"checkpoint  {tmp_path}/checkpoints/step-00000010" in done.stdout
+def test_the_words_of_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = f"{Path(__file__).parent}/jobs.py:job"
+    words = ["train", "--script", script, "--strategy", "pp2", "--out", str(tmp_path)]
+    assert main([*words, "--threads", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "validation  loss" in printed
+    assert f"checkpoint  {tmp_path}/checkpoints/step-00000010" in printed
 
 
 @pytest.mark.parametrize(("script", "words"), [

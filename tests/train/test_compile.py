@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo import lookup_backend
 
+from marks import by_hand
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig
 from phalanx.launch.local import run_ranks
@@ -58,7 +59,7 @@ def graphs_run(job: Job) -> dict[str, Any]:
     return {"steps": steps, "evaluations": evaluations, "after": runs, "summary": summary}
 
 
-@pytest.mark.parametrize("strategy", ["dp2", "fsdp2,recompute:full"])
+@pytest.mark.parametrize("strategy", ["dp2", by_hand("fsdp2,recompute:full")])
 def test_every_step_runs_compiled_and_a_resumed_run_goes_on_to_the_bit(
     strategy: str, tmp_path: Path
 ) -> None:
