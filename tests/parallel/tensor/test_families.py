@@ -212,6 +212,13 @@ def test_images_are_expected_where_a_model_takes_them() -> None:
         ),
         (
             "tp2",
+            "mistral",
+            "CausalLM",
+            {"is_causal": False},
+            "MistralModel 'model': is_causal is off; expected on",
+        ),
+        (
+            "tp2",
             "qwen3",
             "CausalLM",
             {"layer_types": ["full_attention", "chunked_attention"]},
