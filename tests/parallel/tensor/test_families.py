@@ -144,11 +144,11 @@ SOME = ["mistral, several sequences in a row", "olmo2, classes", "a module aroun
     "jobs",
     [
         {"tp2": [*FAMILIES, *SOME]},
-        {"tp4:2d": ["olmo2", "gemma3_text", "phi3", "vit"]},
+        {"tp4:2d": ["olmo2", "gemma3_text", "phi3", "vit"], "tp4": ["phi3"]},
         by_hand({"tp2": OTHERS, "tp2:megatron": list(make_cases())}),
         by_hand({"dp2": FAMILIES, "fsdp2": FAMILIES}),
         by_hand({"tp4:2d": list(make_cases()), "fsdp2,tp2": [n for n in FAMILIES if n != "phi3"]}),
-        by_hand({"dp2,tp2": FAMILIES, "tp4": ["qwen3", "olmo2", "phi3", "vit"]}),
+        by_hand({"dp2,tp2": FAMILIES, "tp4": FAMILIES}),
         by_hand({"tp8:2.5d/2": FAMILIES, "tp8:3d": FAMILIES}),
     ],
     ids=" ".join,
@@ -210,6 +210,13 @@ def test_images_are_expected_where_a_model_takes_them() -> None:
             "CausalLM",
             {"use_bidirectional_attention": True},
             "Gemma3TextModel 'model': use_bidirectional_attention is on; expected off",
+        ),
+        (
+            "tp2",
+            "mistral",
+            "CausalLM",
+            {"is_causal": False},
+            "MistralModel 'model': is_causal is off; expected on",
         ),
         (
             "tp2",

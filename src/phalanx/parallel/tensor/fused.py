@@ -48,7 +48,7 @@ class _UnevenShard(_StridedShard):
     """
 
     def __init__(self, parts: Sequence[int], dim: int) -> None:
-        super().__init__(dim, split_factor=len(parts))
+        super().__init__(dim, split_factor=sum(parts))  # by which shards are of the right sizes
         self.parts = tuple(parts)
 
     @override

@@ -54,6 +54,8 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise StrategyError(
                 f"{where}: use_bidirectional_attention is on; expected off under tp"
             )
+        if known.sees in ("window", "by layer") and not getattr(config, "is_causal", True):
+            raise StrategyError(f"{where}: is_causal is off; expected on, for windows look back")
         other = set(getattr(config, "layer_types", None) or ()).difference(LAYER_TYPES)
         if other and known.sees == "by layer":
             raise StrategyError(
