@@ -91,7 +91,8 @@ def _average(parameters: Sequence[nn.Parameter], comm: Comm, count: int | None) 
     used = torch.tensor([p.grad is not None for p in parameters], device=comm.device)
     comm.all_reduce(used.byte(), "job", "max")
     own = torch.tensor(1.0 if count is None else count, dtype=torch.float64, device=comm.device)
-    share = own / comm.all_reduce(own.clone(), "job").clamp(min=1)
+    total = comm.all_reduce(own.clone(), "job")
+    share = own / torch.where(total > 0, total, 1.0)
     gradients: dict[torch.dtype, list[Tensor]] = {}
     for parameter, is_used in zip(parameters, used.tolist(), strict=True):
         if is_used:
@@ -106,11 +107,11 @@ def _average(parameters: Sequence[nn.Parameter], comm: Comm, count: int | None) 
 def _check_alike(parameters: Iterable[nn.Parameter]) -> None:
     digest = hashlib.blake2b()
     for parameter in parameters:
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     digests = gather_objects(digest.hexdigest())
     odd = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
     if odd is not None:
         raise ScriptError(
-            f"average_gradients: rank {odd} has other weights than rank 0, which averaging keeps "
-            "apart for ever; call torch.manual_seed(0) before the model is made"
+            f"average_gradients: rank {odd} has other weights than rank 0, and averaged gradients "
+            "do not make them equal; call torch.manual_seed(0) before the model is made"
         )

@@ -2,8 +2,9 @@
 
 `nn.Dropout` draws from each process's own generator, so that a job on two ranks trains with other
 masks than one process. Here an element's mask is a function of (seed, step, position of its row in
-the order of the samples, name of the module, place in the row), so any number of ranks draws the
-same (models/random.py). What draws in another way is named in a warning.
+the order of the samples, name of the module, how often it has run on the batch, place in the row),
+so any number of ranks draws the same (models/random.py). What draws in another way is named in a
+warning.
 """
 
 from __future__ import annotations
@@ -11,16 +12,32 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.errors import ScriptError
 from phalanx.models.random import dropout, key, row_keys
 
-Place = Callable[[], tuple[int, Tensor] | None]
-"""Returns the step under way and the positions of the batch's rows; None without a batch."""
+
+class Place(NamedTuple):
+    """Where a forward stands.
+
+    Attributes:
+        step: the step under way.
+        rows: positions of the batch's rows in the order of the samples.
+        calls: how often each dropout has run on this batch, by its name; this module counts here.
+    """
+
+    step: int
+    rows: Tensor
+    calls: dict[str, int]
+
+
+Where = Callable[[], Place | None]
+"""Returns the place, None without a batch of a loader."""
 
 _DRAWS = frozenset(
     "native_dropout bernoulli bernoulli_ rand randn randint rand_like randn_like randint_like "
@@ -29,35 +46,50 @@ _DRAWS = frozenset(
 """Operations of torch that draw from the process's own generator."""
 
 
-def key_dropouts(model: nn.Module, seed: int, place: Place, *, is_keyed: bool) -> None:
+def key_dropouts(model: nn.Module, seed: int, where: Where, *, is_keyed: bool) -> None:
     """Have the nn.Dropouts of a model draw by position, and name what else draws in training.
 
     Args:
         model: split already.
         seed: of the masks.
-        place: says where a forward stands.
+        where: says where a forward stands.
         is_keyed: whether every rank has whole rows of its samples; under tp it has not.
     """
     for name, module in model.named_modules():
         if is_keyed and type(module) is nn.Dropout:
-            module.forward = functools.partial(_forward, module, key(seed, name), place)
+            module.forward = functools.partial(_forward, module, name, key(seed, name), where)
     _name_draws(model)
 
 
-def _forward(module: nn.Dropout, seed: int, place: Place, input: Tensor) -> Tensor:
-    x = input
-    where = place() if module.training and module.p > 0 else None
-    if where is None or len(where[1]) != len(x) or x.ndim < 2:
-        return nn.Dropout.forward(module, x)
-    step, rows = where
-    if not x.numel():
-        return x
-    keys = row_keys(seed, step, rows.to(x.device))
-    kept = dropout(x.reshape(len(x), -1, x.shape[-1]), module.p, keys, salt=0)
-    return kept.view_as(x)
+def _forward(module: nn.Dropout, name: str, seed: int, where: Where, input: Tensor) -> Tensor:
+    place = where() if module.training and module.p > 0 else None
+    if place is None or len(place.rows) != len(input) or input.ndim < 2:
+        return nn.Dropout.forward(module, input)
+    call = _count(name, place.calls)
+    if not input.numel():
+        return input
+    keys = row_keys(seed, place.step, place.rows.to(input.device))
+    kept = dropout(input.reshape(len(input), -1, input.shape[-1]), module.p, keys, salt=call)
+    return kept.view_as(input)
 
 
-class _Draws(TorchDispatchMode):
+def _count(name: str, calls: dict[str, int]) -> int:
+    """Return how often a dropout has run on the batch before.
+
+    What is recomputed in backward has the number of its first run.
+    """
+    is_recomputed = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+    if not is_recomputed:
+        calls[name] = calls.get(name, 0) + 1
+    elif calls.get(name, 0) > 1:
+        raise ScriptError(
+            f"the dropout '{name}' ran {calls[name]} times on this batch, and one of them is "
+            "recomputed: which, nothing says; give each use an nn.Dropout of its own"
+        )
+    return calls[name] - 1
+
+
+class _DrawWatch(TorchDispatchMode):
     """Notes which operations draw."""
 
     def __init__(self) -> None:
@@ -76,11 +108,11 @@ class _Draws(TorchDispatchMode):
 
 def _name_draws(model: nn.Module) -> None:
     """Warn, after the first forward in training, of what drew from this process's generator."""
-    watch: list[_Draws] = []
+    watch: list[_DrawWatch] = []
 
     def before(*_: Any) -> None:
         if model.training and torch.is_grad_enabled() and not watch:
-            watch.append(_Draws())
+            watch.append(_DrawWatch())
             watch[0].__enter__()
 
     def after(*_: Any) -> None:
@@ -92,7 +124,7 @@ def _name_draws(model: nn.Module) -> None:
                 warnings.warn(
                     f"{type(model).__name__} draws from each rank's own generator in training "
                     f"({', '.join(sorted(watch[0].found))}), so that its numbers depend on the "
-                    "number of ranks; nn.Dropout over rows of samples does not",
+                    "number of ranks",
                     stacklevel=2,
                 )
 

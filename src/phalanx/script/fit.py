@@ -20,6 +20,7 @@ from phalanx.comm.waits import told_to
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import count_rows, map_batch, tensors_of
 from phalanx.debug.check import CollectiveCheck
+from phalanx.errors import CheckpointError, DataError
 from phalanx.launch.pulse import PULSE
 from phalanx.measure.environment import environment
 from phalanx.measure.logs import RunLog, StepRecord
@@ -29,7 +30,7 @@ from phalanx.measure.timer import StepTimer
 from phalanx.parallel.batch_norm import settle_batch_norms
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
-from phalanx.script.dropout import key_dropouts
+from phalanx.script.dropout import Place, key_dropouts
 from phalanx.script.flops import flops_of
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.strategy import Strategy
@@ -91,6 +92,7 @@ class _Fit:
         self.optimizer = trainer.optimizer(model.parameters())
         self.scheduler = None if trainer.scheduler is None else trainer.scheduler(self.optimizer)
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle)
+        self._calls: dict[str, int] = {}
         self.loader = RankLoader(plain, comm, self.draws)
         self.step = Step(
             model.train(),
@@ -122,6 +124,7 @@ class _Fit:
                 stack.enter_context(self._checked())
             self._evaluate()
             for batch in self._batches():
+                self._calls.clear()
                 result = self.records.take(step, self._cut(batch))
                 if self.scheduler is not None:
                     self.scheduler.step()
@@ -145,8 +148,14 @@ class _Fit:
 
     def _batches(self) -> Iterator[Any]:
         while self.step.steps_done < self.num_steps:
-            with PULSE.doing(f"data of step {self.step.steps_done + 1}"):
+            steps_done = self.step.steps_done
+            with PULSE.doing(f"data of step {steps_done + 1}"):
                 yield from self.loader
+            if self.step.steps_done == steps_done:
+                raise DataError(
+                    f"the data ended after step {steps_done} of {self.num_steps}, and a further "
+                    "pass over it has none; set steps to that, or give data that can be read again"
+                )
 
     def _cut(self, batch: Any) -> list[Any]:
         """Return this rank's microbatches of a batch."""
@@ -202,7 +211,9 @@ class _Fit:
             self.options.out, self.step.model, [self.optimizer], self._standing()
         )
         if found is None:
-            return
+            raise CheckpointError(
+                f"cannot go on from {self.options.out}: there is no checkpoint in it"
+            )
         _, standing = found
         self.step.steps_done = standing["steps_done"]
         self.draws.state = checkpoint.from_text(standing["draws"])
@@ -210,8 +221,8 @@ class _Fit:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(standing["schedulers"][0])
 
-    def _place(self) -> tuple[int, torch.Tensor] | None:
-        return self.step.steps_done, self.loader.rows
+    def _place(self) -> Place | None:
+        return Place(self.step.steps_done, self.loader.rows, self._calls)
 
     def _count_flops(self, model: nn.Module) -> int | None:
         """Return the FLOPs of a global batch; None if they are not counted, or are not all."""

@@ -15,6 +15,13 @@ from phalanx.errors import ScriptError
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import is_fused
 
+ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
+    *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Adagrad),
+    *(torch.optim.Adadelta, torch.optim.ASGD),
+)
+"""Optimizers whose step of a shard is the shard of their step."""
+
 Names = Mapping[nn.Parameter, str]
 """The parameters of a model before it was split, and their names."""
 
@@ -51,6 +58,12 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
                     "have; make the optimizer from the parameters of that model"
                 )
         group["params"] = [p if p in ours else after[before[p]] for p in group["params"]]
+    if any(isinstance(p, DTensor) for p in ours) and not isinstance(optimizer, ELEMENTWISE):
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise ScriptError(
+            f"prepare: {type(optimizer).__name__} looks at whole parameters, of which a rank has "
+            f"shards under this strategy; use dp, or one that steps each element by itself: {names}"
+        )
     for parameter in cast(list[nn.Parameter], [p for p in optimizer.state if p not in ours]):
         new = after[before[parameter]]
         state = optimizer.state.pop(parameter)

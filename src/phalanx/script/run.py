@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -37,7 +38,7 @@ from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
-from phalanx.script.dropout import key_dropouts
+from phalanx.script.dropout import Place, key_dropouts
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
 from phalanx.script.optimizer import Names, guard, rebind
@@ -143,6 +144,8 @@ class Run:
         self._num_backwards = 0
         self._is_whole = False
         self._stepped: set[int] = set()
+        self._made: list[weakref.ref[Tensor]] = []
+        self._calls: dict[str, int] = {}
 
     @property
     def is_first(self) -> bool:
@@ -211,24 +214,32 @@ class Run:
         if self._num_backwards == 0:
             self._begin_step(model, loss_sum.detach())
         found = torch.zeros_like(self._totals)
-        found[0], found[1] = loss_sum.detach(), count
+        found[1] = count
+        # The mean over no row, times 0 rows, is not a number.
+        found[0] = torch.where(found[1] > 0, loss_sum.detach().double(), 0.0)
         self.comm.all_reduce(found, "data")
         self._totals += found
         if self._num_backwards == 0:
             # Most steps have as many samples in each call, so that nothing is left to correct.
-            self._divisor = (found[1] * self.accumulation).clamp(min=1)
+            self._divisor = _nonzero(found[1] * self.accumulation)
         self._num_backwards += 1
         is_pass_over = self._yielded is not None and self._yielded.is_last
         is_last = is_pass_over or self._num_backwards == self.accumulation
         reducer = self._runner.reducer
-        if reducer is not None:
-            reducer.before_backward(reducer.parameters if is_last else ())
-        (loss_sum / self._divisor.to(loss_sum.dtype)).backward()
+        wide = torch.promote_types(loss_sum.dtype, torch.float32)
+        try:
+            if reducer is not None:
+                reducer.before_backward(reducer.parameters if is_last else ())
+            (loss_sum.to(wide) / self._divisor.to(wide)).backward()
+        except BaseException:  # a script may catch it, and begin the step again
+            self._num_backwards = 0
+            self._clear()
+            raise
         if is_last:
             if reducer is not None:
                 reducer.finish()
             self._end_step()
-        return self._totals[0] / self._totals[1].clamp(min=1)
+        return self._totals[0] / _nonzero(self._totals[1])
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.
@@ -286,6 +297,11 @@ class Run:
             CheckpointError: it cannot be written.
         """
         model, wanted = self._prepared_model("save"), Path(folder)
+        if self._num_backwards or (self._is_whole and not self._stepped):
+            raise ScriptError(
+                "save: between run.backward and optimizer.step(), whose gradients no checkpoint "
+                "keeps, while their batches count as taken; save after the step"
+            )
         if wanted not in self._folders:
             self._folders[wanted] = checkpoint.free_folder(wanted)
             if self._folders[wanted] != wanted:
@@ -401,7 +417,7 @@ class Run:
         if isinstance(each, DataLoader):
             self._loaders.append(RankLoader(each, self.comm, self._draws, self._note_batch))
             return self._loaders[-1]
-        if isinstance(each, torch.optim.lr_scheduler.LRScheduler) or hasattr(each, "state_dict"):
+        if all(hasattr(each, name) for name in ("step", "state_dict", "load_state_dict")):
             self._schedulers.append(each)
             return each
         raise ScriptError(
@@ -434,11 +450,27 @@ class Run:
                 f"backward: {name} was {was} when the model was prepared, and is {is_now}; move, "
                 "cast, freeze or extend the model before run.prepare"
             )
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._check_gradients()
+        self._clear()
         self._totals = torch.zeros_like(self._totals)
         self._is_whole = False
         self._stepped.clear()
+
+    def _clear(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _check_gradients(self) -> None:
+        """Refuse to clear gradients that no step has used."""
+        is_used = {id(ref()) for ref in self._made} if self._stepped else set[int]()
+        left = [g for g in self._gradients() if id(g) not in is_used]
+        if any(bool(local_shard(gradient).any()) for gradient in left):
+            raise ScriptError(
+                "backward: there are gradients already that no optimizer.step() has used, of "
+                "another run.backward or of loss.backward(); say accumulation=N to phalanx.init "
+                "for N calls a step, add losses up before one call, or call zero_grad() to leave "
+                "them out"
+            )
 
     def _check_own_batches(self, loss: float) -> None:
         """Refuse batches of no prepared loader that are the same on all ranks."""
@@ -452,21 +484,25 @@ class Run:
     def _end_step(self) -> None:
         """Scale the gradients by what was not known when backward began."""
         if self.accumulation > 1:
-            factor = self._divisor / self._totals[1].clamp(min=1)
+            factor = self._divisor / _nonzero(self._totals[1])
             for gradient in self._gradients():
                 local_shard(gradient).mul_(factor)
         self._num_backwards, self._is_whole = 0, True
+        self._made = [weakref.ref(gradient) for gradient in self._gradients()]
 
     def _gradients(self) -> list[Tensor]:
         """Return the gradients that there are."""
         return [p.grad for p in self._parameters.values() if p.grad is not None]
 
     def _note_batch(self, loader: RankLoader) -> None:
-        self._yielded = loader
+        if torch.is_grad_enabled():  # a batch of an evaluation ends no pass of the training
+            self._yielded, self._calls = loader, {}
 
-    def _place(self) -> tuple[int, Tensor] | None:
-        """Return the step under way, and where the rows of the batch stand among all samples."""
-        return None if self._yielded is None else (self.steps_done, self._yielded.rows)
+    def _place(self) -> Place | None:
+        """Return where the forward under way stands."""
+        if self._yielded is None:
+            return None
+        return Place(self.steps_done, self._yielded.rows, self._calls)
 
     def _standing(self) -> checkpoint.Standing:
         return checkpoint.Standing(
@@ -476,6 +512,11 @@ class Run:
             loaders=[loader.state() for loader in self._loaders],
             schedulers=[scheduler.state_dict() for scheduler in self._schedulers],
         )
+
+
+def _nonzero(total: Tensor) -> Tensor:
+    """Return a divisor: 1 where there is nothing to divide."""
+    return torch.where(total > 0, total, 1.0)
 
 
 def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
