@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from phalanx.errors import ConfigError
 from phalanx.launch import slurm, torchrun
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
@@ -42,7 +43,7 @@ def attach(facts: Mapping[str, Any], *, device: str = "auto", timeout_s: float =
     from phalanx.comm import join
 
     if dist.is_initialized():
-        return "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return _as_joined(facts, device)
     slurm.adopt()
     if is_under_torchrun():
         return _attach_to_job(facts, device, timeout_s)
@@ -50,6 +51,23 @@ def attach(facts: Mapping[str, Any], *, device: str = "auto", timeout_s: float =
         device = "cuda" if torch.cuda.is_available() else "cpu"
     join.join(0, 1, store=dist.HashStore(), device=device, timeout_s=timeout_s)
     return device
+
+
+def _as_joined(facts: Mapping[str, Any], device: str) -> str:
+    """Return what the job of this process computes on; refuse to ask it for something else."""
+    import torch.distributed as dist
+
+    from phalanx.comm.together import gather_objects
+
+    if facts:
+        torchrun.check_same(gather_objects(dict(facts)))
+    joined = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    if device not in ("auto", joined):
+        raise ConfigError(
+            f"init: device is {device}, but this process has joined a job on {joined}; start it "
+            f"by: phalanx run SCRIPT --device {device}"
+        )
+    return joined
 
 
 def _attach_to_job(facts: Mapping[str, Any], device: str, timeout_s: float) -> str:

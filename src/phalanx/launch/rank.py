@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import select
@@ -117,6 +118,9 @@ def run_rank(
     for signum in ENDING:  # they may come to all processes of the job: the parent decides
         signal.signal(signum, signal.SIG_IGN)
     line = Line(connection)
+    # A server forked this process; the helpers it starts, such as a DataLoader's, begin as Python's
+    # do by default, or each would begin with the script anew.
+    multiprocessing.set_start_method(None, force=True)
     try:
         _join(info, listener)
         with PULSE.doing("running"):
@@ -133,8 +137,15 @@ def run_rank(
         sys.stdout.flush()
         sys.stderr.flush()
     line.may_leave.wait()
+    end_helpers()
     # gloo's threads sometimes abort a process that succeeded while they are torn down.
     os._exit(exit_code)
+
+
+def end_helpers() -> None:
+    """End the processes that this one has started, such as a DataLoader's, as Python would."""
+    for child in multiprocessing.active_children():
+        child.terminate()
 
 
 def _describe(rank: int, error: BaseException) -> Failure:

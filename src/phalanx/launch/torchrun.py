@@ -25,7 +25,7 @@ from phalanx.launch.hosts import PeerFailed, Watch, kill_silent
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
-from phalanx.launch.rank import is_lost_peer, is_reader_gone, reader_has_left
+from phalanx.launch.rank import end_helpers, is_lost_peer, is_reader_gone, reader_has_left
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.signals import ENDING, answered, ignore
 from phalanx.launch.supervisor import tell
@@ -329,6 +329,7 @@ def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
 
 def leave(exit_code: int) -> NoReturn:
     """End this rank without tearing its threads down, which sometimes aborts what succeeded."""
+    end_helpers()
     scratch.remove()
     with suppress(OSError):
         sys.stdout.flush()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,7 +65,8 @@ def save(
     final = manifest.folder_of(folder, standing.steps_done)
     if on_first_rank((final / manifest.NAME).exists, f"cannot save in {folder}"):
         return final  # by this run, which has taken no step since
-    values = asdict(standing) | {
+    values = vars(standing) | {
+        "schedulers": [_encoded(each) for each in standing.schedulers],
         "draws": to_text(standing.draws),
         "groups": [[_settings(group) for group in each.param_groups] for each in optimizers],
     }
@@ -156,6 +158,7 @@ def load(
             for parameter in group["params"]:
                 if parameter in together.state:
                     optimizer.state[parameter] = together.state[parameter]
+    script["schedulers"] = [_decoded(each) for each in script["schedulers"]]
     return where, script
 
 
@@ -167,6 +170,27 @@ def to_text(generator: Tensor | None) -> str:
 def from_text(text: str) -> Tensor | None:
     """Return the state of a generator from what `to_text` made of it."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) if text else None
+
+
+def _encoded(value: Any) -> Any:
+    """Return a value as JSON has it, with what it has not: keys that are no text, and counts."""
+    if isinstance(value, Mapping):
+        pairs = [[key, _encoded(each)] for key, each in cast("Mapping[Any, Any]", value).items()]
+        return {"counter" if isinstance(value, Counter) else "pairs": pairs}
+    if isinstance(value, list | tuple):
+        return [_encoded(each) for each in cast("Sequence[Any]", value)]
+    return float(value) if isinstance(value, Tensor) and value.ndim == 0 else value
+
+
+def _decoded(value: Any) -> Any:
+    """Return what `_encoded` was given, tuples as lists."""
+    if isinstance(value, dict):
+        ((kind, pairs),) = cast("dict[str, Any]", value).items()
+        found = {key: _decoded(each) for key, each in pairs}
+        return Counter(found) if kind == "counter" else found
+    if isinstance(value, list):
+        return [_decoded(each) for each in cast("list[Any]", value)]
+    return value
 
 
 def _check_groups(

@@ -92,7 +92,7 @@ class _Fit:
         self.optimizer = trainer.optimizer(model.parameters())
         self.scheduler = None if trainer.scheduler is None else trainer.scheduler(self.optimizer)
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle)
-        self._calls: dict[str, int] = {}
+        self._calls: dict[int, dict[str, int]] = {}
         self.loader = RankLoader(plain, comm, self.draws)
         self.step = Step(
             model.train(),
@@ -222,7 +222,9 @@ class _Fit:
             self.scheduler.load_state_dict(standing["schedulers"][0])
 
     def _place(self) -> Place | None:
-        return Place(self.step.steps_done, self.loader.rows, self._calls)
+        number = self.step.run.microbatch
+        rows = self.loader.rows.tensor_split(self.trainer.accumulation)[number]
+        return Place(self.step.steps_done, rows, self._calls.setdefault(number, {}))
 
     def _count_flops(self, model: nn.Module) -> int | None:
         """Return the FLOPs of a global batch; None if they are not counted, or are not all."""

@@ -16,8 +16,10 @@ draws. Its state and the number of batches taken say where a loader stands.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -26,9 +28,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from phalanx.comm.comm import Comm
-from phalanx.comm.together import broadcast_object
+from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.data.rows import count_rows, map_batch, map_tensors
-from phalanx.errors import ConfigError, DataError
+from phalanx.errors import ConfigError, DataError, ScriptError
 
 
 class Draws:
@@ -104,7 +106,8 @@ class RankLoader:
         self._on_batch = on_batch
         self._first_row = self._num_rows = 0
         self._before: dict[str, Tensor] = {}
-        self._skip = 0
+        self._skip = self._pass = 0
+        self._digest = ""
         self._fetcher = None
         if not isinstance(plain.dataset, IterableDataset):
             self._fetcher = _Fetcher(plain)
@@ -118,9 +121,19 @@ class RankLoader:
         return getattr(self.plain, name)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.batches_done:  # the pass before was left early
+            self.epoch += 1
         self.batches_done, self._skip = self._skip, 0
+        self._pass += 1
+        number = self._pass
         batches = self._of_stream() if self._fetcher is None else self._of_dataset(self._fetcher)
-        for batch, own, self.is_last in batches:
+        for batch, own, is_last in batches:
+            if number != self._pass:
+                raise ScriptError(
+                    "a pass over the loader goes on after another over it has begun; prepare a "
+                    "DataLoader for each"
+                )
+            self.is_last = is_last
             self.batches_done += 1
             self.rows = torch.arange(self._first_row + own.start, self._first_row + own.stop)
             self._on_batch(self)
@@ -131,13 +144,14 @@ class RankLoader:
     def state(self) -> dict[str, Any]:
         """Return where the loader stands, for JSON."""
         before = {name: state.numpy().tobytes().hex() for name, state in self._before.items()}
-        position = {"epoch": self.epoch, "batches": self.batches_done, "row": self._first_row}
-        return position | {"generators": before}
+        position = {"epoch": self.epoch, "row": self._first_row, "order": self._digest}
+        return position | {"batches": self._skip or self.batches_done, "generators": before}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Stand where a loader stood, so that the next pass is the rest of that one."""
         self.epoch, self._skip = state["epoch"], state["batches"]
-        self._first_row = state["row"]
+        self._first_row, self._digest = state["row"], state["order"]
+        self.batches_done = 0
         self._before = {
             name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
             for name, text in state["generators"].items()
@@ -149,28 +163,49 @@ class RankLoader:
         ends = list(itertools.accumulate(map(len, order)))
         owns = [self._share(end - len(batch), end) for batch, end in zip(order, ends, strict=True)]
         self._num_rows = ends[-1] if ends else 0
-        samples = [sample for batch in order for sample in batch]
-        # A sample is fetched for a share without rows too: it tells what a batch is made of.
-        wanted = [samples[own.start : own.stop] or samples[-1:] for own in owns]
+        wanted = [
+            # A sample is fetched for a share without rows too: it tells what a batch is made of.
+            batch[own.start - end + len(batch) :][: len(own)] or batch[-1:]
+            for batch, own, end in zip(order, owns, ends, strict=True)
+        ]
         with Draws(self._before["draws"]).in_place():
-            fetched = fetcher.iterate(wanted[first:], self._before.get("own"))
+            # Workers of other ranks draw apart from those of the first.
+            skip = self._comm.coord("data")
+            fetched = fetcher.iterate(wanted[first:], self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
             own = owns[number]
-            cut = rows if len(own) else map_tensors(rows, lambda t: t[:0])
-            yield _Fetched(cut, own, number == len(order) - 1)
+            yield _Fetched(rows if len(own) else _no_rows(rows), own, number == len(order) - 1)
 
     def _order(self, draws: Draws) -> list[list[Any]]:
         """Draw the samples of each batch of a pass, as the plain loader would."""
-        generator = self.plain.generator
+        sampler = cast(Any, self.plain.batch_sampler)
+        generators = _generators(self.plain)
         with draws.in_place():
-            if self.batches_done and generator is not None:
-                generator.set_state(self._before["own"])
+            for name, generator in generators.items() if self.batches_done else ():
+                generator.set_state(self._before[name])
             self._before = {"draws": torch.get_rng_state()}
-            if generator is not None:
-                self._before["own"] = generator.get_state()
-            # What the plain loader seeds its workers by comes first.
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
-            return [list(batch) for batch in cast(Any, self.plain.batch_sampler)]
+            self._before |= {name: each.get_state() for name, each in generators.items()}
+            # What the plain loader seeds its workers by comes first; those that stay have theirs.
+            if not (self.plain.persistent_workers and self.epoch):
+                torch.empty((), dtype=torch.int64).random_(generator=self.plain.generator)
+            order = [list(batch) for batch in itertools.islice(sampler, len(sampler))]
+        self._check(order)
+        return order
+
+    def _check(self, order: list[list[Any]]) -> None:
+        """Refuse an order that is not that of all ranks, or of the pass that is gone on with."""
+        digest = hashlib.blake2b(repr(order).encode(), digest_size=16).hexdigest()
+        if len(set(gather_objects(digest))) > 1:
+            raise DataError(
+                f"{type(self.plain.sampler).__name__} draws another order on each rank; draw from "
+                "torch's generator, or give the DataLoader a generator with a seed"
+            )
+        if self.batches_done and digest != self._digest:
+            raise DataError(
+                f"{type(self.plain.sampler).__name__} draws another order than in the pass that is "
+                "gone on with; draw from torch's generator, or give the DataLoader a generator"
+            )
+        self._digest = digest
 
     def _of_stream(self) -> Iterator[_Fetched]:
         with self._draws.in_place():
@@ -219,11 +254,21 @@ class _Fetcher:
             persistent_workers=plain.persistent_workers,
         )
 
-    def iterate(self, batches: Sequence[list[Any]], state: Tensor | None) -> Iterator[Any]:
-        """Begin to fetch; `state` is that of the plain loader's own generator."""
+    def iterate(
+        self, batches: Sequence[list[Any]], state: Tensor | None, skip: int
+    ) -> Iterator[Any]:
+        """Begin to fetch.
+
+        Args:
+            batches: the samples of each.
+            state: of the plain loader's own generator.
+            skip: draws to leave out before the one by which workers are seeded.
+        """
         self._batches = batches
         if self._generator is not None and state is not None:
             self._generator.set_state(state)
+        for _ in range(skip):
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
         return iter(self._loader)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -233,7 +278,55 @@ class _Fetcher:
         return len(self._batches)
 
 
+def _generators(plain: DataLoader[Any]) -> dict[str, torch.Generator]:
+    """Return the generators of a loader and its samplers, by a number; "0" is the loader's own."""
+    inner = getattr(plain.batch_sampler, "sampler", None)
+    found: dict[str, torch.Generator] = {}
+    for number, holder in enumerate((plain, plain.sampler, plain.batch_sampler, inner)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and generator not in found.values():
+            found[str(number)] = generator
+    return found
+
+
+def _no_rows(batch: Any) -> Any:
+    """Return a batch of one row without it.
+
+    Raises:
+        ConfigError: its form does not say what a row is.
+    """
+    if isinstance(batch, Tensor) and batch.ndim and len(batch) == 1:
+        return batch[:0]
+    if batch is None or (isinstance(batch, list | tuple) and _is_column(batch)):
+        return None if batch is None else []
+    if isinstance(batch, list | tuple) and batch:
+        parts = cast("Sequence[Any]", batch)
+        # Named tuples take their fields one by one.
+        cut = [_no_rows(part) for part in parts]
+        return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
+    if isinstance(batch, Mapping):
+        return {key: _no_rows(part) for key, part in cast("Mapping[Any, Any]", batch).items()}
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        parts = {f.name: _no_rows(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **parts)
+    what = f"a tensor of shape {list(batch.shape)}" if isinstance(batch, Tensor) else repr(batch)
+    raise ConfigError(
+        f"a rank has no row of the last batch, and a batch of one sample holds {what}, which does "
+        "not say what a row is; have collate_fn put samples first, or say drop_last=True"
+    )
+
+
+def _is_column(batch: Any) -> bool:
+    """Return whether a list has one text or number for each of its one row."""
+    return len(batch) == 1 and isinstance(batch[0], str | int | float)
+
+
 def _check(plain: DataLoader[Any], num_ranks: int) -> None:
+    if type(plain).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"prepare: {type(plain).__name__} has an __iter__ of its own, which would not run; "
+            "give a DataLoader, and do that work in the dataset or in collate_fn"
+        )
     if plain.batch_size is None and plain.batch_sampler is None:
         raise ConfigError(
             "prepare: the DataLoader has batch_size=None, so it makes no batches whose rows could "

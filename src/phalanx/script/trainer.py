@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
@@ -150,7 +150,16 @@ class Trainer:
         )
 
     def loader(self, data: Dataset[Any], *, shuffle: bool = False) -> DataLoader[Any]:
-        """Return the global batches of a dataset."""
+        """Return the global batches of a dataset.
+
+        Raises:
+            ConfigError: an iterable dataset is to be shuffled, or its passes counted.
+        """
+        if isinstance(data, IterableDataset) and (shuffle or self.steps is None):
+            raise ConfigError(
+                f"{type(data).__name__} is an IterableDataset, which has its own order and no "
+                "length; say shuffle=False and steps=N to phalanx.Trainer"
+            )
         return DataLoader(data, self.batch_size, shuffle or None, collate_fn=self.collate)
 
 

@@ -1,0 +1,260 @@
+"""A prepared loader deals out the batches of the plain one, in its order, and can go on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import phalanx
+from phalanx.errors import PhalanxError
+from phalanx.launch.local import run_ranks
+from phalanx.script.loader import RankLoader
+
+NUM_ROWS = 23
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.tensor([index, index + 100]), "name": f"row {index}"}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(NUM_ROWS))
+
+
+def with_generator() -> DataLoader[Any]:
+    return DataLoader(
+        Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(5), num_workers=0
+    )
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Numbers(), 4),
+    "shuffled": lambda: DataLoader(Numbers(), 4, shuffle=True),
+    "with a generator": with_generator,
+    "last batch dropped": lambda: DataLoader(Numbers(), 4, shuffle=True, drop_last=True),
+    "one row left": lambda: DataLoader(Numbers(), 11, shuffle=True),
+    "with replacement": lambda: DataLoader(
+        Numbers(), 4, sampler=RandomSampler(Numbers(), replacement=True, num_samples=30)
+    ),
+    "by a generator of its sampler": lambda: DataLoader(
+        Numbers(),
+        4,
+        sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(9)),
+    ),
+    "weighted": lambda: DataLoader(
+        Numbers(), 4, sampler=WeightedRandomSampler(range(1, NUM_ROWS + 1), 17)
+    ),
+    "a subset": lambda: DataLoader(Numbers(), 3, sampler=SubsetRandomSampler(range(5, 14))),
+    "a sampler of batches": lambda: DataLoader(
+        Numbers(), batch_sampler=BatchSampler(RandomSampler(Numbers()), 5, False)
+    ),
+    "by workers": lambda: DataLoader(Numbers(), 4, shuffle=True, num_workers=2),
+    "by workers that stay": lambda: DataLoader(
+        Numbers(), 4, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "a stream": lambda: DataLoader(Stream(), 4),
+}
+
+
+def rows_of(batch: Any) -> Tensor:
+    return batch["x"][:, 0] if isinstance(batch, dict) else batch
+
+
+def passes(loader: Any, gather: Any, num_passes: int = 2) -> list[list[int]]:
+    """Return the rows of each batch."""
+    return [gather(rows_of(batch)).tolist() for _ in range(num_passes) for batch in loader]
+
+
+def plain_passes(name: str) -> list[list[int]]:
+    torch.manual_seed(3)
+    return passes(LOADERS[name](), lambda rows: rows)
+
+
+def dealt_out() -> dict[str, Any]:
+    """Return what the ranks get together, and where each stands, for every loader."""
+    found: dict[str, Any] = {}
+    for name, make in LOADERS.items():
+        run = phalanx.init()
+        torch.manual_seed(3 if run.is_first else 4)  # the order is that of the first rank
+        loader = run.prepare(make())
+        torch.rand(7 * run.comm.coord("dp"))  # and nobody's own draws change it
+        positions: list[int] = []
+        batches: list[list[int]] = []
+        lasts: list[bool] = []
+        for _ in range(2):
+            for batch in loader:
+                torch.rand(3)
+                batches.append(run.gather(rows_of(batch)).tolist())
+                positions += run.gather(loader.rows).tolist()
+                lasts.append(loader.is_last)
+                assert len(rows_of(batch)) == len(loader.rows)
+        found[name] = batches, positions, lasts, loader.epoch
+    return found
+
+
+def test_the_batches_are_those_of_the_plain_loader() -> None:
+    for num_ranks in (1, 2, 3):
+        for found in run_ranks(dealt_out, num_ranks, threads=1):
+            for name, (batches, positions, lasts, epoch) in found.items():
+                assert batches == plain_passes(name), (num_ranks, name)
+                assert positions == list(range(len(positions))), name
+                half = len(batches) // 2
+                assert [i for i, is_last in enumerate(lasts) if is_last] == [
+                    half - 1,
+                    2 * half - 1,
+                ], name
+                assert epoch == 2
+
+
+def gone_on(num_done: int) -> dict[str, list[list[int]]]:
+    """Take some batches, and the rest with other loaders that are told where those stood."""
+    found: dict[str, list[list[int]]] = {}
+    for name, make in LOADERS.items():
+        run = phalanx.init()
+        torch.manual_seed(3)
+        loader: RankLoader = run.prepare(make())
+        batches: list[list[int]] = []
+        state, draws = loader.state(), run._draws.state
+        while loader.epoch < 2 and len(batches) < num_done:
+            for batch in loader:
+                batches.append(run.gather(rows_of(batch)).tolist())
+                state, draws = loader.state(), run._draws.state
+                if len(batches) == num_done:
+                    break
+        again = phalanx.init()
+        torch.manual_seed(77)
+        other: RankLoader = again.prepare(make())
+        again._draws.state = draws
+        other.set_state(state)
+        while other.epoch < 2:
+            batches += [again.gather(rows_of(batch)).tolist() for batch in other]
+        found[name] = batches
+    return found
+
+
+def test_a_loader_goes_on_where_another_stood() -> None:
+    for num_done in (2, 5, 7):
+        for found in run_ranks(gone_on, 2, num_done, threads=1):
+            for name, batches in found.items():
+                assert batches == plain_passes(name), (num_done, name)
+
+
+def after_a_break() -> list[list[int]]:
+    run = phalanx.init()
+    torch.manual_seed(3)
+    loader = run.prepare(DataLoader(Numbers(), 4, shuffle=True))
+    for _batch in loader:
+        break
+    return passes(loader, run.gather, 1)
+
+
+def test_a_pass_that_is_broken_off_is_followed_by_a_whole_one() -> None:
+    torch.manual_seed(3)
+    plain = DataLoader(Numbers(), 4, shuffle=True)
+    for _batch in plain:
+        break
+    expected = passes(plain, lambda rows: rows, 1)
+    assert run_ranks(after_a_break, 2, threads=1) == [expected, expected]
+
+
+class Odd(Sampler[int]):
+    """Draws from what each rank draws from by itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(NUM_ROWS))
+        random.Random(dist.get_rank()).shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+
+class Other(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter([100])
+
+
+def nested(loader: RankLoader) -> None:
+    for _ in loader:
+        for _ in loader:
+            pass
+
+
+def tuple_of_pairs(samples: list[Any]) -> Any:
+    return [sample["x"] for sample in samples]
+
+
+def words_of_what_cannot_be_dealt_out() -> list[str]:
+    run = phalanx.init()
+    words: list[str] = []
+    for work in (
+        lambda: list(run.prepare(DataLoader(Numbers(), 4, sampler=Odd()))),
+        lambda: run.prepare(Other(Numbers(), 4)),
+        lambda: nested(run.prepare(DataLoader(Numbers(), 4))),
+        lambda: list(run.prepare(DataLoader(Numbers(), 11, collate_fn=tuple_of_pairs))),
+    ):
+        try:
+            work()
+            words.append("")
+        except PhalanxError as error:
+            words.append(str(error))
+    endless = run.prepare(DataLoader(Numbers(), batch_sampler=BatchSampler(Endless(), 3, True)))
+    assert len(list(endless)) == NUM_ROWS // 3
+    return words
+
+
+def test_what_cannot_be_dealt_out_right_is_refused_by_name() -> None:
+    for rank, words in enumerate(run_ranks(words_of_what_cannot_be_dealt_out, 2, threads=1)):
+        assert words[0].startswith("Odd draws another order on each rank")
+        assert words[1].startswith("prepare: Other has an __iter__ of its own")
+        assert words[2].startswith("a pass over the loader goes on after another")
+        assert ("a rank has no row of the last batch" in words[3]) == (rank == 1)
+
+
+class Drawing(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(())
+
+
+def draws_of_workers() -> list[float]:
+    run = phalanx.init()
+    torch.manual_seed(0)
+    loader = run.prepare(DataLoader(Drawing(), 4, num_workers=1))
+    return [float(x) for batch in loader for x in run.gather(batch)]
+
+
+def test_workers_of_different_ranks_draw_different_numbers() -> None:
+    for draws in run_ranks(draws_of_workers, 2, threads=1):
+        assert len(set(draws)) == 8
