@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
 import loops
 import pytest
+import torch
 from loops import Case
 from torch import Tensor, nn
 
@@ -26,6 +28,18 @@ class Dropping(nn.Module):
         return self.last(self.of_positions(x_BD.view(len(x), 3, 4)).sum(1))
 
 
+class Shared(nn.Module):
+    """Uses one dropout twice, and the whole twice a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(6, 12), nn.Linear(12, 5), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BD = self.first(x).tanh()
+        return self.last(self.drop(x_BD) + self.drop(x_BD))
+
+
 class Drawing(nn.Module):
     """Draws in a way that nothing can know of."""
 
@@ -37,23 +51,39 @@ class Drawing(nn.Module):
         return self.last(nn.functional.dropout(x, 0.5, self.training))
 
 
-CASE = Case(build=Dropping, batch_size=9)
+CASES = [Case(build=Dropping, batch_size=9), Case(build=Shared, batch_size=9)]
 
 
 def results(strategies: list[str]) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing else draws
-        return [loops.distributed(CASE, strategy) for strategy in strategies]
+        return [loops.distributed(case, strategy) for strategy in strategies for case in CASES]
 
 
 def test_any_ranks_drop_what_one_process_drops() -> None:
-    (expected,) = run_ranks(results, 1, ["dp1"])[0]
+    expected = run_ranks(results, 1, ["dp1"])[0]
     for strategies in (["dp2", "fsdp2"], ["dp3"]):
         for found in run_ranks(results, int(strategies[0][-1]), strategies, threads=1):
-            for ours in found:
-                assert loops.largest_error(ours, expected) < 1e-10
+            for ours, theirs in zip(found, expected * len(strategies), strict=True):
+                assert loops.largest_error(ours, theirs) < 1e-10
     without = loops.plain(Case(build=Dropping, batch_size=9))  # other masks, so other losses
-    assert loops.largest_error(without, expected) > 1e-3
+    assert loops.largest_error(without, expected[0]) > 1e-3
+
+
+def masks_of_two_uses() -> list[Tensor]:
+    loop = loops.Distributed(CASES[1], "dp1")
+    masks: list[Tensor] = []
+    loop.model.drop.register_forward_hook(lambda _m, _x, y: masks.append(y == 0))
+    x, _ = next(iter(loop.loader))
+    loop.model(x)
+    loop.model(x)
+    return masks
+
+
+def test_each_use_of_a_dropout_has_a_mask_of_its_own() -> None:
+    masks = run_ranks(masks_of_two_uses, 1)[0]
+    assert len(masks) == 4
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
 
 
 def shares_of_zeros() -> list[float]:

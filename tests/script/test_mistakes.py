@@ -11,6 +11,7 @@ import torch
 from loops import Numbers, Twice, normed, perceptron
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import phalanx
@@ -84,6 +85,48 @@ def zeroed_too_early() -> None:
     script.backward()
     script.optimizer.zero_grad()
     script.optimizer.step()
+
+
+def two_backwards() -> None:
+    script = Script()
+    script.backward()
+    script.backward()
+
+
+def a_loss_beside() -> None:
+    script = Script()
+    script.backward()
+    script.optimizer.step()
+    script.optimizer.zero_grad()
+    script.loss().backward()
+    script.backward()
+
+
+def saved_within_a_step() -> None:
+    script = Script(accumulation=3)
+    script.backward()
+    script.run.save("runs/nowhere")
+
+
+def an_optimizer_of_whole_parameters() -> None:
+    run = phalanx.init("fsdp2")
+    model = perceptron()
+    run.prepare(model, torch.optim.LBFGS(model.parameters()))
+
+
+def a_recomputed_dropout_of_two_uses() -> None:
+    run = phalanx.init("dp2")
+    drop = nn.Dropout(0.5)
+    model = nn.Sequential(nn.Linear(6, 6), drop, nn.Linear(6, 6), drop, nn.Linear(6, 5)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Numbers(), 8))
+    x, y = next(iter(loader))
+    logits = checkpoint(model, x, use_reentrant=False)
+    run.backward(cross_entropy(logits, y, reduction="sum"), len(y))
+
+
+def a_device_that_is_not_the_jobs() -> None:
+    phalanx.init("dp2", device="cuda")
 
 
 def a_step_within_an_accumulation() -> None:
@@ -219,6 +262,12 @@ MISTAKES: dict[Callable[[], None], str] = {
     two_steps: r"optimizer.step\(\) without a run.backward since its last step",
     a_backward_of_torch: r"gradients of this rank alone: loss.backward\(\) was called",
     zeroed_too_early: r"zero_grad\(\) came between run.backward and the step",
+    two_backwards: r"gradients already that no optimizer.step\(\) has used.*accumulation=N",
+    a_loss_beside: r"gradients already that no optimizer.step\(\) has used",
+    saved_within_a_step: r"save: between run.backward and optimizer.step\(\)",
+    an_optimizer_of_whole_parameters: r"LBFGS looks at whole parameters.*use dp, or one.*SGD, Adam",
+    a_recomputed_dropout_of_two_uses: r"dropout '1' ran 2 times on this batch.*recomputed",
+    a_device_that_is_not_the_jobs: r"device is cuda, but this process has joined a job on cpu",
     a_step_within_an_accumulation: r"after 1 of 3 calls of run.backward.*accumulation=1",
     clipped_too_early: r"clip: there are no gradients of a whole step",
     optimizer_not_prepared: r"no optimizer is prepared",

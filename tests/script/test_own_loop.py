@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,10 @@ import loops
 import pytest
 import torch
 from loops import Case, Numbers, Stream, Twice, as_rows, normed, of_groups
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
+import phalanx
 from marks import by_hand
 from phalanx.launch.local import run_ranks
 
@@ -118,3 +124,70 @@ def folders_of_runs_begun_anew(folder: Path) -> list[str]:
 def test_a_run_begun_anew_leaves_the_checkpoints_of_another_alone(tmp_path: Path) -> None:
     for names in run_ranks(folders_of_runs_begun_anew, 2, tmp_path / "run", threads=1):
         assert names == ["run", "run", "run-2", "run-2"]
+
+
+def losses_of_small_counts() -> list[tuple[float, float]]:
+    """Give weights as counts, whose sum is below 1, and a last batch of fewer rows than ranks."""
+    run = phalanx.init()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.arange(9, dtype=torch.float64)[:, None]
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(TensorDataset(x), 4))
+    found: list[tuple[float, float]] = []
+    for (rows,) in loader:
+        weights = torch.full_like(rows, 0.05)
+        loss = (model(rows).square() * weights).sum() / weights.sum() * weights.sum()
+        mean = run.backward(loss, weights.sum())
+        found.append((float(mean), float(model.weight.grad.sum())))
+        optimizer.step()
+    return found
+
+
+def test_counts_below_one_and_no_rows_are_divided_by_what_they_are() -> None:
+    expected = run_ranks(losses_of_small_counts, 1)[0]
+    for found in run_ranks(losses_of_small_counts, 2, threads=1):
+        assert all(map(math.isfinite, itertools.chain(*found)))
+        assert found == [pytest.approx(each, rel=LIMIT) for each in expected]
+
+
+def weights_of_multistep(folder: Path, num_steps: int | None) -> list[float]:
+    case = dataclasses.replace(CASES["adam"], schedules=False)
+    loop = loops.Distributed(case, "dp1")
+    steps = torch.optim.lr_scheduler.MultiStepLR(loop.optimizer, [3, 6], 0.5)
+    loop.scheduler = loop.run.prepare(steps)
+    loop.run.resume(folder)
+    loop.train(num_steps)
+    if num_steps is not None:
+        loop.run.save(folder)
+    return [steps.last_epoch, *steps.get_last_lr()]
+
+
+def test_a_schedule_whose_state_has_numbers_for_keys_goes_on(tmp_path: Path) -> None:
+    assert run_ranks(weights_of_multistep, 1, tmp_path, 4)[0] == [4, 0.005]
+    assert run_ranks(weights_of_multistep, 1, tmp_path, None)[0] == [10, 0.0025]
+
+
+def weights_after_an_error(is_failing: bool) -> dict[str, torch.Tensor]:
+    """Fail within a backward, and take the step again."""
+    loop = loops.Distributed(CASES["adam"], "dp2")
+    x, y = next(iter(loop.loader))
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    if is_failing:
+        logits = loop.model(x)
+        logits.register_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loop.run.backward(logits.sum(), len(y))
+    loop.run.backward(cross_entropy(loop.model(x), y, reduction="sum"), len(y))
+    loop.optimizer.step()
+    return loop.weights()
+
+
+def test_a_step_that_failed_can_be_taken_again() -> None:
+    ours, theirs = (
+        run_ranks(weights_after_an_error, 2, how, threads=1)[0] for how in (True, False)
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
