@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from typing import Any
@@ -117,3 +118,14 @@ def test_what_draws_otherwise_is_named_once() -> None:
         assert len(words) == 1
         assert "Drawing draws from each rank's own generator in training (" in words[0]
     assert run_ranks(warnings_of, 2, loops.perceptron, threads=1) == [[], []]
+
+
+def output_of_a_copy() -> bool:
+    loop = loops.Distributed(Case(build=loops.perceptron), "dp1")
+    copied = copy.deepcopy(loop.model)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    return torch.equal(loop.model(x), copied(x))
+
+
+def test_a_prepared_model_can_be_copied() -> None:
+    assert run_ranks(output_of_a_copy, 1) == [True]

@@ -55,7 +55,7 @@ def no_graph() -> None:
 
 def no_count() -> None:
     script = Script()
-    script.run.backward(script.loss(), None)  # pyright: ignore[reportArgumentType]
+    script.run.backward(script.loss())
 
 
 def a_count_of_each() -> None:

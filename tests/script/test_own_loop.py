@@ -191,3 +191,17 @@ def test_a_step_that_failed_can_be_taken_again() -> None:
         run_ranks(weights_after_an_error, 2, how, threads=1)[0] for how in (True, False)
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def states(strategy: str) -> dict[str, torch.Tensor]:
+    loop = loops.Distributed(CASES["adam"], strategy)
+    loop.train()
+    return loop.run.state_dict()
+
+
+def test_whole_weights_are_those_of_the_plain_model() -> None:
+    _, expected = loops.plain(CASES["adam"])
+    for state in run_ranks(states, 2, "fsdp2", threads=1):
+        assert list(state) == list(expected)
+        assert all(type(tensor) is torch.Tensor for tensor in state.values())
+        assert loops.largest_error(([0.0], state), ([0.0], expected)) < LIMIT

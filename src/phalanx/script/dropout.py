@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import ScriptError
 from phalanx.models.random import dropout, key, row_keys
@@ -108,27 +110,40 @@ class _DrawWatch(TorchDispatchMode):
 
 def _name_draws(model: nn.Module) -> None:
     """Warn, after the first forward in training, of what drew from this process's generator."""
-    watch: list[_DrawWatch] = []
-
-    def before(*_: Any) -> None:
-        if model.training and torch.is_grad_enabled() and not watch:
-            watch.append(_DrawWatch())
-            watch[0].__enter__()
-
-    def after(*_: Any) -> None:
-        if watch:
-            watch[0].__exit__(None, None, None)
-            for handle in handles:
-                handle.remove()
-            if watch[0].found:
-                warnings.warn(
-                    f"{type(model).__name__} draws from each rank's own generator in training "
-                    f"({', '.join(sorted(watch[0].found))}), so that its numbers depend on the "
-                    "number of ranks",
-                    stacklevel=2,
-                )
-
-    handles = [
-        model.register_forward_pre_hook(before),
-        model.register_forward_hook(after, always_call=True),
+    hooks = _FirstForward(model)
+    hooks.handles = [
+        model.register_forward_pre_hook(hooks.before),
+        model.register_forward_hook(hooks.after, always_call=True),
     ]
+
+
+class _FirstForward:
+    """Watches the first forward in training of one model; that of a copy of it is let be."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._watch: _DrawWatch | None = None
+        self.handles: list[RemovableHandle] = []
+
+    def before(self, model: nn.Module, _inputs: Any) -> None:
+        if model is self._model() and model.training and torch.is_grad_enabled():
+            self._watch = _DrawWatch()
+            self._watch.__enter__()
+
+    def after(self, model: nn.Module, *_: Any) -> None:
+        if self._watch is None or model is not self._model():
+            return
+        watch, self._watch = self._watch, None
+        watch.__exit__(None, None, None)
+        for handle in self.handles:
+            handle.remove()
+        if watch.found:
+            warnings.warn(
+                f"{type(model).__name__} draws from each rank's own generator in training "
+                f"({', '.join(sorted(watch.found))}), so that its numbers depend on the number of "
+                "ranks; attention has a dropout of its own, and nn.Dropout does not draw so",
+                stacklevel=2,
+            )
+
+    def __deepcopy__(self, _memo: object) -> _FirstForward:
+        return self  # its model is not the copy

@@ -21,11 +21,12 @@ import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from phalanx.comm.comm import Ranks, local_shard
@@ -193,7 +194,7 @@ class Run:
         prepared = [self._prepared(each) for each in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def backward(self, loss_sum: Tensor, count: int | Tensor) -> Tensor:
+    def backward(self, loss_sum: Tensor, count: float | Tensor | None = None) -> Tensor:
         """Add up the gradients of the global batch's loss; every rank calls this together.
 
         After the last call of a step each `.grad` is the gradient of the mean over the global
@@ -201,10 +202,11 @@ class Run:
 
         Args:
             loss_sum: sum of the losses of this rank's samples, a number with its graph; 0-d.
-            count: samples (or tokens) that it is a sum over.
+            count: samples (or tokens) of this rank that it is a sum over; it has to be given.
 
         Returns:
-            The mean loss of the step so far over all ranks, 0-d, float64, without a graph.
+            The mean loss over all ranks of the step so far, of all its microbatches where it
+            accumulates; 0-d, float64, without a graph.
 
         Raises:
             ScriptError: the loss is a mean or has no graph, or the model has been changed.
@@ -214,7 +216,7 @@ class Run:
         if self._num_backwards == 0:
             self._begin_step(model, loss_sum.detach())
         found = torch.zeros_like(self._totals)
-        found[1] = count
+        found[1] = cast("float | Tensor", count)
         # The mean over no row, times 0 rows, is not a number.
         found[0] = torch.where(found[1] > 0, loss_sum.detach().double(), 0.0)
         self.comm.all_reduce(found, "data")
@@ -284,6 +286,19 @@ class Run:
         pieces = [by_rank[number] for number in sorted(by_rank)]
         wholes = iter([torch.cat(each) for each in zip(*pieces, strict=True)])
         return map_batch(own, lambda _: next(wholes))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole weights and buffers on the CPU; every rank calls this together.
+
+        They are those of the plain model, for `torch.save` on the first rank, say; the other ranks
+        get them too.
+
+        Raises:
+            ScriptError: no model is prepared.
+        """
+        state = self._prepared_model("state_dict").state_dict()
+        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
         """Save a checkpoint that any strategy on any number of ranks goes on from; all call this.
