@@ -76,11 +76,13 @@ def test_what_a_script_ends_with_is_told(tmp_path: Path, word: str, error: str) 
 
 
 JOINS = """
+import os
 import runpy
 import sys
+from pathlib import Path
 sys.path.insert(0, {folder!r})
 import jobs
-print(jobs.job().verify("dp2").is_equal)
+Path(sys.argv[1], os.environ["RANK"]).write_text(str(jobs.job().verify("dp2").is_equal))
 runpy.run_path({script!r}, run_name="__main__")
 """
 
@@ -92,7 +94,8 @@ def test_torchrun_joins_the_processes_and_verify_joins_them_too(
     script = tmp_path / "script.py"
     folder = str(Path(__file__).parent)
     script.write_text(JOINS.format(folder=folder, script=str(TOY / "distributed.py")))
-    assert output_of(*TORCHRUN, str(script))[0] == f"True\nTrue\n{printed}"
+    assert output_of(*TORCHRUN, str(script), str(tmp_path))[0] == printed
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
 
 
 @pytest.mark.parametrize(("word", "error"), [
