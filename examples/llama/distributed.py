@@ -5,7 +5,7 @@ from pathlib import Path
 
 import phalanx
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,13 +16,17 @@ def build() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, **heads))
 
 
+def load(num_rows: int, length: int) -> Tensor:
+    """Return rows of so many bytes each."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+    ids = torch.frombuffer(bytearray(text[: num_rows * length]), dtype=torch.uint8)
+    return ids[: len(ids) // length * length].view(-1, length).long()
+
+
 def main(num_epochs: int = 1, num_rows: int = 1000, length: int = 64) -> nn.Module:
     run = phalanx.init()
     torch.manual_seed(0)
-    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
-    ids = torch.frombuffer(bytearray(text[: num_rows * length]), dtype=torch.uint8)
-    rows = ids[: len(ids) // length * length].view(-1, length).long()
-    loader = DataLoader(TensorDataset(rows), batch_size=16, shuffle=True)
+    loader = DataLoader(TensorDataset(load(num_rows, length)), batch_size=16, shuffle=True)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, loader = run.prepare(model, optimizer, loader)

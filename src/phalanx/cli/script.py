@@ -16,6 +16,7 @@ from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
+from phalanx.measure.utilization import percent
 
 if TYPE_CHECKING:
     from phalanx.script.fit import Fitted
@@ -138,7 +139,7 @@ def _show(fitted: Fitted, out: Path) -> None:
         (_, first), (_, last) = fitted.evaluations[0], fitted.evaluations[-1]
         rows.append(("validation", f"loss {first:.4f} -> {last:.4f}"))
     if fitted.step_s is not None:
-        mfu = "" if fitted.mfu is None else f", MFU {100 * fitted.mfu:.1f} % of ceiling"
+        mfu = "" if fitted.mfu is None else f", MFU {percent(fitted.mfu)} of ceiling"
         rows.append(("speed", f"{1e3 * fitted.step_s:,.1f} ms a step{mfu}"))
     if fitted.memory is not None:
         rows.append(("memory", f"{fitted.memory.peak_bytes / 2**20:,.1f} MiB of tensors at most"))

@@ -28,7 +28,7 @@ from phalanx.hugging_face.companions import copy_companions, tokenizer_of
 from phalanx.hugging_face.config import config_to_hf, shape_from_hf
 from phalanx.hugging_face.families import families_of, family_of
 from phalanx.hugging_face.folder import TensorFiles
-from phalanx.hugging_face.names import locate, table, tied_copies
+from phalanx.hugging_face.names import reader, table
 from phalanx.models.shape import ModelShape
 from phalanx.storage import check_free, checksum, hint_of_missing, published
 
@@ -161,22 +161,9 @@ def open_hugging_face(folder: Path) -> Weights:
         raise ConfigError(f"{folder / folders.CONFIG}: {error}") from error
     tensors = TensorFiles(folder)
     try:
-        found = locate(tensors.sizes, shape, config["model_type"])
+        read = reader(shape, config["model_type"], tensors.sizes, tensors.read)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    links = {name: link for link in table(shape, config["model_type"]) for name in link.ours}
-    embedding = found[links["embedding.weight"].theirs]
-    for name in tied_copies(tensors.sizes, shape):
-        if not torch.equal(tensors.read(name), tensors.read(embedding)):
-            raise CheckpointError(
-                f"{folder}: its config.json ties the output to the embedding, but '{name}' is not "
-                f"'{embedding}'; set tie_word_embeddings to false there to keep both"
-            )
-
-    def read(name: str) -> Tensor:
-        link = links[name]
-        return link.split(tensors.read(found[link.theirs]))[link.ours.index(name)]
-
     return Weights(folder, shape, read)
 
 

@@ -12,7 +12,7 @@ Nothing here needs the transformers package.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -175,7 +175,35 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
     return found
 
 
-def tied_copies(names: Iterable[str], shape: ModelShape) -> list[str]:
+def reader(
+    shape: ModelShape,
+    family: str,
+    sizes: Mapping[str, tuple[int, ...]],
+    read_theirs: Callable[[str], Tensor],
+) -> Callable[[str], Tensor]:
+    """Return what reads a weight of ours out of tensors of theirs.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over or of another size.
+    """
+    found = locate(sizes, shape, family)
+    links = {name: link for link in table(shape, family) for name in link.ours}
+    embedding = found[links["embedding.weight"].theirs]
+    for name in _tied_copies(sizes, shape):
+        if not torch.equal(read_theirs(name), read_theirs(embedding)):
+            raise CheckpointError(
+                f"the config.json ties the output to the embedding, but '{name}' is not "
+                f"'{embedding}'; set tie_word_embeddings to false there to keep both"
+            )
+
+    def read(name: str) -> Tensor:
+        link = links[name]
+        return link.split(read_theirs(found[link.theirs]))[link.ours.index(name)]
+
+    return read
+
+
+def _tied_copies(names: Iterable[str], shape: ModelShape) -> list[str]:
     """Return the names under which a file holds a tied weight a second time."""
     return [name for name in names if shape.tied and name.endswith("lm_head.weight")]
 
@@ -183,4 +211,4 @@ def tied_copies(names: Iterable[str], shape: ModelShape) -> list[str]:
 def _is_known_extra(name: str, shape: ModelShape) -> bool:
     if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
         return True
-    return bool(tied_copies([name], shape))
+    return bool(_tied_copies([name], shape))

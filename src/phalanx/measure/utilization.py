@@ -173,7 +173,7 @@ def percent(share: float | None) -> str:
     """Return a share as text, such as `41.3 %`; `unknown` for None and for what is no share."""
     if share is None or not -ROUNDING <= share <= 1 + ROUNDING:
         return "unknown"
-    return f"{100 * share:.1f} %"
+    return "< 0.1 %" if 0 < share < 5e-4 else f"{100 * share:.1f} %"
 
 
 def _tera(flops_per_s: float) -> str:

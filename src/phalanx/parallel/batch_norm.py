@@ -7,8 +7,9 @@ Layout    X[B_data, C, ...]  mean[C]  variance[C], whole on every rank, and so r
 Forward   all_reduce: (sum X, rows){sum data} -> mean; all_reduce: sum (X - mean)^2 -> variance
 Backward  the gradients of mean and variance are sums over ranks too: one all_reduce each
 Cost      4 all_reduces of C numbers a layer and microbatch
-Limits    Any N, uneven and empty ranks. Microbatches of an accumulation stay apart, as in one
-          process that accumulates.
+Limits    Any N, uneven and empty ranks. Microbatches of an accumulation or a pipeline stay apart,
+          as in one process that accumulates: each has a mean and a variance of its own, and moves
+          the running statistics once, in order.
 """
 
 from __future__ import annotations
@@ -33,25 +34,44 @@ Statistics = Literal["global", "local"]
 def settle_batch_norms(model: nn.Module, comm: Comm, statistics: Statistics | None) -> None:
     """Have each BatchNorm of a model take its statistics as is asked for, in place.
 
+    One that is in `eval()` within a model in training is frozen, and left alone.
+
     Raises:
-        ConfigError: there is one whose rows are split over ranks, and nothing is asked for.
+        ConfigError: nothing is asked for, and there is one whose rows are split over ranks, or over
+            the microbatches of a pipeline.
     """
-    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
-    if not norms or comm.size("data") == 1:
+    if statistics not in (None, "global", "local"):
+        raise ConfigError(f"batch_norm is {statistics!r}; expected 'global' or 'local'")
+    norms = [(name, norm) for name, norm in batch_norms(model) if not _is_frozen(norm, model)]
+    data_ranks, stages = comm.size("data"), comm.size("pp")
+    if not norms or (data_ranks == 1 and stages == 1):
         return
     if statistics is None:
         name, norm = norms[0]
+        found = f"{type(norm).__name__} '{name}' takes mean and variance over the rows of a batch"
+        if data_ranks == 1:
+            raise ConfigError(
+                f"{found}, and a pipeline computes it in microbatches; say batch_norm='global' for "
+                "those of the rows of each microbatch, as in one process that accumulates as many, "
+                "or put it in eval() for its running statistics"
+            )
         raise ConfigError(
-            f"{type(norm).__name__} '{name}' takes mean and variance over the rows of a batch, "
-            f"which {comm.size('data')} ranks share; say batch_norm='global' for those of all "
+            f"{found}, which {data_ranks} ranks share; say batch_norm='global' for those of all "
             "rows, as one process computes, or 'local' for those of each rank, as "
             "DistributedDataParallel does"
         )
-    if statistics not in ("global", "local"):
-        raise ConfigError(f"batch_norm is {statistics!r}; expected 'global' or 'local'")
-    if statistics == "global":
+    if statistics == "global" and data_ranks > 1:
         for _, norm in norms:
             norm.forward = functools.partial(_forward, norm, comm)
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the names and modules of BatchNorm, of any dimensions."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+
+
+def _is_frozen(norm: Any, model: nn.Module) -> bool:
+    return model.training and not norm.training and norm.running_mean is not None
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -44,6 +44,7 @@ from torch.utils.flop_counter import flop_registry
 
 from phalanx.comm.comm import Ranks
 from phalanx.errors import StrategyError
+from phalanx.parallel.batch_norm import batch_norms
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.split import Split, Target
 from phalanx.parallel.tensor.scope import carried
@@ -75,7 +76,8 @@ def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | No
             when it runs again, outside of the model's forward; see `tensor.scope`.
 
     Raises:
-        StrategyError: the model has no blocks, fewer than a segment, or cannot run segments.
+        StrategyError: the model has no blocks, fewer than a segment, cannot run segments, or keeps
+            running statistics.
     """
     segment_size = check(model, recompute)
     if recompute.kind == "none":
@@ -99,7 +101,8 @@ def check(model: nn.Module, recompute: Recompute) -> int:
     """Return how many consecutive blocks `recompute` runs again as one; at least 1.
 
     Raises:
-        StrategyError: the model has no blocks, fewer than a segment, or cannot run segments.
+        StrategyError: the model has no blocks, fewer than a segment, cannot run segments, or keeps
+            running statistics.
     """
     if recompute.kind == "none":
         return 1
@@ -110,6 +113,12 @@ def check(model: nn.Module, recompute: Recompute) -> int:
             f"{text}: {type(model).__name__} has no blocks to run again, that is no element "
             "of a ModuleList; the nearest is recompute:none"
         )
+    for name, norm in batch_norms(model):
+        if norm.training and norm.track_running_stats:
+            raise StrategyError(
+                f"{text}: {type(norm).__name__} '{name}' is in training, and its running "
+                "statistics would move twice where it runs again; the nearest is recompute:none"
+            )
     segment_size = recompute.segment_size(num_blocks) or 1
     if segment_size > 1 and not isinstance(model, Segmented):
         raise StrategyError(

@@ -31,10 +31,12 @@ from phalanx.parallel.batch_norm import settle_batch_norms
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.dropout import Place, key_dropouts
-from phalanx.script.flops import flops_of
+from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import Draws, RankLoader
+from phalanx.script.stages import cut_by_flops
 from phalanx.strategy import Strategy
 from phalanx.train.step import TERMS, Step, StepResult
+from phalanx.verify.reference import in_training
 
 if TYPE_CHECKING:
     from phalanx.script.trainer import Options, Trainer
@@ -82,12 +84,14 @@ class _Fit:
         self.trainer, self.strategy, self.options = trainer, strategy, options
         self.comm = comm = Ranks(strategy, options.device)
         torch.manual_seed(trainer.seed)
-        model = trainer.build()
+        model = in_training(trainer.build())
         self.draws = Draws()
         # Before anything is split: the FLOPs are those of one process.
-        self.flops = self._count_flops(model)
+        flops = self._count_flops(model)
+        self.flops = None if flops is None else flops.total
         settle_batch_norms(model, comm, trainer.batch_norm)
-        plan = Plan(strategy, model.to(comm.device), roles=trainer.roles, pp_rank=comm.coord("pp"))
+        cut, self.stages = cut_by_flops(strategy, model, flops)
+        plan = Plan(cut, model.to(comm.device), roles=trainer.roles, pp_rank=comm.coord("pp"))
         runner = plan.build(comm)
         self.optimizer = trainer.optimizer(model.parameters())
         self.scheduler = None if trainer.scheduler is None else trainer.scheduler(self.optimizer)
@@ -95,7 +99,7 @@ class _Fit:
         self._calls: dict[int, dict[str, int]] = {}
         self.loader = RankLoader(plain, comm, self.draws)
         self.step = Step(
-            model.train(),
+            model,
             self.optimizer,
             trainer.objective,
             OptimizerConfig(clip_norm=trainer.max_norm or 0.0),
@@ -175,12 +179,14 @@ class _Fit:
         def forward(batch: Any) -> torch.Tensor:
             return objective.loss_sum(self.step.model, batch, 0)
 
+        modes = {module: module.training for module in self.step.model.modules()}
         self.step.model.eval()
         for batch in RankLoader(plain, self.comm, Draws(torch.get_rng_state())):
             loss_sum = self.step.run.infer(batch, forward)
             totals[0] += 0 if loss_sum is None else loss_sum  # the last stage of a pipeline has it
             totals[1] += objective.num_valid(batch)
-        self.step.model.train()
+        for module, is_training in modes.items():  # some may be frozen in eval()
+            module.training = is_training
         self.comm.all_reduce(totals[:1], "loss")
         self.comm.all_reduce(totals[1:], "data")
         self.records.evaluation(self.step.steps_done, float(totals[0] / totals[1].clamp(min=1)))
@@ -226,7 +232,7 @@ class _Fit:
         rows = self.loader.rows.tensor_split(self.trainer.accumulation)[number]
         return Place(self.step.steps_done, rows, self._calls.setdefault(number, {}))
 
-    def _count_flops(self, model: nn.Module) -> int | None:
+    def _count_flops(self, model: nn.Module) -> Flops | None:
         """Return the FLOPs of a global batch; None if they are not counted, or are not all."""
         is_stream = isinstance(self.trainer.data, IterableDataset)  # which may have no second pass
         if self.strategy.recompute.kind != "none" or is_stream:
@@ -257,7 +263,10 @@ class _Records:
         if dist.get_rank() == 0:
             self.log = RunLog(run.options.out, Console(), run.num_steps)
             self.log.note("environment", environment())
-            self.log.note("config", {"strategy": str(run.strategy), "steps": run.num_steps})
+            config = {"strategy": str(run.strategy), "steps": run.num_steps, "stages": run.stages}
+            self.log.note("config", config)
+            for line in run.stages:
+                self.log.display.say(line)
 
     def __enter__(self) -> _Records:
         watcher = self._run.step.watched(lambda name: self.timer.phase(TERMS[name]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +14,20 @@ from phalanx.data.rows import map_tensors
 from phalanx.train.objective import Objective
 
 
-def flops_of(model: nn.Module, objective: Objective, batch: Any) -> int | None:
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of forward and backward of a batch.
+
+    Attributes:
+        total: of the model.
+        of_module: of each module in it, by its name.
+    """
+
+    total: int
+    of_module: Mapping[str, int]
+
+
+def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None:
     """Return the FLOPs of forward and backward of a batch; None if they cannot be counted.
 
     A copy of the model on the meta device runs, which computes nothing. Matrix products,
@@ -33,7 +48,13 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> int | None:
             objective.loss_sum(shapes, rows, 0).backward()
     except Exception:  # whatever a module does with numbers, which there are none of
         return None
-    return counter.get_total_flops() or None
+    # Its names begin with the class of the model.
+    counted = {
+        name.partition(".")[2]: sum(of_kinds.values())
+        for name, of_kinds in counter.get_flop_counts().items()
+        if "." in name
+    }
+    return Flops(counter.get_total_flops(), counted) if counter.get_total_flops() else None
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -190,6 +190,11 @@ def trainer_of(script: str) -> Trainer:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     module = importlib.import_module(path.stem)
+    if Path(str(module.__file__)).resolve() != path.resolve():
+        raise ConfigError(
+            f"{path} cannot be imported as '{path.stem}', which is {module.__file__} already; "
+            "give the file another name"
+        )
     job = getattr(module, function, None)
     if not callable(job):
         raise ConfigError(f"{path} has no function '{function}'; expected one that returns a job")

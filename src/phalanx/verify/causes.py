@@ -96,7 +96,8 @@ def _from_modules(model: nn.Module) -> Iterator[str]:
         yield (
             f"{_list(with_statistics)}: in training it takes mean and variance over the rows of "
             "its own microbatch, so it computes something else on each split; say "
-            "batch_norm='global', use GroupNorm or LayerNorm, or put it in eval()"
+            "batch_norm='global' with accumulation=1, use GroupNorm or LayerNorm, or put it in "
+            "eval()"
         )
     if with_draws:
         yield (

@@ -336,18 +336,6 @@ class Nested(nn.Sequential):
         (mlp, "pp2,cut:1+2+2", "cut:3\\+2 is the best by their cost"),
         (mlp, "pp6", "makes 6 stages, but the model is a chain of 5 layers: 0, 1, 2, 3, 4"),
         (mlp, "pp2,tp2", "tp beside pp is for phalanx's Decoder"),
-        (
-            lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
-            "pp2",
-            "'1' normalises by the statistics of a microbatch",
-        ),
-        (
-            lambda: nn.Sequential(
-                nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)
-            ).eval(),
-            "pp2",
-            "'1' normalises by the statistics of a microbatch",
-        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(

@@ -48,7 +48,6 @@ class PipelineSplit(Split):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         model = target.model
-        _refuse_batch_statistics(model)
         here = schedule_of(target.strategy, 1).stages_of(target.pp_rank)
         self._width: int | None = None
         self._itemsize = (target.compute or next(model.parameters()).dtype).itemsize
@@ -146,19 +145,6 @@ def _module_stages(model: nn.Module, strategy: Strategy, here: Sequence[int]) ->
                 f"{', '.join(names)}; choose another cut"
             )
     return ModuleStages(model, links, cut, here)
-
-
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    """Refuse what normalises by the microbatch at hand, where one process has the whole batch."""
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]
-            continue
-        if module.training or module.running_mean is None:
-            raise StrategyError(
-                f"pp: '{name}' normalises by the statistics of a microbatch, and one process by "
-                "those of the whole batch; call eval() on it for its running statistics, or use "
-                "GroupNorm"
-            )
 
 
 class TiedReducer(GradientReducer):
