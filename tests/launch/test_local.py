@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -149,8 +150,19 @@ def test_a_rank_that_returns_early_is_blamed_in_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "UNEVEN_S", 0.5)
-    with pytest.raises(TrainingError, match=r"^rank 1 returned, but ranks 0, 2 neither"):
+    with pytest.raises(TrainingError, match=r"^rank 1 returned, and now nobody") as raised:
         run_ranks(return_on_rank_one, 3)  # those that wait would do so for 600 s
+    assert re.search(r"ranks 0, 2: .*\n.* in return_on_rank_one", str(raised.value))
+
+
+def return_late_on_rank_one() -> int:
+    time.sleep(2.5 * dist.get_rank())
+    return dist.get_rank()
+
+
+def test_a_rank_that_works_alone_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "UNEVEN_S", 0.1)
+    assert run_ranks(return_late_on_rank_one, 2) == [0, 1]
 
 
 def return_one_after_the_other() -> int:

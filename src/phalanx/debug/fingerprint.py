@@ -51,6 +51,9 @@ _HIDDEN = (
 )
 """How the files begin whose frames are no place of a call."""
 
+_COLLECTIVES = (str(Path(torch.distributed.__file__).parent), str(_ROOMS / "comm"))
+"""How the files begin whose innermost frame waits for other ranks."""
+
 _OUTERMOST = (str(_ROOMS / "launch"), "<frozen")
 """How the files begin that call the function of a rank, or a script: nothing above is told."""
 
@@ -182,9 +185,10 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
     """Return where a call stands, outside torch, comm and this room, and its FSDP2 module.
 
     Returns:
-        The innermost places, as "file:line in function", and "FSDP module NAME" or nothing.
+        The innermost places, as "file:line in function", the last of them in a script that called
+        this package if one did; and "FSDP module NAME" or nothing.
     """
-    places: list[str] = []
+    places: list[tuple[str, bool]] = []
     module = ""
     while frame is not None:
         code = frame.f_code
@@ -197,9 +201,20 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
         if code.co_name == "__torch_dispatch__":
             places.clear()  # a mode hands the call on, or runs a composite, whose place is told
         elif not _is_hidden(code.co_filename):
-            places.append(f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
+            place = f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+            places.append((place, code.co_filename.startswith(str(_ROOMS))))
         frame = frame.f_back
-    return tuple(places[:NUM_PLACES]), module
+    # Of a script the line that calls phalanx says more than who calls whom within.
+    called = [place for place, is_ours in places if not is_ours]
+    innermost = [place for place, _ in places[:NUM_PLACES]]
+    if called and called[0] not in innermost:
+        innermost[-1] = called[0]
+    return tuple(innermost), module
+
+
+def is_collective(frame: FrameType) -> bool:
+    """Return whether a frame is one of comm or of torch.distributed."""
+    return frame.f_code.co_filename.startswith(_COLLECTIVES)
 
 
 @cache

@@ -33,6 +33,7 @@ class Beat:
         place: that place, and from where it was called; empty as long as it moves.
         heeds_stop: whether a request to stop will end it after its step.
         waits: whether it waits for other ranks, however long they need.
+        in_collective: whether that place is within a call that other ranks have to make too.
     """
 
     doing: str = "starting"
@@ -40,6 +41,7 @@ class Beat:
     place: str = ""
     heeds_stop: bool = False
     waits: bool = False
+    in_collective: bool = False
 
 
 class Pulse:
@@ -102,24 +104,27 @@ class Pulse:
 
     def beat(self) -> Beat:
         """Look at the main thread."""
-        still_s, where = self._look()
+        still_s, where, in_collective = self._look()
         return Beat(
             doing=self._doing,
             still_s=still_s,
             place=where,
             heeds_stop=self.heeds_stop,
             waits=self._waits,
+            in_collective=in_collective,
         )
 
-    def _look(self) -> tuple[float, str]:
+    def _look(self) -> tuple[float, str, bool]:
         """Return for how long the main thread has stood at one place, and where if that is long.
+
+        And whether it is a call of comm or of torch.distributed.
 
         Who holds a frame holds its variables and those of its callers, tensors among them, also
         after they have returned. So no frame is held for longer than a look takes, and what
         `_current_frames` returns not at all: this function's own frame is in it, and a variable of
         this function would make it a cycle, which holds them until Python collects garbage.
         """
-        from phalanx.debug.fingerprint import find_places  # it loads torch
+        from phalanx.debug.fingerprint import find_places, is_collective  # they load torch
 
         thread = threading.main_thread().ident or 0
         # Private by its name, public by its documentation.
@@ -130,8 +135,8 @@ class Pulse:
             self._place, self._since_s = place, now_s
         still_s = now_s - self._since_s
         if frame is None or still_s <= BEAT_S:
-            return still_s, ""
-        return still_s, ", called from ".join(find_places(frame)[0])
+            return still_s, "", False
+        return still_s, ", called from ".join(find_places(frame)[0]), is_collective(frame)
 
 
 class _Mark:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final
 
 from phalanx.errors import named
@@ -72,6 +73,12 @@ class Roll:
     def doing(self, rank: int) -> str:
         """Return what a rank was last heard to do."""
         return self._beats[rank][0].doing
+
+    def in_collectives(self, ranks: Sequence[int], limit_s: float) -> bool:
+        """Return whether each of these ranks has stood in a collective for a limit."""
+        beats = [self._beats[rank][0] for rank in ranks if rank in self._beats]
+        standing = [beat for beat in beats if beat.in_collective and beat.still_s >= limit_s]
+        return len(standing) == len(ranks)
 
     def stall(self) -> str | None:
         """Return what to tell if ranks stand still; once for each time that they do."""

@@ -27,8 +27,8 @@ Rank = tuple[ForkServerProcess, Any]
 STARTING_S: Final = 2.0
 """How long ranks may take to begin before it is said, in seconds."""
 
-UNEVEN_S: Final = 30.0
-"""How long ranks may go on after the first has returned, before they are taken to wait for it."""
+UNEVEN_S: Final = 15.0
+"""How long all others may stand in a collective after a rank has returned: they wait for it."""
 
 GRACE_S: Final = 0.3
 """How long the failures of other ranks are collected before the first is chosen by its clock."""
@@ -65,7 +65,6 @@ class Supervisor:
         self._failures: list[Failure] = []
         self._going: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
         self._stopped_since_s: dict[int, float] = {}
-        self._returned_s: float | None = None
         self._is_asked_to_stop = False
         self._begin_s = self._looked_s = time.monotonic()
         self._say_starting = say_starting
@@ -112,7 +111,6 @@ class Supervisor:
             else:
                 self._results[rank] = value
                 self._roll.leave(rank)
-                self._returned_s = self._returned_s or time.monotonic()
 
     def _obey_signals(self) -> None:
         """Ask the ranks to end after their step; those that would not, and at once, by raising."""
@@ -159,15 +157,18 @@ class Supervisor:
             )
 
     def _check_even(self) -> None:
-        """Blame the ranks that returned, if others have waited for them for too long."""
-        if not self._going or self._returned_s is None:
-            return
-        if time.monotonic() - self._returned_s > UNEVEN_S:
-            returned, going = sorted(self._results), sorted(self._going.values())
+        """Blame the ranks that returned, if all others wait for them.
+
+        One that works alone, to draw a picture or write a file, may do so for as long as it needs.
+        """
+        going = sorted(self._going.values())
+        if self._results and going and self._roll.in_collectives(going, UNEVEN_S):
+            returned = named(sorted(self._results))
             raise TrainingError(
-                f"{named(returned)} returned, but {named(going)} neither returned nor failed "
-                f"within {UNEVEN_S:g} s after that: most likely they wait in a collective; "
-                "each rank must make the same calls before it returns"
+                self._roll.told(
+                    f"{returned} returned, and now nobody answers those that wait in a collective; "
+                    "each rank must make the same calls:"
+                )
             )
 
     def _failure(self) -> PhalanxError:
