@@ -1,4 +1,4 @@
-"""torchrun without a start of Python: its agent and its ranks are forked from the tests' server.
+"""torchrun and scripts without a start of Python: they are forked from the tests' server.
 
 The environment of a rank, whom the agent ends by which signal, and what it prints are torchrun's
 own. A forked rank keeps the agent's open files, which a program would not, and multiprocessing
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -23,30 +24,49 @@ LIMIT_S = 280
 
 
 def run_two(*words: str) -> subprocess.CompletedProcess[str]:
-    """Do what `torchrun --nproc-per-node=2` does with a script and its words."""
+    """Do what `torchrun --nproc-per-node=2` does with a script, or `-m` and a module."""
+    return _run(_run_agent, ["--nproc-per-node=2", *words])
+
+
+def run_script(*words: str) -> subprocess.CompletedProcess[str]:
+    """Do what `python` does with a script and its words."""
+    return _run(_run_alone, [*words])
+
+
+def _run(
+    target: Callable[[list[str], Path, Path], None], args: list[str]
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))
-        args = ["--nproc-per-node=2", *words]
-        agent = multiprocessing.get_context("forkserver").Process(
-            target=_run_agent, args=(args, out, err)
+        process = multiprocessing.get_context("forkserver").Process(
+            target=target, args=(args, out, err)
         )
-        agent.start()
-        agent.join(LIMIT_S)
-        if agent.exitcode is None:
-            agent.kill()
+        process.start()
+        process.join(LIMIT_S)
+        if process.exitcode is None:
+            process.kill()
             raise subprocess.TimeoutExpired(args, LIMIT_S, out.read_text(), err.read_text())
-        return subprocess.CompletedProcess(args, agent.exitcode, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(args, process.exitcode, out.read_text(), err.read_text())
 
 
 def _run_agent(words: list[str], out: Path, err: Path) -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+    _write_to(out, err)
+    SubprocessHandler._popen = lambda _, args, env: _Forked(args, env)
+    run.main(words)
+
+
+def _run_alone(words: list[str], out: Path, err: Path) -> None:
+    _write_to(out, err)
+    _run_main(words)
+
+
+def _write_to(out: Path, err: Path) -> None:
     for standard, file in enumerate((out, err), start=1):
         with file.open("w") as opened:
             os.dup2(opened.fileno(), standard)
-    SubprocessHandler._popen = lambda _, args, env: _Forked(args, env)
-    run.main(words)
 
 
 class _Forked:
@@ -77,5 +97,13 @@ def _run_program(args: tuple[str, ...], env: dict[str, str]) -> None:
     os.environ.update(env)
     python, unbuffered, *words = args
     assert (python, unbuffered) == (sys.executable, "-u"), args
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
+    _run_main(words)
+
+
+def _run_main(words: list[str]) -> None:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from forked_torchrun import run_two
 from phalanx.cli.main import main
 from phalanx.strategy import Strategy
 from phalanx.verify.cases import awkward_shapes, splits, with_three
@@ -74,22 +75,9 @@ def test_the_awkward_shapes_fit_their_strategy(text: str) -> None:
     assert text == "fsdp3,tp2" or llama.vocab_size % 2 == 1
 
 
-def under_torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
-            *("-m", "phalanx", "verify", *words),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-
-
 def test_ranks_that_torchrun_started_verify_together() -> None:
     small = ("--steps", "1", "--shape.num-layers", "1")
-    done = under_torchrun("fsdp2", *small, "--json")
+    done = run_two("-m", "phalanx", "verify", "fsdp2", *small, "--json")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]  # of rank 0
     verdicts = json.loads(line)["verdicts"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
@@ -18,7 +19,7 @@ from phalanx.strategy import AXES, KINDS, Strategy
 ROOT = Path(__file__).parents[2]
 
 SHAPE = ModelShape(
-    vocab_size=128, num_layers=8, hidden=64, num_heads=16, num_kv_heads=16, head_dim=4, ffn=128,
+    vocab_size=128, num_layers=4, hidden=64, num_heads=16, num_kv_heads=16, head_dim=4, ffn=128,
     max_seq_len=64,
 )  # fmt: skip
 """Sizes that every kind can split."""
@@ -45,7 +46,16 @@ FORMS = {
 def refusal(left: str, right: str) -> str | None:
     """Return why two kinds do not go together; None if they do."""
     try:
-        plan_decoder(Strategy.parse(f"{left},{right}"), SHAPE)
+        strategy = Strategy.parse(f"{left},{right}")
+    except StrategyError as error:
+        return str(error)
+    return refusal_of(strategy)
+
+
+@functools.cache
+def refusal_of(strategy: Strategy) -> str | None:
+    try:
+        plan_decoder(strategy, SHAPE)
     except StrategyError as error:
         return str(error)
     return None

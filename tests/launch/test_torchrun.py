@@ -131,7 +131,7 @@ def free_port() -> dict[str, str]:
 )
 def test_an_error_of_the_users_is_told_once(option: str, message: str, tmp_path: Path) -> None:
     out = f"--out={tmp_path / 'out'}"
-    done = start_two("-m", "phalanx", "train", "--device=cpu", "--threads=1", out, option)
+    done = run_two("-m", "phalanx", "train", "--device=cpu", "--threads=1", out, option)
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert len(ours) == 1 and ours[0].startswith("rank 0: ") and message in ours[0]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from forked_torchrun import run_script as run_script_alone
+from forked_torchrun import run_two
 from phalanx.cli.main import main
 from phalanx.errors import PhalanxError, message_of
 from phalanx.launch.local import run_ranks
@@ -18,8 +20,6 @@ from phalanx.script.launch import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOY = EXAMPLES / "toy_model"
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -32,14 +32,19 @@ def output_of(*command: str, code: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def forked(done: subprocess.CompletedProcess[str], code: int = 0) -> tuple[str, str]:
+    assert (done.returncode != 0) == (code != 0), done.stderr
+    return done.stdout, done.stderr
+
+
 @pytest.fixture(scope="module")
 def printed() -> str:
     """What the plain script prints."""
-    return output_of(sys.executable, str(TOY / "plain.py"))[0]
+    return forked(run_script_alone(str(TOY / "plain.py")))[0]
 
 
 def test_one_process_prints_what_the_plain_script_does(printed: str) -> None:
-    assert output_of(sys.executable, str(TOY / "distributed.py"))[0] == printed
+    assert forked(run_script_alone(str(TOY / "distributed.py")))[0] == printed
 
 
 def test_processes_of_the_command_print_it_once(printed: str) -> None:
@@ -75,6 +80,24 @@ def test_what_a_script_ends_with_is_told(tmp_path: Path, word: str, error: str) 
     assert re.search(error, message_of(raised.value)), raised.value
 
 
+OF_NO_ROWS = """
+import phalanx
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+run = phalanx.init()
+loader = run.prepare(DataLoader(TensorDataset(torch.ones(5, 2)), batch_size=4))
+for (x,) in loader:
+    x.view(len(x), -1)
+"""
+
+
+def test_a_batch_without_rows_is_told_where_a_script_cannot_take_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OF_NO_ROWS)
+    with pytest.raises(PhalanxError, match=r"The batch of this rank has no rows.*drop_last=True"):
+        run_ranks(run_script, 2, str(script), [], None, threads=1)
+
+
 JOINS = """
 import os
 import runpy
@@ -94,7 +117,7 @@ def test_torchrun_joins_the_processes_and_verify_joins_them_too(
     script = tmp_path / "script.py"
     folder = str(Path(__file__).parent)
     script.write_text(JOINS.format(folder=folder, script=str(TOY / "distributed.py")))
-    assert output_of(*TORCHRUN, str(script), str(tmp_path))[0] == printed
+    assert forked(run_two(str(script), str(tmp_path)))[0] == printed
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
 
 
@@ -106,7 +129,7 @@ def test_under_torchrun_a_script_that_fails_ends_the_job(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    _, words = output_of(*TORCHRUN, str(script), word, code=1)
+    _, words = forked(run_two(str(script), word), code=1)
     assert re.search(error, words), words
 
 

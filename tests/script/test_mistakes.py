@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +102,15 @@ def a_loss_beside() -> None:
     script.optimizer.zero_grad()
     script.loss().backward()
     script.backward()
+
+
+def a_step_of_one_rank() -> None:
+    script = Script()
+    for _ in range(3):
+        script.backward()
+        if script.run.is_first:
+            script.optimizer.step()
+        script.optimizer.zero_grad()
 
 
 def saved_within_a_step() -> None:
@@ -264,6 +275,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     zeroed_too_early: r"zero_grad\(\) came between run.backward and the step",
     two_backwards: r"gradients already that no optimizer.step\(\) has used.*accumulation=N",
     a_loss_beside: r"gradients already that no optimizer.step\(\) has used",
+    a_step_of_one_rank: r"after \d steps of this rank, others have taken more or fewer",
     saved_within_a_step: r"save: between run.backward and optimizer.step\(\)",
     an_optimizer_of_whole_parameters: r"LBFGS looks at whole parameters.*use dp, or one.*SGD, Adam",
     a_recomputed_dropout_of_two_uses: r"dropout '1' ran 2 times on this batch.*recomputed",
@@ -311,6 +323,25 @@ def test_each_mistake_is_named_in_one_sentence() -> None:
         for (mistake, pattern), words in zip(MISTAKES.items(), rank_words, strict=True):
             assert re.search(pattern, words, re.DOTALL), (mistake.__name__, words)
             assert len(words.splitlines()) == 1, mistake.__name__
+
+
+def saved_without_its_schedule(folder: str) -> list[str]:
+    script = Script()
+    torch.optim.lr_scheduler.StepLR(script.optimizer, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            script.backward()
+            script.optimizer.step()
+            script.run.save(folder)
+    return [str(each.message) for each in caught if "schedule" in str(each.message)]
+
+
+def test_a_schedule_that_no_checkpoint_has_is_told_once(tmp_path: Path) -> None:
+    first, other = run_ranks(saved_without_its_schedule, 2, str(tmp_path), threads=1)
+    assert len(first) == 1
+    assert re.search(r"rate of SGD and is not prepared, so no checkpoint has it", first[0])
+    assert other == []
 
 
 def test_a_strategy_for_many_ranks_names_the_command_on_one_process() -> None:

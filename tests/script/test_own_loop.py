@@ -13,7 +13,8 @@ import loops
 import pytest
 import torch
 from loops import Case, Numbers, Stream, Twice, as_rows, normed, of_groups
-from torch.nn.functional import cross_entropy
+from torch import nn
+from torch.nn.functional import cross_entropy, softplus
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
@@ -205,3 +206,96 @@ def test_whole_weights_are_those_of_the_plain_model() -> None:
         assert list(state) == list(expected)
         assert all(type(tensor) is torch.Tensor for tensor in state.values())
         assert loops.largest_error(([0.0], state), ([0.0], expected)) < LIMIT
+
+
+def scaled_losses(strategy: str) -> tuple[list[float], list[float]]:
+    """Return the losses of steps whose third overflows, and the scales after each."""
+    run = phalanx.init(strategy)
+    torch.manual_seed(0)
+    model = loops.perceptron().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Numbers(), 8))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    losses: list[float] = []
+    scales: list[float] = []
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        factor = 1e308 if number == 2 else 1.0
+        loss_sum = factor * cross_entropy(model(x), y, reduction="sum")
+        losses.append(float(run.backward(scaler.scale(loss_sum), len(y))) / scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return losses, scales
+
+
+def test_a_scaler_skips_the_same_steps_on_all_ranks() -> None:
+    """Of shards, some of which are finite, too."""
+    ((losses, scales),) = run_ranks(scaled_losses, 1, "dp1", threads=1)
+    assert scales == [64, 64, 32, 32, 32]
+    for strategy in ("dp2", "fsdp2"):
+        for found, found_scales in run_ranks(scaled_losses, 2, strategy, threads=1):
+            assert found_scales == scales, strategy
+            assert found == pytest.approx(losses, rel=1e-9, nan_ok=True), strategy
+
+
+def two_models(strategy: str | None) -> list[float]:
+    """Return the losses of a generator and a discriminator; of plain PyTorch without a strategy."""
+    torch.manual_seed(0)
+    data = TensorDataset(*torch.randn(2, 40, 3, dtype=torch.float64))
+    loader: Any = DataLoader(data, batch_size=9)
+    both = nn.ModuleDict({name: nn.Linear(3, k) for name, k in (("g", 3), ("d", 1))}).double()
+    of_g, of_d = (torch.optim.Adam(both[name].parameters(), lr=0.05) for name in ("g", "d"))
+    run = None
+    if strategy is not None:
+        run = phalanx.init(strategy)
+        both, of_g, of_d, loader = run.prepare(both, of_g, of_d, loader)
+
+    def step(optimizer: torch.optim.Optimizer, loss_sum: torch.Tensor, count: int) -> float:
+        if run is None:
+            (loss_sum / count).backward()
+            loss = float(loss_sum.detach() / count)
+        else:
+            loss = float(run.backward(loss_sum, count))
+        optimizer.step()
+        both.zero_grad()
+        return loss
+
+    losses: list[float] = []
+    for x, z in loader:
+        fake = both["g"](z)
+        wrong = softplus(both["d"](fake.detach())) + softplus(-both["d"](x))
+        losses.append(step(of_d, wrong.sum(), len(x)))
+        losses.append(step(of_g, softplus(-both["d"](fake)).sum(), len(x)))
+    return losses
+
+
+def test_two_models_take_turns() -> None:
+    for losses in run_ranks(two_models, 2, "dp2", threads=1):
+        assert losses == pytest.approx(two_models(None), rel=LIMIT)
+
+
+def autocast_losses(strategy: str) -> list[float]:
+    run = phalanx.init(strategy)
+    torch.manual_seed(0)
+    model = loops.perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Numbers(), 8))
+    losses: list[float] = []
+    for x, y in loader:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(x.float())
+        assert logits.dtype == torch.bfloat16
+        losses.append(
+            float(run.backward(cross_entropy(logits.float(), y, reduction="sum"), len(y)))
+        )
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+        optimizer.step()
+    return losses
+
+
+def test_autocast_is_that_of_torch() -> None:
+    (expected,) = run_ranks(autocast_losses, 1, "dp1", threads=1)
+    for strategy in ("dp2", "fsdp2"):
+        for losses in run_ranks(autocast_losses, 2, strategy, threads=1):
+            assert losses == pytest.approx(expected, rel=5e-3), strategy

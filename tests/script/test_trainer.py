@@ -101,6 +101,8 @@ def test_the_words_of_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "validation  loss" in printed
     assert f"checkpoint  {tmp_path}/checkpoints/step-00000010" in printed
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "step-00000010 is of a training script" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("script", "words"), [

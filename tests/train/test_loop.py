@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked_torchrun import run_two
 from phalanx.checkpoint import manifest
 from phalanx.config import OptimizerConfig, TrainConfig
 from phalanx.errors import CheckpointError
@@ -136,17 +135,10 @@ def test_a_run_goes_on_under_torchrun_and_says_what_differs(
 ) -> None:
     del whole
     middle = manifest.folder_of(Path(config.out or ""), 3)
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "phalanx",
-            "train", f"--resume={middle}", f"--out={tmp_path / 'out'}", "--corpus.tail=drop",
-            "--json",
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )  # fmt: skip
+    out = f"--out={tmp_path / 'out'}"
+    done = run_two(
+        "-m", "phalanx", "train", f"--resume={middle}", out, "--corpus.tail=drop", "--json"
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["run"].startswith("decoder-6.77k")
     assert losses(tmp_path / "out") == losses(config.out)[3:]

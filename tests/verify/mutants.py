@@ -400,6 +400,13 @@ OF_CP: dict[str, Mutant] = {
 
 SLOW = frozenset(
     {
+        "attention across documents",
+        "keys that are not normalised",
+        "exponentials of one rank's part of the vocabulary",
+        "a hop that is not merged with those before",
+        "a microbatch's gradients lost in one stage",
+        "a gradient of other rows",
+        "norms of a stage whose gradients stay a rank's own",
         "GELU in place of SiLU",
         "the same dropout in all blocks",
         "a token that counts twice",
