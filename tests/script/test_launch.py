@@ -48,9 +48,8 @@ def test_one_process_prints_what_the_plain_script_does(printed: str) -> None:
 
 
 def test_processes_of_the_command_print_it_once(printed: str) -> None:
-    code = "import sys; from phalanx.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "run", str(TOY / "distributed.py"), "--threads", "1"]
-    assert output_of(*command, "--strategy", "fsdp3:zero1")[0] == printed
+    command = ["-m", "phalanx", "run", str(TOY / "distributed.py"), "--threads", "1"]
+    assert forked(run_script_alone(*command, "--strategy", "fsdp3:zero1"))[0] == printed
 
 
 SCRIPT = """

@@ -154,7 +154,7 @@ def gone_on(num_done: int) -> dict[str, list[list[int]]]:
 
 
 def test_a_loader_goes_on_where_another_stood() -> None:
-    for num_done in (2, 5, 7):
+    for num_done in (2, 7):
         for found in run_ranks(gone_on, 2, num_done, threads=1):
             for name, batches in found.items():
                 assert batches == plain_passes(name), (num_done, name)

@@ -76,8 +76,14 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
     """Return the shape of the model that a checkpoint holds.
 
     Raises:
-        CheckpointError: the manifest does not describe one.
+        CheckpointError: the manifest does not describe one, or is of a script.
     """
+    if about.script is not None:
+        raise CheckpointError(
+            f"{folder} is of a training script, whose module is no decoder of phalanx; go on from "
+            "it in that script by run.resume, or for a phalanx.Trainer by phalanx train --script "
+            "FILE:JOB --resume RUN"
+        )
     try:
         return decode(ModelShape, about.shape, "shape")
     except ValueError as error:

@@ -205,8 +205,10 @@ def _bytes(verdict: Verdict) -> Table:
     for name in ("bytes counted", "predicted"):
         table.add_column(name, justify="right")
     for row in verdict.sent:
-        style = "" if row.counted == row.predicted else "bold red"
-        numbers = [Text(f"{n:,}", style) for n in (row.counted, row.predicted)]
+        style = "" if row.predicted in (None, row.counted) else "bold red"
+        numbers = [
+            Text("-" if n is None else f"{n:,}", style) for n in (row.counted, row.predicted)
+        ]
         table.add_row(row.phase, row.axis, row.op, *numbers)
     return table
 

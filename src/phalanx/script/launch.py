@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from phalanx.errors import PhalanxError, ScriptError
+from phalanx.script.loader import has_empty_batch
 from phalanx.script.run import STRATEGY
 
 
@@ -35,6 +36,13 @@ def run_script(path: str, words: list[str], strategy: str | None) -> None:
     except PhalanxError as error:
         if where := _line_of(error, path):
             error.add_note(f"at {where}")
+        raise
+    except Exception as error:
+        if has_empty_batch():
+            error.add_note(
+                "The batch of this rank has no rows, since it has fewer than there are ranks, and "
+                "the script cannot take one; give the DataLoader drop_last=True, or a reshape no -1"
+            )
         raise
 
 

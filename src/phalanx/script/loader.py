@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -71,6 +72,14 @@ class _Fetched(NamedTuple):
     is_last: bool
 
 
+_LOADERS: weakref.WeakSet[RankLoader] = weakref.WeakSet()
+
+
+def has_empty_batch() -> bool:
+    """Return whether a loader of this process stands at a batch of which this rank has no row."""
+    return any(loader.is_at_empty for loader in _LOADERS)
+
+
 class RankLoader:
     """This rank's rows of the batches of a DataLoader, whose length and attributes it has.
 
@@ -109,11 +118,17 @@ class RankLoader:
         self._skip = self._pass = 0
         self._digest = ""
         self._fetcher = None
+        _LOADERS.add(self)
         if not isinstance(plain.dataset, IterableDataset):
             self._fetcher = _Fetcher(plain)
 
     def __len__(self) -> int:
         return len(self.plain)
+
+    @property
+    def is_at_empty(self) -> bool:
+        """Whether the batch that was yielded last, in the pass under way, has no row here."""
+        return self.batches_done > 0 and not len(self.rows)
 
     def __getattr__(self, name: str) -> Any:
         if "plain" not in self.__dict__:  # while it is copied

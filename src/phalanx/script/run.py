@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,11 +143,13 @@ class Run:
         self._kept: dict[str, str] = {}
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
         self._divisor = self._totals[1]
+        self._agreed = torch.ones((), dtype=torch.bool)
         self._num_backwards = 0
         self._is_whole = False
         self._stepped: set[int] = set()
         self._made: list[weakref.ref[Tensor]] = []
         self._calls: dict[str, int] = {}
+        self._is_warned = False
 
     @property
     def is_first(self) -> bool:
@@ -215,12 +218,13 @@ class Run:
         check_sum(loss_sum, count)
         if self._num_backwards == 0:
             self._begin_step(model, loss_sum.detach())
-        found = torch.zeros_like(self._totals)
+        found = self._totals.new_tensor([0.0, 0.0, self.steps_done])
         found[1] = cast("float | Tensor", count)
         # The mean over no row, times 0 rows, is not a number.
         found[0] = torch.where(found[1] > 0, loss_sum.detach().double(), 0.0)
         self.comm.all_reduce(found, "data")
-        self._totals += found
+        self._totals += found[:2]
+        self._agreed = found[2] == self.steps_done * self.comm.size("data")
         if self._num_backwards == 0:
             # Most steps have as many samples in each call, so that nothing is left to correct.
             self._divisor = _nonzero(found[1] * self.accumulation)
@@ -317,6 +321,7 @@ class Run:
                 "save: between run.backward and optimizer.step(), whose gradients no checkpoint "
                 "keeps, while their batches count as taken; save after the step"
             )
+        self._warn_of_schedules()
         if wanted not in self._folders:
             self._folders[wanted] = checkpoint.free_folder(wanted)
             if self._folders[wanted] != wanted:
@@ -455,6 +460,12 @@ class Run:
                 "backward: no optimizer is prepared, so that it may update parameters that are not "
                 "split, and its steps would not be checked; give it to run.prepare too"
             )
+        if not self._agreed:  # of the step before, so that a GPU is not waited for
+            raise ScriptError(
+                f"backward: after {self.steps_done} steps of this rank, others have taken more or "
+                "fewer, so their weights differ; each rank must step, or skip a step, when the "
+                "others do"
+            )
         if not self.steps_done and self._yielded is None:
             self._check_own_batches(float(loss))
         now = _kept(dict(model.named_parameters()))
@@ -512,6 +523,19 @@ class Run:
     def _note_batch(self, loader: RankLoader) -> None:
         if torch.is_grad_enabled():  # a batch of an evaluation ends no pass of the training
             self._yielded, self._calls = loader, {}
+
+    def _warn_of_schedules(self) -> None:
+        """Say once that a checkpoint lacks a schedule that moves the rate of an optimizer."""
+        known = {id(getattr(each, "optimizer", None)) for each in self._schedulers}
+        # Set by torch's schedulers on their optimizer; tests/script/test_mistakes.py pins it.
+        left = [o for o in self._optimizers if hasattr(o, "_opt_called") and id(o) not in known]
+        if left and self.is_first and not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                f"save: a schedule moves the learning rate of {type(left[0]).__name__} and is not "
+                "prepared, so no checkpoint has it; give it to run.prepare too",
+                stacklevel=3,
+            )
 
     def _place(self) -> Place | None:
         """Return where the forward under way stands."""

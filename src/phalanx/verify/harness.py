@@ -214,7 +214,9 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
             if comm.size(axis) > 1:
                 predicted[phase, axis, "all_reduce"] = 8
     counted = {(e.phase, e.axis, e.op): e.payload_bytes for e in entries}
+    is_exact = isinstance(model, Decoder)
+    unknown = 0 if is_exact else None
     return [
-        Sent(*key, counted.get(key, 0), predicted.get(key, 0), isinstance(model, Decoder))
+        Sent(*key, counted.get(key, 0), predicted.get(key, unknown), is_exact)
         for key in dict.fromkeys([*counted, *predicted])
     ]

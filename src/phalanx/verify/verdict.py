@@ -42,7 +42,8 @@ class Sent:
 
     Attributes:
         counted: bytes of the full tensors, by the ledger.
-        predicted: the same, by the strategy's own account.
+        predicted: the same, by the strategy's own account; None if it has no account of this, as of
+            what a stage of a user's own module sends.
         is_exact: a difference is an error; for modules of the user's own it is a remark, as they
             may run a block twice, or not at all.
     """
@@ -51,13 +52,14 @@ class Sent:
     axis: str
     op: str
     counted: int
-    predicted: int
+    predicted: int | None
     is_exact: bool = True
 
     def __str__(self) -> str:
+        predicted = "not" if self.predicted is None else f"{self.predicted:,}"
         return (
             f"{self.op} over {self.axis} in {self.phase}: {self.counted:,} bytes counted, "
-            f"{self.predicted:,} predicted"
+            f"{predicted} predicted"
         )
 
 
