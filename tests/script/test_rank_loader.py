@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.utils.data import (
 )
 
 import phalanx
+from marks import by_hand
 from phalanx.errors import PhalanxError
 from phalanx.launch.local import run_ranks
 from phalanx.script.loader import RankLoader
@@ -113,18 +115,19 @@ def dealt_out() -> dict[str, Any]:
     return found
 
 
-def test_the_batches_are_those_of_the_plain_loader() -> None:
-    for num_ranks in (1, 2, 3):
-        for found in run_ranks(dealt_out, num_ranks, threads=1):
-            for name, (batches, positions, lasts, epoch) in found.items():
-                assert batches == plain_passes(name), (num_ranks, name)
-                assert positions == list(range(len(positions))), name
-                half = len(batches) // 2
-                assert [i for i, is_last in enumerate(lasts) if is_last] == [
-                    half - 1,
-                    2 * half - 1,
-                ], name
-                assert epoch == 2
+@pytest.mark.parametrize("num_ranks", [1, by_hand(2), 3])
+def test_the_batches_are_those_of_the_plain_loader(num_ranks: int) -> None:
+    expected = {name: plain_passes(name) for name in LOADERS}
+    for found in run_ranks(dealt_out, num_ranks, threads=1):
+        for name, (batches, positions, lasts, epoch) in found.items():
+            assert batches == expected[name], name
+            assert positions == list(range(len(positions))), name
+            half = len(batches) // 2
+            assert [i for i, is_last in enumerate(lasts) if is_last] == [
+                half - 1,
+                2 * half - 1,
+            ], name
+            assert epoch == 2
 
 
 def gone_on(num_done: int) -> dict[str, list[list[int]]]:
@@ -153,11 +156,12 @@ def gone_on(num_done: int) -> dict[str, list[list[int]]]:
     return found
 
 
-def test_a_loader_goes_on_where_another_stood() -> None:
-    for num_done in (2, 7):
-        for found in run_ranks(gone_on, 2, num_done, threads=1):
-            for name, batches in found.items():
-                assert batches == plain_passes(name), (num_done, name)
+@pytest.mark.parametrize("num_done", [by_hand(2), 5, 7])
+def test_a_loader_goes_on_where_another_stood(num_done: int) -> None:
+    expected = {name: plain_passes(name) for name in LOADERS}
+    for found in run_ranks(gone_on, 2, num_done, threads=1):
+        for name, batches in found.items():
+            assert batches == expected[name], name
 
 
 def after_a_break() -> list[list[int]]:
