@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.errors import StrategyError
@@ -169,17 +170,19 @@ def test_selective_runs_no_product_and_no_attention_again(dtype: torch.dtype) ->
 
 # While Dynamo traces, it does what PyTorch itself warns of, and hides it from all but "error".
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_block_is_traced_whole() -> None:
+@pytest.mark.parametrize(
+    ("text", "num_layers"), [("full", 1), by_hand("every/2", 2), ("selective", 1)]
+)
+def test_a_compiled_block_is_traced_whole(text: str, num_layers: int) -> None:
     """`aot_eager` traces and differentiates as every backend does, and generates no code."""
-    for text, num_layers in (("full", 1), ("every/2", 2), ("selective", 1)):
-        shape = dataclasses.replace(LLAMA, num_layers=num_layers)
-        expected = step(build(shape, torch.float64, "none"))
-        torch.compiler.reset()
-        model = build(shape, torch.float64, text)
-        for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
-        for found, exact in zip(step(model), expected, strict=True):
-            torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-13)
+    shape = dataclasses.replace(LLAMA, num_layers=num_layers)
+    expected = step(build(shape, torch.float64, "none"))
+    torch.compiler.reset()
+    model = build(shape, torch.float64, text)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for found, exact in zip(step(model), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-13)
 
 
 class Layer(nn.Module):

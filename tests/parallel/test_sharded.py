@@ -209,6 +209,12 @@ def test_bfloat16_traffic_beside_tp(text: str) -> None:
     assert sent == set(predicted)
 
 
+def bfloat16_losses_of_each(
+    texts: list[str],
+) -> list[tuple[list[float], list[Entry], list[Entry]]]:
+    return [bfloat16_losses(text, 3) for text in texts]
+
+
 @pytest.mark.parametrize(
     "plain, texts",
     [("dp2", ["fsdp2", "fsdp2:zero1", "fsdp2:zero2"]), ("dp4", ["dp2,fsdp2"])],
@@ -217,11 +223,11 @@ def test_bfloat16_computes_alike_and_gathers_half(
     plain: str, texts: list[str], subtests: pytest.Subtests
 ) -> None:
     num_ranks = Strategy.parse(plain).num_ranks
-    expected = run_ranks(bfloat16_losses, num_ranks, plain, 4, threads=1)[0][0]
-    for text in texts:
+    ranks = run_ranks(bfloat16_losses_of_each, num_ranks, [plain, *texts], threads=1)
+    expected = ranks[0][0][0]
+    for number, text in enumerate(texts, start=1):
         with subtests.test(text):
-            ranks = run_ranks(bfloat16_losses, num_ranks, text, 4, threads=1)
-            for losses, entries, predicted in ranks:
+            for losses, entries, predicted in (of_rank[number] for of_rank in ranks):
                 assert losses == pytest.approx(expected, rel=2e-3)
                 sent = {e for e in entries if e.phase not in ("count", "metrics", "clip")}
                 assert sent == set(predicted)

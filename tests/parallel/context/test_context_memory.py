@@ -21,7 +21,7 @@ from phalanx.planner.activations import activations
 from phalanx.strategy import Strategy
 
 LLAMA = ModelShape(
-    vocab_size=64, num_layers=4, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=176,
+    vocab_size=64, num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=176,
     max_seq_len=256, dropout=0.1,
 )  # fmt: skip
 GPT2 = dataclasses.replace(
@@ -29,7 +29,7 @@ GPT2 = dataclasses.replace(
 )
 SINGLE = dataclasses.replace(LLAMA, num_kv_heads=1, qk_norm=True)  # fewer key heads than ranks
 NUM_ROWS, SEQ_LEN = 4, 256
-MANY_ROWS, HELD = 16, 64
+MANY_ROWS, HELD = 8, 64
 """Rows, of which a ring works on one at a time, and positions of one rank."""
 
 Case = tuple[str, ModelShape, str, bool]

@@ -28,7 +28,7 @@ from phalanx.train.run import train
 from phalanx.train.session import open_session
 from small_run import losses, records, small_run
 
-STEPS, EVERY = 48, 8
+STEPS, EVERY = 24, 4
 
 TOML = f"""\
 data = "文本/一.txt"
@@ -119,7 +119,7 @@ rename = os.rename
 
 def renamed(source, target):
     rename(source, target)
-    if str(target).endswith("step-00000024"):
+    if str(target).endswith("step-00000012"):
         os.killpg(0, signal.SIGKILL)
 
 
@@ -152,7 +152,7 @@ sync = os.fsync
 
 
 def full(descriptor):
-    if "step-00000024.partial/rank-00001" in os.readlink(f"/proc/self/fd/{descriptor}"):
+    if "step-00000012.partial/rank-00001" in os.readlink(f"/proc/self/fd/{descriptor}"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     sync(descriptor)
 
@@ -220,7 +220,7 @@ def test_what_is_given_beside_replaces_and_is_named(run: Path, tmp_path: Path) -
     assert str(job.batch) == "global batch 8 = microbatch 2 x accumulation 1 x 4 data ranks"
     assert remarks_on(job) == [
         f"goes on with other settings than before: strategy fsdp2 -> dp4, steps {STEPS} -> 170, "
-        "save_every 8 -> 60, optimizer.lr 0.003 -> 0.1"
+        "save_every 4 -> 60, optimizer.lr 0.003 -> 0.1"
     ]
     for words, num_steps in (("--steps 50", 50), ("--epochs 1", None)):
         job = resolved("--resume", str(run), *words.split())
