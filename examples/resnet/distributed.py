@@ -30,7 +30,7 @@ def main(
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(*load(num_rows, size)), batch_size=32)
     model = build(sizes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     prepared = run.prepare(model, optimizer, loader, batch_norm="global")
     model, optimizer, loader = prepared
     for _ in range(num_epochs):

@@ -31,7 +31,7 @@ def job(
         functools.partial(build, sizes),
         Digits(),
         data,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        optimizer=functools.partial(torch.optim.Adam, lr=3e-4),
         validation=data,
         batch_size=32,
         accumulation=accumulation,

@@ -28,7 +28,7 @@ def main(
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(*load(num_rows, size)), batch_size=32)
     model = build(sizes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     for _ in range(num_epochs):
         for number, (x, y) in enumerate(loader):
             loss = nn.functional.cross_entropy(model(x).logits, y)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from loops import Numbers, normed, perceptron
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 
 import phalanx
 
@@ -20,6 +22,16 @@ class Classes:
 
     def num_valid(self, microbatch: Any) -> int:
         return len(microbatch[1])
+
+
+class OnlyOnce(IterableDataset[Any]):
+    """A stream that has one pass."""
+
+    def __init__(self) -> None:
+        self.rows = iter([Numbers()[number] for number in range(len(Numbers()))])
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rows
 
 
 def perceptron_of_doubles() -> nn.Module:

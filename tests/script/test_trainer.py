@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx.cli.main import main
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.script.trainer import trainer_of
 
 LIMIT = 1e-10
@@ -66,13 +66,26 @@ def test_the_steps_are_those_of_plain_pytorch(tmp_path: Path, strategy: str) -> 
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_a_run_goes_on_under_another_strategy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "before", "after"), [(3, "pp2", "fsdp2"), (5, "dp1", "dp1")])
+def test_a_run_goes_on_under_another_strategy(
+    tmp_path: Path, steps: int, before: str, after: str
+) -> None:
+    """From within a pass over the data, and from the end of one."""
     trainer = jobs.job()
-    some = dataclasses.replace(trainer, steps=3)
+    some = dataclasses.replace(trainer, steps=steps)
     options = phalanx.Options(out=tmp_path, threads=1)
-    assert some.train("pp2", options).steps_done == 3
+    assert some.train(before, options).steps_done == steps
     more = dataclasses.replace(options, resume=True, debug_comm=True)
-    check(trainer.train("fsdp2", more), 3, trainer)
+    check(trainer.train(after, more), steps, trainer)
+
+
+def test_a_stream_that_ends_too_early_is_told(tmp_path: Path) -> None:
+    trainer = dataclasses.replace(
+        jobs.job(), data=jobs.OnlyOnce(), shuffle=False, validation=None, steps=7
+    )
+    options = phalanx.Options(out=tmp_path, threads=1)
+    with pytest.raises(DataError, match="the data ended after step 5 of 7"):
+        trainer.train("dp1", options)
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "fsdp2", "pp2"])

@@ -151,11 +151,13 @@ class _Fit:
         return self.trainer.epochs * len(self.loader)
 
     def _batches(self) -> Iterator[Any]:
+        is_rest = True  # of a pass that was stopped at its end, nothing may be left
         while self.step.steps_done < self.num_steps:
             steps_done = self.step.steps_done
             with PULSE.doing(f"data of step {steps_done + 1}"):
                 yield from self.loader
-            if self.step.steps_done == steps_done:
+            is_rest, was_rest = False, is_rest and self.options.resume
+            if self.step.steps_done == steps_done and not was_rest:
                 raise DataError(
                     f"the data ended after step {steps_done} of {self.num_steps}, and a further "
                     "pass over it has none; set steps to that, or give data that can be read again"
