@@ -421,6 +421,7 @@ SLOW = frozenset(
         "a loss that stays with the last stage",
         "an activation for another microbatch, under tp",
         "weights read as float32",
+        "an optimizer without the last norm",
         "a schedule that begins anew",
         "evaluation with dropout",
     }

@@ -315,8 +315,15 @@ def test_context_kinds_beside_recomputation(
 @pytest.mark.parametrize(
     "texts",
     [
-        *jobs("fsdp2,recompute:full", "tp2", f"{WHOLE},recompute:full", "tp4:2d", *CONTEXT),
-        *jobs("tp2,recompute:selective", "cp2,tp2", "tp4", *TENSOR[3:], marks=pytest.mark.slow),
+        *jobs("fsdp2,recompute:full", "tp2", "tp4:2d", *CONTEXT),
+        *jobs(
+            f"{WHOLE},recompute:full",
+            "tp2,recompute:selective",
+            "cp2,tp2",
+            "tp4",
+            *TENSOR[3:],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_windows_norms_after_branches_and_of_projections(

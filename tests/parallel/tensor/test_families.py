@@ -48,28 +48,24 @@ class Objective:
 
 
 def batches() -> list[dict[str, Tensor]]:
+    """Return one batch; test_transformers.py takes two steps."""
     draw = torch.Generator().manual_seed(1)
     shape = (NUM_ROWS, LENGTH)
     places = torch.arange(LENGTH)[None]
-    found: list[dict[str, Tensor]] = []
-    for _ in range(2):
-        lengths = torch.randint(3, LENGTH + 1, (NUM_ROWS, 1), generator=draw)
-        is_padding = places >= lengths
-        ids = torch.randint(1, NUM_WORDS, shape, generator=draw).masked_fill(is_padding, 0)
-        labels = torch.randint(0, NUM_WORDS, shape, generator=draw)
-        found.append(
-            {
-                "input_ids": ids,
-                "attention_mask": (~is_padding).long(),
-                "position_ids": torch.where(is_padding, places - lengths, places),
-                "pixel_values": torch.randn(
-                    NUM_ROWS, 3, 12, 12, generator=draw, dtype=torch.float64
-                ),
-                "labels": labels.masked_fill(is_padding, -100),
-                "row_labels": torch.randint(0, 3, (NUM_ROWS,), generator=draw),
-            }
-        )
-    return found
+    lengths = torch.randint(3, LENGTH + 1, (NUM_ROWS, 1), generator=draw)
+    is_padding = places >= lengths
+    ids = torch.randint(1, NUM_WORDS, shape, generator=draw).masked_fill(is_padding, 0)
+    labels = torch.randint(0, NUM_WORDS, shape, generator=draw)
+    return [
+        {
+            "input_ids": ids,
+            "attention_mask": (~is_padding).long(),
+            "position_ids": torch.where(is_padding, places - lengths, places),
+            "pixel_values": torch.randn(NUM_ROWS, 3, 12, 12, generator=draw, dtype=torch.float64),
+            "labels": labels.masked_fill(is_padding, -100),
+            "row_labels": torch.randint(0, 3, (NUM_ROWS,), generator=draw),
+        }
+    ]
 
 
 class Around(nn.Module):
