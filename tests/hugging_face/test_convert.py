@@ -36,6 +36,7 @@ from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.hugging_face.compare import compare_logits
 from phalanx.hugging_face.config import config_to_hf
 from phalanx.hugging_face.convert import convert
+from phalanx.hugging_face.decoder import decoder_of
 from phalanx.hugging_face.families import family_of
 from phalanx.hugging_face.folder import INDEX, WEIGHTS, write_folder
 from phalanx.hugging_face.names import table
@@ -91,6 +92,12 @@ def test_there_and_back_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
     assert first.shape == second.shape
     names = list(sizes_of(first.shape))
     assert_equal({n: second.read(n) for n in names}, {n: first.read(n) for n in names})
+    assert_equal(dict(decoder_of(theirs).named_parameters()), {n: first.read(n) for n in names})
+
+
+def test_what_is_no_model_of_transformers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="takes a model of transformers, and this is a Linear"):
+        decoder_of(torch.nn.Linear(2, 2))
 
 
 def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
