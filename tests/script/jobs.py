@@ -63,3 +63,27 @@ def with_batch_norm() -> phalanx.Trainer:
 
 def no_job() -> int:
     return 0
+
+
+class Dropping(nn.Module):
+    """Blocks that drop, the middle one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3)
+        )
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def dropping_of_doubles() -> nn.Module:
+    return Dropping().double()
+
+
+def with_dropout() -> phalanx.Trainer:
+    return phalanx.Trainer(dropping_of_doubles, Classes(), Numbers(), batch_size=8, accumulation=2)

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import phalanx
+from marks import by_hand
 from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.script.trainer import trainer_of
@@ -92,6 +93,21 @@ def test_a_stream_that_ends_too_early_is_told(tmp_path: Path) -> None:
 def test_the_same_job_is_proven(strategy: str) -> None:
     verdict = jobs.job().verify(strategy)
     assert verdict.is_equal, str(verdict)
+
+
+@pytest.mark.parametrize("strategy", ["dp2", by_hand("fsdp3"), "pp2", by_hand("pp2:zbv,dp2")])
+def test_masks_of_dropout_are_proven_to_belong_to_the_sample(strategy: str) -> None:
+    verdict = jobs.with_dropout().verify(strategy)
+    assert verdict.is_equal, str(verdict)
+
+
+def test_a_pipeline_trains_with_the_masks_of_one_process(tmp_path: Path) -> None:
+    trainer = jobs.with_dropout()
+    one, two = (
+        trainer.train(strategy, phalanx.Options(out=tmp_path / strategy, threads=1))
+        for strategy in ("dp1", "pp2")
+    )
+    assert two.losses == pytest.approx(one.losses, rel=LIMIT)
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "fsdp3"])

@@ -28,9 +28,9 @@ from phalanx.measure.memory import MemoryAccount, MemoryLedger
 from phalanx.measure.products import quick_ceiling
 from phalanx.measure.timer import StepTimer
 from phalanx.parallel.batch_norm import settle_batch_norms
+from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
-from phalanx.script.dropout import Place, key_dropouts
 from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.stages import cut_by_flops
@@ -107,9 +107,9 @@ class _Fit:
             num_steps=None,
             run=runner,
         )
-        key_dropouts(
-            model, trainer.seed, self._place, is_keyed=strategy.tp.degree * strategy.pp.degree == 1
-        )
+        if can_be_keyed(strategy):
+            key_dropouts(model, trainer.seed, self._place)
+        name_draws(model)
         if options.resume:
             self._resume()
         else:

@@ -38,9 +38,9 @@ from phalanx.errors import ConfigError, ScriptError, StrategyError
 from phalanx.launch.attach import attach
 from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
+from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
-from phalanx.script.dropout import Place, key_dropouts
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
 from phalanx.script.optimizer import Names, guard, rebind
@@ -424,7 +424,9 @@ class Run:
         # Those that optimizers know: in the middle of a step, FSDP2 has gathered ones in the model.
         self._parameters = dict(model.named_parameters())
         self._kept = _kept(self._parameters)
-        key_dropouts(model, self._seed, self._place, is_keyed=self.strategy.tp.degree == 1)
+        if can_be_keyed(self.strategy):
+            key_dropouts(model, self._seed, self._place)
+        name_draws(model)
 
     def _prepared(self, each: Any) -> Any:
         if isinstance(each, nn.Module):

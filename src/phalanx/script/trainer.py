@@ -147,6 +147,7 @@ class Trainer:
             dtype=dtype,
             roles=self.roles,
             batch_norm=self.batch_norm,
+            dropout_seed=self.seed,
         )
 
     def loader(self, data: Dataset[Any], *, shuffle: bool = False) -> DataLoader[Any]:

@@ -19,6 +19,7 @@ def likely_causes(
     accumulation: int,
     differences: Sequence[Difference],
     facts: Sequence[RankFacts],
+    is_keyed: bool = False,
 ) -> list[str]:
     """Return the likely causes of the differences, the surest first.
 
@@ -28,10 +29,11 @@ def likely_causes(
         accumulation: microbatches a step.
         differences: up to the step that differs.
         facts: of each rank after that step.
+        is_keyed: the masks of nn.Dropout belong to the sample.
     """
     wrong = [d for d in differences if not d.passes]
     found = [*_from_values(wrong, facts), *_from_ratios(wrong, strategy, accumulation)]
-    return [*found, *_from_modules(model.train())]
+    return [*found, *_from_modules(model.train(), is_keyed)]
 
 
 def _from_values(wrong: Sequence[Difference], facts: Sequence[RankFacts]) -> Iterator[str]:
@@ -77,7 +79,7 @@ def _from_ratios(
         yield f"{found[0][0]} is zero"
 
 
-def _from_modules(model: nn.Module) -> Iterator[str]:
+def _from_modules(model: nn.Module, is_keyed: bool) -> Iterator[str]:
     """Name modules whose result depends on who else is in the batch, or on the rank's generator."""
     with_statistics: list[str] = []
     with_draws: list[str] = []
@@ -88,6 +90,8 @@ def _from_modules(model: nn.Module) -> Iterator[str]:
         is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
         if is_batch_norm or getattr(module, "running_mean", None) is not None:
             with_statistics.append(f"{name} ({kind})")
+        elif is_keyed and type(module) is nn.Dropout:
+            continue
         elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:  # pyright: ignore[reportPrivateUsage]
             with_draws.append(f"{name} ({kind}, p {module.p:g})")
         elif any(_is_rate(key, value) for key, value in vars(module).items()):
@@ -102,8 +106,8 @@ def _from_modules(model: nn.Module) -> Iterator[str]:
     if with_draws:
         yield (
             f"{_list(with_draws)}: it draws from each process's own generator, so its masks follow "
-            "the rank; set p to 0 here; `run.prepare` and the trainer give nn.Dropout masks that "
-            "belong to the sample, as phalanx.models.random.dropout has"
+            "the rank; set p to 0 here, or say dropout_seed=0 for masks of nn.Dropout that belong "
+            "to the sample, as `run.prepare` and the trainer give it where no tp is"
         )
 
 

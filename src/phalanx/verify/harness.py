@@ -25,6 +25,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.batch_norm import Statistics
+from phalanx.parallel.dropout import can_be_keyed
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
@@ -60,6 +61,7 @@ def verify(
     debug_comm: bool = False,
     device: str = "cpu",
     batch_norm: Statistics | None = None,
+    dropout_seed: int | None = None,
 ) -> Verdict:
     """Compare a strategy with one process on your own module and batches.
 
@@ -79,6 +81,8 @@ def verify(
         debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
         device: "cpu" (gloo), or "cuda" (NCCL, one GPU a rank).
         batch_norm: "global" if BatchNorm takes its mean and variance over the rows of all ranks.
+        dropout_seed: nn.Dropout draws masks of this seed that belong to the sample, on both sides;
+            under tp it cannot. From the process's own generator if None.
 
     Returns:
         The verdict; `verdict.is_equal` and `str(verdict)` say it all.
@@ -97,7 +101,7 @@ def verify(
     settings = optimizer or OptimizerConfig()
     case = Case(
         build, objective, batches, accumulation, dtype, settings, roles,
-        device=device, batch_norm=batch_norm,
+        device=device, batch_norm=batch_norm, dropout_seed=dropout_seed,
     )  # fmt: skip
     return compare_cases({"": case}, parsed, debug_comm)[0]
 
@@ -165,7 +169,9 @@ def verify_case(case: Case, strategy: Strategy, comm: Ranks) -> Verdict:
         place = unequal[0]
     else:
         return verdict
-    causes = likely_causes(case.build(), strategy, case.accumulation, differences, facts)
+    is_keyed = case.dropout_seed is not None and can_be_keyed(strategy)
+    model = case.build()
+    causes = likely_causes(model, strategy, case.accumulation, differences, facts, is_keyed)
     return dataclasses.replace(verdict, place=place, causes=causes)
 
 

@@ -22,6 +22,8 @@ from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows
 from phalanx.errors import ConfigError
 from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
+from phalanx.parallel.dropout import Place as DropoutPlace
+from phalanx.parallel.dropout import can_be_keyed, key_dropouts
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.reduce import is_fused
 from phalanx.strategy import Strategy
@@ -41,6 +43,8 @@ class Case:
     """What is run, see `harness.verify`; every field can be pickled.
 
     Attributes:
+        dropout_seed: of masks that belong to the sample, which nn.Dropout draws on both sides; it
+            draws from the process's generator if None.
         reference: another build and objective for the reference, with the same names of parameters;
             those of the case itself if None.
     """
@@ -55,6 +59,7 @@ class Case:
     reference: tuple[Callable[[], nn.Module], Objective] | None = None
     device: str = "cpu"
     batch_norm: Statistics | None = None
+    dropout_seed: int | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -100,6 +105,9 @@ class SplitRun:
         # Before the optimizer takes the parameters.
         plan = Plan(strategy, self.model, roles=case.roles, pp_rank=comm.coord("pp"))
         self.runner = plan.build(comm)
+        self._dropout_calls: dict[int, dict[str, int]] = {}
+        if case.dropout_seed is not None and can_be_keyed(strategy):
+            key_dropouts(self.model, case.dropout_seed, self._place)
         self._step = Step(
             self.model,
             build_optimizer(self.model, case.optimizer),
@@ -115,11 +123,18 @@ class SplitRun:
         """Return the rows of the global batch that are in each microbatch of this rank."""
         return rows_of(self._case.batches[step], *self._shard)
 
+    def _place(self) -> DropoutPlace:
+        """Return where the forward under way stands."""
+        number, step = self.runner.microbatch, self._step.steps_done
+        calls = self._dropout_calls.setdefault(number, {})
+        return DropoutPlace(step, self.rows(step)[number], calls)
+
     def steps(self, phase: Phase = no_phase) -> Iterator[tuple[StepRecord, RankFacts]]:
         """Take the steps one by one, each watched by `phase`; every rank does so together."""
         case, step, model = self._case, self._step, self.model
         for number, batch in enumerate(case.batches, start=1):
             moved = cast_batch(batch, case.torch_dtype, step.comm.device)
+            self._dropout_calls.clear()
             with ExitStack() as watching:
                 if number == len(case.batches):
                     watching.enter_context(self.ledger)

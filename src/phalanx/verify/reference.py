@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
-from phalanx.data.rows import cast_batch
+from phalanx.data.rows import cast_batch, count_rows
+from phalanx.parallel.dropout import Place, key_dropouts
 
 if TYPE_CHECKING:
     from phalanx.verify.record import Case
@@ -58,6 +59,9 @@ class ReferenceRun:
         if perturbation:
             _perturb(self.model, perturbation)
         self._optimizer = _adamw(self.model, case.optimizer)
+        self._place = Place(0, torch.empty(0), {})
+        if case.dropout_seed is not None:
+            key_dropouts(self.model, case.dropout_seed, lambda: self._place)
 
     def steps(self, phase: Phase = no_phase) -> Iterator[StepRecord]:
         """Take the steps one by one; `phase` is told of each forward, as the trainer does."""
@@ -68,6 +72,7 @@ class ReferenceRun:
         moved = cast_batch(batch, self._dtype, self._device)
         num_valid = int(self._objective.num_valid(moved))
         self.model.zero_grad(set_to_none=True)
+        self._place = Place(step, torch.arange(count_rows(batch)), {})
         with phase("forward"):
             loss_sum = self._objective.loss_sum(self.model, moved, step)
         loss = loss_sum / max(1, num_valid)

@@ -23,9 +23,10 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("is_loss", [True, False])
-def test_both_passes_make_what_one_backward_makes(is_first: bool, is_loss: bool) -> None:
+@pytest.mark.parametrize("form", ["plain", "view", "loss"])
+def test_both_passes_make_what_one_backward_makes(is_first: bool, form: str) -> None:
     torch.manual_seed(0)
+    is_loss = form == "loss"
     ours = Net().double()
     theirs = copy.deepcopy(ours)
     calls: list[str] = []
@@ -36,6 +37,8 @@ def test_both_passes_make_what_one_backward_makes(is_first: bool, is_loss: bool)
         outputs = [net(each) for net, each in zip((ours, theirs), inputs, strict=True)]
         if is_loss:
             outputs = [output.square().sum() for output in outputs]
+        if form == "view":
+            outputs = [output.view_as(output) for output in outputs]
         outputs[1].backward(None if is_loss else gradient)
         weights = [p for name, p in ours.named_parameters() if not name.startswith("unused")]
         received = None if is_first else inputs[0]

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # Private, of a part that is public; tests/parallel/pipeline/test_split_backward.py pins it.
@@ -49,8 +50,24 @@ def backward_input(
         nodes = [get_gradient_edge(weight).node for weight in weights]
         return [{"intermediates": [edge.node], "grads": [tuple(reached)], "params": nodes}]
     gradients = None if gradient is None else [gradient]
+    if output._is_view():  # pyright: ignore[reportPrivateUsage]
+        output = cast(Tensor, _NoView.apply(output))  # torch detaches it in place, but no view
     _, groups = stage_backward_input([output], gradients, [received], iter(weights))
     return groups
+
+
+class _NoView(Function):
+    """A tensor on the same memory that autograd takes for none of another's views."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        same = view.new_empty(0)
+        same.data = view.detach()
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
 
 
 def backward_weights(groups: Groups, weights: Iterable[nn.Parameter]) -> None:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import ScriptError
 from phalanx.models.random import dropout, key, row_keys
+from phalanx.strategy import Strategy
 
 
 class Place(NamedTuple):
@@ -48,19 +49,22 @@ _DRAWS = frozenset(
 """Operations of torch that draw from the process's own generator."""
 
 
-def key_dropouts(model: nn.Module, seed: int, where: Where, *, is_keyed: bool) -> None:
-    """Have the nn.Dropouts of a model draw by position, and name what else draws in training.
+def can_be_keyed(strategy: Strategy) -> bool:
+    """Return whether every rank has whole rows of its samples; under tp and cp it has not."""
+    return strategy.tp.degree * strategy.cp.degree == 1
+
+
+def key_dropouts(model: nn.Module, seed: int, where: Where) -> None:
+    """Have the nn.Dropouts of a model draw by position.
 
     Args:
         model: split already.
         seed: of the masks.
         where: says where a forward stands.
-        is_keyed: whether every rank has whole rows of its samples; under tp it has not.
     """
     for name, module in model.named_modules():
-        if is_keyed and type(module) is nn.Dropout:
+        if type(module) is nn.Dropout:
             module.forward = functools.partial(_forward, module, name, key(seed, name), where)
-    _name_draws(model)
 
 
 def _forward(module: nn.Dropout, name: str, seed: int, where: Where, input: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ class _DrawWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _name_draws(model: nn.Module) -> None:
+def name_draws(model: nn.Module) -> None:
     """Warn, after the first forward in training, of what drew from this process's generator."""
     hooks = _FirstForward(model)
     hooks.handles = [
