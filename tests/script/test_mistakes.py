@@ -212,8 +212,34 @@ def loader_not_prepared() -> None:
     run = phalanx.init("dp2")
     torch.manual_seed(0)
     plain = perceptron()
-    model, _ = run.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
-    run.backward(model(torch.ones(4, 6)).sum(), 4)
+    model, optimizer = run.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    for _ in range(2):  # the first losses may be alike
+        run.backward(model(torch.ones(4, 6)).sum(), 4)
+        optimizer.step()
+
+
+def a_batch_left_out_on_one_rank() -> None:
+    script = Script()
+    batches = iter(script.loader)
+    for _ in range(2 if script.run.is_first else 1):
+        next(batches)
+    for _ in range(2):
+        script.backward()
+        script.optimizer.step()
+
+
+def models_that_differ() -> None:
+    run = phalanx.init("dp2")
+    run.prepare(nn.Linear(2, 2 if run.is_first else 3))
+
+
+def gathered_numbers() -> None:
+    phalanx.init("dp2").gather(torch.tensor(1.0))
+
+
+def gathered_rows_of_unlike_lengths() -> None:
+    run = phalanx.init("dp2")
+    run.gather(torch.zeros(2, 3 if run.is_first else 4))
 
 
 def a_distributed_sampler() -> None:
@@ -277,7 +303,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     a_loss_beside: r"gradients already that no optimizer.step\(\) has used",
     a_step_of_one_rank: r"after \d steps of this rank, others have taken more or fewer",
     saved_within_a_step: r"save: between run.backward and optimizer.step\(\)",
-    an_optimizer_of_whole_parameters: r"LBFGS looks at whole parameters.*use dp, or one.*SGD, Adam",
+    an_optimizer_of_whole_parameters: r"LBFGS takes no shards of parameters.*use dp, or one of",
     a_recomputed_dropout_of_two_uses: r"dropout '1' ran 2 times on this batch.*recomputed",
     a_device_that_is_not_the_jobs: r"device is cuda, but this process has joined a job on cpu",
     a_step_within_an_accumulation: r"after 1 of 3 calls of run.backward.*accumulation=1",
@@ -293,6 +319,10 @@ MISTAKES: dict[Callable[[], None], str] = {
     a_function: r"cannot prepare a function; expected an nn.Module",
     not_prepared: r"backward: no model is prepared",
     loader_not_prepared: r"on every rank, to the last bit.*give the DataLoader to run.prepare",
+    a_batch_left_out_on_one_rank: r"the ranks have read unlike numbers of batches",
+    models_that_differ: r"of rank 1 is not that of rank 0: weight is \(3, 2\) and \(2, 2\)",
+    gathered_numbers: r"gather: a tensor has no rows; give one number for each sample",
+    gathered_rows_of_unlike_lengths: r"the rows of ranks have unlike shapes.*pad them to one",
     a_distributed_sampler: r"has a DistributedSampler, but prepare deals the batches out",
     small_batches: r"batch_size is 1, the global batch, which 2 data ranks share.*at least 2",
     no_batches: r"has batch_size=None",

@@ -299,3 +299,45 @@ def test_autocast_is_that_of_torch() -> None:
     for strategy in ("dp2", "fsdp2"):
         for losses in run_ranks(autocast_losses, 2, strategy, threads=1):
             assert losses == pytest.approx(expected, rel=5e-3), strategy
+
+
+def mixed_sums() -> list[torch.Tensor]:
+    run = phalanx.init("dp2")
+    own = 0 if run.is_first else torch.tensor(1.5)
+    return [run.sum(own), run.sum(torch.tensor(True)), run.sum(3)]
+
+
+def test_sums_of_unlike_types() -> None:
+    for found in run_ranks(mixed_sums, 2, threads=1):
+        assert [float(each) for each in found] == [1.5, 2, 6]
+        assert [each.dtype for each in found] == [torch.float64, torch.int64, torch.int64]
+
+
+def with_a_closure(strategy: str | None) -> float:
+    """Return the last loss of steps of L-BFGS; of plain PyTorch without a strategy."""
+    torch.manual_seed(0)
+    model = loops.perceptron().double()
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=3)
+    loader: Any = DataLoader(Numbers(), 8)
+    run = None
+    if strategy is not None:
+        run = phalanx.init(strategy)
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+    loss = 0.0
+    for x, y in loader:
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+            optimizer.zero_grad()
+            loss_sum = cross_entropy(model(x), y, reduction="sum")
+            if run is not None:
+                return float(run.backward(loss_sum, len(y)))
+            (loss_sum / len(y)).backward()
+            return float(loss_sum.detach()) / len(y)
+
+        loss = float(optimizer.step(closure))
+    return loss
+
+
+def test_an_optimizer_that_calls_the_forward_itself() -> None:
+    for loss in run_ranks(with_a_closure, 2, "dp2", threads=1):
+        assert loss == pytest.approx(with_a_closure(None), rel=1e-8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,19 +221,19 @@ def tuple_of_pairs(samples: list[Any]) -> Any:
 def words_of_what_cannot_be_dealt_out() -> list[str]:
     run = phalanx.init()
     words: list[str] = []
+    endless = BatchSampler(Endless(), 3, True)
     for work in (
         lambda: list(run.prepare(DataLoader(Numbers(), 4, sampler=Odd()))),
         lambda: run.prepare(Other(Numbers(), 4)),
         lambda: nested(run.prepare(DataLoader(Numbers(), 4))),
         lambda: list(run.prepare(DataLoader(Numbers(), 11, collate_fn=tuple_of_pairs))),
+        lambda: list(run.prepare(DataLoader(Numbers(), batch_sampler=endless))),
     ):
         try:
             work()
             words.append("")
         except PhalanxError as error:
             words.append(str(error))
-    endless = run.prepare(DataLoader(Numbers(), batch_sampler=BatchSampler(Endless(), 3, True)))
-    assert len(list(endless)) == NUM_ROWS // 3
     return words
 
 
@@ -242,6 +243,32 @@ def test_what_cannot_be_dealt_out_right_is_refused_by_name() -> None:
         assert words[1].startswith("prepare: Other has an __iter__ of its own")
         assert words[2].startswith("a pass over the loader goes on after another")
         assert ("a rank has no row of the last batch" in words[3]) == (rank == 1)
+        assert words[4].startswith("BatchSampler gives more than the 7 batches that its __len__")
+
+
+def after_a_look(is_resumed: bool, folder: str) -> list[int]:
+    """Return the first row of each batch of a pass that was looked at first."""
+    run = phalanx.init()
+    model = torch.nn.Linear(1, 1)
+    loader = DataLoader(torch.arange(8), 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    if is_resumed:
+        batches = iter(loader)
+        next(batches)
+        run.backward(model(torch.ones(1, 1)).sum() * (1 + dist.get_rank()), 1)
+        optimizer.step()
+        run.save(folder)
+        run.resume(folder)
+    next(iter(loader))
+    assert loader.epoch == 0
+    return [int(row) for batch in loader for row in batch]
+
+
+def test_a_look_at_the_first_batch_is_no_pass(tmp_path: Path) -> None:
+    for is_resumed, first in ((False, 0), (True, 2)):
+        found = run_ranks(after_a_look, 2, is_resumed, str(tmp_path), threads=1)
+        assert found == [list(range(first + rank, 8, 2)) for rank in range(2)]
 
 
 class Drawing(Dataset[Any]):

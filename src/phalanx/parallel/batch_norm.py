@@ -99,6 +99,8 @@ def _forward(norm: Any, comm: Comm, x: Tensor) -> Tensor:
     shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
     count = x_wide.new_tensor([x.numel() // x.shape[1]])
     sums = _sum_over_ranks(torch.cat([x_wide.sum(others), count]), comm)
+    if x.numel() == x.shape[1] and sums[-1] == 1:  # of all ranks, and torch refuses it too
+        raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")
     num_rows = sums[-1].detach().clamp(min=1)
     mean = sums[:-1] / num_rows
     centered = x_wide - mean.view(shape)

@@ -72,8 +72,8 @@ def _forward(module: nn.Dropout, name: str, seed: int, where: Where, input: Tens
     if place is None or len(place.rows) != len(input) or input.ndim < 2:
         return nn.Dropout.forward(module, input)
     call = _count(name, place.calls)
-    if not input.numel():
-        return input
+    if not input.numel() or module.p == 1:
+        return input * 0
     keys = row_keys(seed, place.step, place.rows.to(input.device))
     kept = dropout(input.reshape(len(input), -1, input.shape[-1]), module.p, keys, salt=call)
     return kept.view_as(input)
@@ -145,7 +145,8 @@ class _FirstForward:
             warnings.warn(
                 f"{type(model).__name__} draws from each rank's own generator in training "
                 f"({', '.join(sorted(watch.found))}), so that its numbers depend on the number of "
-                "ranks; attention has a dropout of its own, and nn.Dropout does not draw so",
+                "ranks: a dropout within attention, a functional one, or an nn.Dropout under tp or "
+                "on what has other rows than the batch",
                 stacklevel=2,
             )
 

@@ -47,7 +47,7 @@ def average_gradients(model: nn.Module, count: int | None = None) -> None:
     comm = _comm()
     parameters = [p for p in model.parameters() if p.requires_grad]
     if model not in _seen:
-        _check_alike(parameters)
+        _check_alike([*model.parameters(), *model.buffers()])  # frozen ones too
         _seen.add(model)
     _average(parameters, comm, count)
 
@@ -55,7 +55,8 @@ def average_gradients(model: nn.Module, count: int | None = None) -> None:
 def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Have each step of an optimizer average the gradients over the ranks first.
 
-    The parameters of all ranks become those of the first. The learning rate stays: a batch of N
+    Its parameters become those of the first rank on all ranks; what it does not step, frozen parts
+    and buffers, has to be alike before. The learning rate stays: a batch of N
     ranks is N times as large, and its gradient a mean.
 
     Returns:
@@ -89,7 +90,7 @@ def _ranks(num_ranks: int, device: str) -> Ranks:
 @torch.no_grad()
 def _average(parameters: Sequence[nn.Parameter], comm: Comm, count: int | None) -> None:
     used = torch.tensor([p.grad is not None for p in parameters], device=comm.device)
-    comm.all_reduce(used.byte(), "job", "max")
+    used = comm.all_reduce(used.byte(), "job", "max")
     own = torch.tensor(1.0 if count is None else count, dtype=torch.float64, device=comm.device)
     total = comm.all_reduce(own.clone(), "job")
     share = own / torch.where(total > 0, total, 1.0)
@@ -104,7 +105,7 @@ def _average(parameters: Sequence[nn.Parameter], comm: Comm, count: int | None) 
         sum_in_buckets(alike, comm, comm.axes)
 
 
-def _check_alike(parameters: Iterable[nn.Parameter]) -> None:
+def _check_alike(parameters: Iterable[Tensor]) -> None:
     digest = hashlib.blake2b()
     for parameter in parameters:
         digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -63,12 +63,12 @@ class _Fetched(NamedTuple):
 
     Attributes:
         rows: the batch.
-        own: where its rows stand among those of the pass.
+        own: where its rows stand among those of the pass, in each piece of the batch.
         is_last: whether no batch of the pass follows.
     """
 
     rows: Any
-    own: range
+    own: list[range]
     is_last: bool
 
 
@@ -90,6 +90,8 @@ class RankLoader:
         is_last: whether the batch that was yielded last is the last of its pass.
         rows: where the rows of that batch stand in the order of the samples, which counts on from
             pass to pass: int64 on the CPU.
+        is_used: whether a gradient was made in the pass under way; to be set from outside.
+        piece_sizes: how many of these rows are in each piece of the batch.
     """
 
     def __init__(
@@ -98,8 +100,12 @@ class RankLoader:
         comm: Comm,
         draws: Draws,
         on_batch: Callable[[RankLoader], None] = lambda _: None,
+        pieces: int = 1,
     ) -> None:
         """Deal the batches out over the data ranks of `comm`; `on_batch` is told of each.
+
+        A batch is cut into `pieces`, and a rank has its share of each: then what all ranks have of
+        a microbatch is what one process has that cuts the batch into as many.
 
         Raises:
             ConfigError: the loader makes no batches, or deals them out itself, or they are small.
@@ -108,11 +114,13 @@ class RankLoader:
         _check(plain, comm.size("data"))
         self.plain = plain
         self.epoch = self.batches_done = 0
-        self.is_last = False
+        self.is_last = self.is_used = False
         self.rows = torch.zeros(0, dtype=torch.int64)
+        self.piece_sizes: list[int] = []
         self._comm = comm
         self._draws = draws
         self._on_batch = on_batch
+        self._pieces = pieces
         self._first_row = self._num_rows = 0
         self._before: dict[str, Tensor] = {}
         self._skip = self._pass = 0
@@ -138,7 +146,8 @@ class RankLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.batches_done:  # the pass before was left early
             self.epoch += 1
-        self.batches_done, self._skip = self._skip, 0
+        skip = self._skip
+        self.batches_done, self._skip, self.is_used = skip, 0, False
         self._pass += 1
         number = self._pass
         batches = self._of_stream() if self._fetcher is None else self._of_dataset(self._fetcher)
@@ -150,9 +159,15 @@ class RankLoader:
                 )
             self.is_last = is_last
             self.batches_done += 1
-            self.rows = torch.arange(self._first_row + own.start, self._first_row + own.stop)
+            self.piece_sizes = [len(piece) for piece in own]
+            self.rows = self._first_row + torch.tensor([at for piece in own for at in piece]).long()
             self._on_batch(self)
-            yield map_tensors(batch, lambda t: t.to(self._comm.device, non_blocking=True))
+            try:
+                yield map_tensors(batch, lambda t: t.to(self._comm.device, non_blocking=True))
+            except GeneratorExit:
+                if not self.is_used and number == self._pass:  # a look at it: the pass is to come
+                    self.batches_done, self._skip = 0, skip
+                raise
         self._first_row += self._num_rows
         self.epoch, self.batches_done, self.is_last = self.epoch + 1, 0, False
 
@@ -180,7 +195,7 @@ class RankLoader:
         self._num_rows = ends[-1] if ends else 0
         wanted = [
             # A sample is fetched for a share without rows too: it tells what a batch is made of.
-            batch[own.start - end + len(batch) :][: len(own)] or batch[-1:]
+            [batch[at - end] for piece in own for at in piece] or batch[-1:]
             for batch, own, end in zip(order, owns, ends, strict=True)
         ]
         with Draws(self._before["draws"]).in_place():
@@ -189,7 +204,7 @@ class RankLoader:
             fetched = fetcher.iterate(wanted[first:], self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
             own = owns[number]
-            yield _Fetched(rows if len(own) else _no_rows(rows), own, number == len(order) - 1)
+            yield _Fetched(rows if any(own) else _no_rows(rows), own, number == len(order) - 1)
 
     def _order(self, draws: Draws) -> list[list[Any]]:
         """Draw the samples of each batch of a pass, as the plain loader would."""
@@ -201,9 +216,15 @@ class RankLoader:
             self._before = {"draws": torch.get_rng_state()}
             self._before |= {name: each.get_state() for name, each in generators.items()}
             # What the plain loader seeds its workers by comes first; those that stay have theirs.
-            if not (self.plain.persistent_workers and self.epoch):
+            if not (self.plain.persistent_workers and (self.epoch or self._pass > 1)):
                 torch.empty((), dtype=torch.int64).random_(generator=self.plain.generator)
-            order = [list(batch) for batch in itertools.islice(sampler, len(sampler))]
+            length = len(sampler)
+            order = [list(batch) for batch in itertools.islice(sampler, length + 1)]
+        if len(order) > length:
+            raise DataError(
+                f"{type(sampler).__name__} gives more than the {length} batches that its __len__ "
+                "says; correct its __len__"
+            )
         self._check(order)
         return order
 
@@ -234,18 +255,24 @@ class RankLoader:
             if skipped > 0:
                 skipped -= 1
             else:
-                here = slice(own.start - begin, own.stop - begin)
-                rows = map_batch(batch, lambda t, here=here: t[here])
+                here = torch.tensor([at - begin for piece in own for at in piece]).long()
+                rows = map_batch(batch, lambda t, here=here: t[here.to(t.device)])
                 yield _Fetched(rows, own, following is None)
             batch = following
         self._num_rows = end
 
-    def _share(self, begin: int, end: int) -> range:
-        """Return this rank's rows of a batch that has those from `begin` to `end`."""
+    def _share(self, begin: int, end: int) -> list[range]:
+        """Return this rank's rows of each piece of a batch that has those from `begin` to `end`."""
         rank, num_ranks = self._comm.coord("data"), self._comm.size("data")
-        least, more = divmod(end - begin, num_ranks)
-        first = begin + rank * least + min(rank, more)
-        return range(first, first + least + (rank < more))
+        rows = range(begin, end)
+        return [_part(_part(rows, at, self._pieces), rank, num_ranks) for at in range(self._pieces)]
+
+
+def _part(rows: range, number: int, num_parts: int) -> range:
+    """Return one of parts of nearly the same size, the larger ones first."""
+    least, more = divmod(len(rows), num_parts)
+    first = number * least + min(number, more)
+    return rows[first : first + least + (number < more)]
 
 
 class _Fetcher:

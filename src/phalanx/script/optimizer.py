@@ -61,8 +61,8 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
     if any(isinstance(p, DTensor) for p in ours) and not isinstance(optimizer, ELEMENTWISE):
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ScriptError(
-            f"prepare: {type(optimizer).__name__} looks at whole parameters, of which a rank has "
-            f"shards under this strategy; use dp, or one that steps each element by itself: {names}"
+            f"prepare: {type(optimizer).__name__} takes no shards of parameters, which are what a "
+            f"rank has under this strategy; use dp, or one of {names}"
         )
     for parameter in cast(list[nn.Parameter], [p for p in optimizer.state if p not in ours]):
         new = after[before[parameter]]
@@ -93,5 +93,9 @@ def guard(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
     def told(tell: Callable[[torch.optim.Optimizer], None], own: Any, *_: Any) -> None:
         tell(own)
 
-    optimizer.register_step_pre_hook(functools.partial(told, steps.before_step))
+    def before(own: Any, args: Any, kwargs: Any) -> None:
+        if not any(callable(each) for each in (*args, *kwargs.values())):
+            steps.before_step(own)  # else the closure calls run.backward within the step
+
+    optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(functools.partial(told, steps.after_step))

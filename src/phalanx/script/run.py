@@ -20,7 +20,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -136,6 +136,7 @@ class Run:
         self._schedulers: list[Any] = []
         self._folders: dict[Path, Path] = {}
         self._yielded: RankLoader | None = None
+        self._leading: RankLoader | None = None
         self._model: nn.Module | None = None
         self._before: Names = {}
         self._runner: Runner = Accumulate()
@@ -143,7 +144,8 @@ class Run:
         self._kept: dict[str, str] = {}
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
         self._divisor = self._totals[1]
-        self._agreed = torch.ones((), dtype=torch.bool)
+        self._agreed = torch.ones(2, dtype=torch.bool)
+        self._num_batches = 0
         self._num_backwards = 0
         self._is_whole = False
         self._stepped: set[int] = set()
@@ -218,18 +220,19 @@ class Run:
         check_sum(loss_sum, count)
         if self._num_backwards == 0:
             self._begin_step(model, loss_sum.detach())
-        found = self._totals.new_tensor([0.0, 0.0, self.steps_done])
+        found = self._totals.new_tensor([0.0, 0.0, self.steps_done, self._num_batches])
         found[1] = cast("float | Tensor", count)
         # The mean over no row, times 0 rows, is not a number.
         found[0] = torch.where(found[1] > 0, loss_sum.detach().double(), 0.0)
         self.comm.all_reduce(found, "data")
         self._totals += found[:2]
-        self._agreed = found[2] == self.steps_done * self.comm.size("data")
+        own = found.new_tensor([self.steps_done, self._num_batches])
+        self._agreed = found[2:] == own * self.comm.size("data")
         if self._num_backwards == 0:
             # Most steps have as many samples in each call, so that nothing is left to correct.
             self._divisor = _nonzero(found[1] * self.accumulation)
         self._num_backwards += 1
-        is_pass_over = self._yielded is not None and self._yielded.is_last
+        is_pass_over = self._leading is not None and self._leading.is_last
         is_last = is_pass_over or self._num_backwards == self.accumulation
         reducer = self._runner.reducer
         wide = torch.promote_types(loss_sum.dtype, torch.float32)
@@ -241,6 +244,9 @@ class Run:
             self._num_backwards = 0
             self._clear()
             raise
+        if self._yielded is not None:
+            self._yielded.is_used = True
+        self._leading = None
         if is_last:
             if reducer is not None:
                 reducer.finish()
@@ -269,9 +275,17 @@ class Run:
         return norm
 
     def sum(self, value: float | Tensor) -> Tensor:
-        """Return the sum of `value` over the ranks that have different samples; all call this."""
-        total = torch.as_tensor(value, device=self.comm.device).detach().clone()
-        return self.comm.all_reduce(total, "data")
+        """Return the sum of `value` over the ranks that have different samples; all call this.
+
+        It is float64, or int64 where all ranks give whole numbers or truth values.
+        """
+        own = torch.as_tensor(value, device=self.comm.device).detach()
+        # A rank without rows may have the integer 0 where others have a number.
+        is_float = torch.tensor(own.is_floating_point(), dtype=torch.uint8, device=own.device)
+        is_float = bool(self.comm.all_reduce(is_float, "data", "max"))
+        return self.comm.all_reduce(
+            own.to(torch.float64 if is_float else torch.int64, copy=True), "data"
+        )
 
     def gather(self, batch: Any) -> Any:
         """Return the rows of all ranks, in the order of one process; all ranks call this.
@@ -284,11 +298,15 @@ class Run:
             The same with all rows, on the CPU, so that metrics count each sample once.
         """
         own = map_batch(batch, lambda tensor: tensor.detach().cpu())
+        if any(tensor.ndim == 0 for tensor in tensors_of(own)):
+            raise ScriptError(
+                "gather: a tensor has no rows; give one number for each sample, or use run.sum"
+            )
         # Ranks that differ on tp alone have the same rows.
         parts = gather_objects((self.comm.coord("data"), own))
         by_rank = {number: tensors_of(part) for number, part in parts}
         pieces = [by_rank[number] for number in sorted(by_rank)]
-        wholes = iter([torch.cat(each) for each in zip(*pieces, strict=True)])
+        wholes = iter([_rows_of_all(each) for each in zip(*pieces, strict=True)])
         return map_batch(own, lambda _: next(wholes))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -316,7 +334,8 @@ class Run:
             CheckpointError: it cannot be written.
         """
         model, wanted = self._prepared_model("save"), Path(folder)
-        if self._num_backwards or (self._is_whole and not self._stepped):
+        is_unused = self._is_whole and not self._stepped and self._gradients()
+        if self._num_backwards or is_unused:
             raise ScriptError(
                 "save: between run.backward and optimizer.step(), whose gradients no checkpoint "
                 "keeps, while their batches count as taken; save after the step"
@@ -416,6 +435,7 @@ class Run:
                 f"prepare: {meta} is on the meta device, without first weights; build the model on "
                 "the CPU, or give it to phalanx.Trainer"
             )
+        _check_alike(model)
         self._before = {p: name for name, p in model.named_parameters()}
         settle_batch_norms(model, self.comm, batch_norm)
         plan = Plan(self.strategy, model.to(self.comm.device), roles=roles)
@@ -462,13 +482,20 @@ class Run:
                 "backward: no optimizer is prepared, so that it may update parameters that are not "
                 "split, and its steps would not be checked; give it to run.prepare too"
             )
-        if not self._agreed:  # of the step before, so that a GPU is not waited for
+        has_steps, has_batches = self._agreed.tolist()  # of the step before: no GPU is waited for
+        if not has_batches:
+            raise ScriptError(
+                "backward: the ranks have read unlike numbers of batches before the last one, so "
+                "that rows of several global batches were added up; each rank must read, or leave "
+                "out, a batch when the others do"
+            )
+        if not has_steps:
             raise ScriptError(
                 f"backward: after {self.steps_done} steps of this rank, others have taken more or "
                 "fewer, so their weights differ; each rank must step, or skip a step, when the "
                 "others do"
             )
-        if not self.steps_done and self._yielded is None:
+        if self.steps_done < 2 and self._yielded is None:
             self._check_own_batches(float(loss))
         now = _kept(dict(model.named_parameters()))
         if now != self._kept:
@@ -503,7 +530,9 @@ class Run:
     def _check_own_batches(self, loss: float) -> None:
         """Refuse batches of no prepared loader that are the same on all ranks."""
         losses = gather_objects(loss)
-        if self.comm.size("data") > 1 and len({repr(each) for each in losses}) == 1:
+        if self.comm.size("data") == 1 or len({repr(each) for each in losses}) > 1:
+            return
+        if self.steps_done:  # the first may be alike: an output that begins with zeros
             raise ScriptError(
                 f"backward: the loss is {loss:g} on every rank, to the last bit, so each has the "
                 "same samples; give the DataLoader to run.prepare, which deals them out"
@@ -525,6 +554,9 @@ class Run:
     def _note_batch(self, loader: RankLoader) -> None:
         if torch.is_grad_enabled():  # a batch of an evaluation ends no pass of the training
             self._yielded, self._calls = loader, {}
+            if self._leading is None:  # of several read in turns the first
+                self._leading = loader
+            self._num_batches += 1
 
     def _warn_of_schedules(self) -> None:
         """Say once that a checkpoint lacks a schedule that moves the rate of an optimizer."""
@@ -555,9 +587,35 @@ class Run:
         )
 
 
+def _rows_of_all(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all ranks, in the order of the ranks."""
+    filled = [piece for piece in pieces if len(piece)] or list(pieces[:1])
+    shapes = {tuple(piece.shape[1:]) for piece in filled}
+    if len(shapes) > 1:
+        raise ScriptError(
+            f"gather: the rows of ranks have unlike shapes, {sorted(shapes)}; pad them to one "
+            "length, the same on all ranks"
+        )
+    return torch.cat(filled)
+
+
 def _nonzero(total: Tensor) -> Tensor:
     """Return a divisor: 1 where there is nothing to divide."""
     return torch.where(total > 0, total, 1.0)
+
+
+def _check_alike(model: nn.Module) -> None:
+    """Refuse models of ranks that are not of one form: their collectives would not meet."""
+    own = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    all_of = gather_objects(own)
+    for rank, theirs in enumerate(all_of):
+        if theirs != all_of[0]:
+            name = next(n for n in {**all_of[0], **theirs} if all_of[0].get(n) != theirs.get(n))
+            there, here = theirs.get(name, "not there"), all_of[0].get(name, "not there")
+            raise ScriptError(
+                f"prepare: the model of rank {rank} is not that of rank 0: {name} is {there} and "
+                f"{here}; build the same model on every rank"
+            )
 
 
 def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
