@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
 import phalanx
+from phalanx.launch.pulse import PULSE
 
 
 class Classes:
@@ -87,3 +89,19 @@ def dropping_of_doubles() -> nn.Module:
 
 def with_dropout() -> phalanx.Trainer:
     return phalanx.Trainer(dropping_of_doubles, Classes(), Numbers(), batch_size=8, accumulation=2)
+
+
+class Means(Classes):
+    """A mean where a sum is due."""
+
+    def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> Tensor:
+        return cross_entropy(model(microbatch[0]), microbatch[1])
+
+
+class Stopping(Numbers):
+    """Asks its process to stop at a sample that is read within the second step."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 12:
+            PULSE.stop_signal = signal.SIGTERM
+        return super().__getitem__(index)

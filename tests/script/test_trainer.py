@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 import phalanx
 from marks import by_hand
 from phalanx.cli.main import main
-from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.errors import CheckpointError, ConfigError, DataError, Interrupted, ScriptError
 from phalanx.script.trainer import trainer_of
 
 LIMIT = 1e-10
@@ -114,6 +115,38 @@ def test_a_pipeline_trains_with_the_masks_of_one_process(tmp_path: Path) -> None
 def test_batch_norm_over_all_ranks_is_proven(strategy: str) -> None:
     verdict = jobs.with_batch_norm().verify(strategy)
     assert verdict.is_equal, str(verdict)
+
+
+def test_microbatches_of_all_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    """BatchNorm takes the rows of a microbatch together."""
+    trainer = dataclasses.replace(jobs.with_batch_norm(), accumulation=3, batch_size=14)
+    one, two = (
+        trainer.train(strategy, phalanx.Options(out=tmp_path / strategy, threads=1))
+        for strategy in ("dp1", "dp2")
+    )
+    assert two.losses == pytest.approx(one.losses, rel=LIMIT)
+
+
+def test_a_mean_is_refused(tmp_path: Path) -> None:
+    trainer = dataclasses.replace(jobs.job(), objective=jobs.Means())
+    with pytest.raises(ScriptError, match="loss_sum: the loss is a mean"):
+        trainer.train("dp2", phalanx.Options(out=tmp_path, threads=1))
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
+    """Ranks look for a signal about once a second."""
+    options = phalanx.Options(out=str(tmp_path), threads=1)  # pyright: ignore[reportArgumentType]
+    plain = dataclasses.replace(jobs.job(), validation=None, epochs=10_000)
+    stopping = dataclasses.replace(plain, data=jobs.Stopping())
+    with pytest.raises(Interrupted, match=r"by SIGTERM; step \d+ is saved in ") as stopped:
+        stopping.train("dp2", options)
+    (step,) = map(int, re.findall(r"step (\d+) is", str(stopped.value)))
+    some = dataclasses.replace(plain, steps=step + 3)
+    fitted = some.train("fsdp2", dataclasses.replace(options, resume=True))
+    whole = some.train("dp1", dataclasses.replace(options, out=tmp_path / "whole"))
+    assert fitted.losses == pytest.approx(whole.losses[step:], rel=LIMIT)
+    again = some.train("dp1", dataclasses.replace(options, resume=True))
+    assert (again.losses, again.checkpoint) == ([], fitted.checkpoint)
 
 
 def test_batch_norm_over_own_rows_says_why_it_differs() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +27,17 @@ from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger
 from phalanx.measure.products import quick_ceiling
 from phalanx.measure.timer import StepTimer
-from phalanx.parallel.batch_norm import settle_batch_norms
+from phalanx.parallel.batch_norm import batch_norms, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import Draws, RankLoader
+from phalanx.script.loss import check_sum
 from phalanx.script.stages import cut_by_flops
 from phalanx.strategy import Strategy
+from phalanx.train.objective import Objective
+from phalanx.train.pace import Pace
 from phalanx.train.step import TERMS, Step, StepResult
 from phalanx.verify.reference import in_training
 
@@ -58,6 +61,7 @@ class Fitted:
         step_s: median wall time of a step; None likewise.
         mfu: share of the rate of matrix products that the model's FLOPs took; None if unknown.
         checkpoint: folder of the last one.
+        stop_signal: the signal that ended the run before its last step, or 0.
     """
 
     steps_done: int
@@ -68,6 +72,7 @@ class Fitted:
     step_s: float | None
     mfu: float | None
     checkpoint: str
+    stop_signal: int = 0
 
 
 def fit(trainer: Trainer, strategy: Strategy, options: Options) -> Fitted:
@@ -97,11 +102,15 @@ class _Fit:
         self.scheduler = None if trainer.scheduler is None else trainer.scheduler(self.optimizer)
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle)
         self._calls: dict[int, dict[str, int]] = {}
-        self.loader = RankLoader(plain, comm, self.draws)
+        self._saved = ""
+        # BatchNorm over all ranks takes the rows of a microbatch that one process has in it.
+        is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
+        pieces = trainer.accumulation if is_cut_first else 1
+        self.loader = RankLoader(plain, comm, self.draws, pieces=pieces)
         self.step = Step(
             model,
             self.optimizer,
-            trainer.objective,
+            _OfSums(trainer.objective),
             OptimizerConfig(clip_norm=trainer.max_norm or 0.0),
             comm=comm,
             num_steps=None,
@@ -117,31 +126,42 @@ class _Fit:
         self.records = _Records(self)
 
     def run(self) -> Fitted:
-        """Take the steps."""
-        step, options = self.step, self.options
-        num_steps = self.num_steps
-        saved = ""
+        """Take the steps; a signal ends them after the one under way, with a checkpoint."""
+        options = self.options
+        self.pace = Pace(60 * options.save_every_minutes, dist.get_rank() == 0)
         with ExitStack() as stack:
             stack.enter_context(PULSE.doing("the work between two steps"))
-            stack.enter_context(step.watched(PULSE.phase))
+            stack.enter_context(PULSE.heeding())
+            stack.enter_context(self.step.watched(PULSE.phase))
             if options.debug_comm:
                 stack.enter_context(self._checked())
             self._evaluate()
-            for batch in self._batches():
-                self._calls.clear()
-                result = self.records.take(step, self._cut(batch))
-                if self.scheduler is not None:
-                    self.scheduler.step()
-                self.records.keep(result)
-                PULSE.steps_done = done = step.steps_done
-                is_last = done >= num_steps
-                if is_last or (options.eval_every and done % options.eval_every == 0):
-                    self._evaluate()
-                if is_last or (options.save_every and done % options.save_every == 0):
-                    saved = str(self._save())
-                if is_last:
-                    break
-        return self.records.result(saved)
+            batches = self._batches()
+            while self.step.steps_done < self.num_steps and not self.pace.stop_signal:
+                self._take(batches)
+        return self.records.result(self._saved, self.pace.stop_signal)
+
+    def _take(self, batches: Iterator[Any]) -> None:
+        """Take a step, and save and evaluate after it if that is due."""
+        step, options, pace = self.step, self.options, self.pace
+        with PULSE.doing(f"data of step {step.steps_done + 1}"), self.records.data():
+            microbatches = self._cut(next(batches))
+        self._calls.clear()
+        result = self.records.take(step, microbatches)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.records.keep(result)
+        PULSE.steps_done = done = step.steps_done
+        pace.after_step(can_save=True)
+        is_last = done == self.num_steps
+        if is_last or (options.eval_every and done % options.eval_every == 0):
+            self._evaluate()
+        is_due = pace.is_save_due or pace.stop_signal > 0
+        if is_last or is_due or (options.save_every and done % options.save_every == 0):
+            with PULSE.doing(f"the checkpoint after step {done}"):
+                self._saved = str(self._save())
+            pace.saved()
+            self.records.begin_step()
 
     @property
     def num_steps(self) -> int:
@@ -151,24 +171,32 @@ class _Fit:
         return self.trainer.epochs * len(self.loader)
 
     def _batches(self) -> Iterator[Any]:
-        is_rest = True  # of a pass that was stopped at its end, nothing may be left
-        while self.step.steps_done < self.num_steps:
-            steps_done = self.step.steps_done
-            with PULSE.doing(f"data of step {steps_done + 1}"):
-                yield from self.loader
-            is_rest, was_rest = False, is_rest and self.options.resume
-            if self.step.steps_done == steps_done and not was_rest:
+        """Yield this rank's batches, pass after pass."""
+        is_rest = self.options.resume  # of a pass that was stopped at its end nothing may be left
+        while True:
+            has_batches = False
+            for batch in self.loader:
+                has_batches = True
+                yield batch
+            if not has_batches and not is_rest:
                 raise DataError(
-                    f"the data ended after step {steps_done} of {self.num_steps}, and a further "
-                    "pass over it has none; set steps to that, or give data that can be read again"
+                    f"the data ended after step {self.step.steps_done} of {self.num_steps}, and a "
+                    "further pass over it has none; set steps to that, or give data that can be "
+                    "read again"
                 )
+            is_rest = False
 
     def _cut(self, batch: Any) -> list[Any]:
         """Return this rank's microbatches of a batch."""
-        rows = torch.arange(count_rows(batch)).tensor_split(self.trainer.accumulation)
-        if len(rows) == 1:
+        if self.trainer.accumulation == 1:
             return [batch]
-        return [map_batch(batch, lambda tensor, here=here: tensor[here]) for here in rows]
+        pieces = self._split(torch.arange(count_rows(batch)))
+        return [map_batch(batch, lambda tensor, here=here: tensor[here]) for here in pieces]
+
+    def _split(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the rows of each microbatch, of numbers of this rank's rows of a batch."""
+        sizes = self.loader.piece_sizes
+        return rows.split(sizes) if len(sizes) > 1 else rows.tensor_split(self.trainer.accumulation)
 
     def _evaluate(self) -> None:
         """Measure the mean loss of the validation data; every rank calls this together."""
@@ -222,7 +250,8 @@ class _Fit:
             raise CheckpointError(
                 f"cannot go on from {self.options.out}: there is no checkpoint in it"
             )
-        _, standing = found
+        where, standing = found
+        self._saved = str(where)
         self.step.steps_done = standing["steps_done"]
         self.draws.state = checkpoint.from_text(standing["draws"])
         self.loader.set_state(standing["loaders"][0])
@@ -231,7 +260,7 @@ class _Fit:
 
     def _place(self) -> Place | None:
         number = self.step.run.microbatch
-        rows = self.loader.rows.tensor_split(self.trainer.accumulation)[number]
+        rows = self._split(self.loader.rows)[number]
         return Place(self.step.steps_done, rows, self._calls.setdefault(number, {}))
 
     def _count_flops(self, model: nn.Module) -> Flops | None:
@@ -245,6 +274,24 @@ class _Fit:
         if batch is None or not tensors_of(batch):
             return None
         return flops_of(model, self.trainer.objective, batch)
+
+
+class _OfSums:
+    """An objective whose first losses are looked at: a mean would be off by its count."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self._is_checked = False
+
+    def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
+        loss = self._objective.loss_sum(model, microbatch, step)
+        if not self._is_checked and loss.requires_grad:
+            check_sum(loss, self._objective.num_valid(microbatch), "Objective.loss_sum")
+            self._is_checked = True
+        return loss
+
+    def num_valid(self, microbatch: Any) -> int | torch.Tensor:
+        return self._objective.num_valid(microbatch)
 
 
 class _Records:
@@ -298,6 +345,16 @@ class _Records:
             result = step(microbatches)
         return result
 
+    @contextmanager
+    def data(self) -> Generator[None]:
+        """Book what runs inside as the coming of data."""
+        with self.timer.phase("data"):
+            yield
+
+    def begin_step(self) -> None:
+        """Leave out of the next step what has passed since the last one."""
+        self.timer.begin_step()
+
     def keep(self, result: StepResult) -> None:
         """Keep the record of the step that has just been taken."""
         self.losses.append(result.loss)
@@ -325,7 +382,7 @@ class _Records:
         if self.log is not None:
             self.log.evaluation(steps_done, loss)
 
-    def result(self, saved: str) -> Fitted:
+    def result(self, saved: str, stop_signal: int) -> Fitted:
         """Return what the run has done."""
         times = [each.wall_s for each in list(self.timer.history)[WARMUP_STEPS:]]
         step_s = statistics.median(times) if times else None
@@ -338,6 +395,7 @@ class _Records:
             step_s=step_s,
             mfu=None if step_s is None else self._mfu(step_s),
             checkpoint=saved,
+            stop_signal=stop_signal,
         )
 
     def _mfu(self, step_s: float) -> float | None:

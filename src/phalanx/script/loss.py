@@ -16,8 +16,10 @@ _MEAN: Final = 1
 """What torch calls the reduction "mean" inside, as a number."""
 
 
-def check_sum(loss_sum: Any, count: Any) -> None:
-    """Refuse what `backward` cannot take for a sum of losses over `count` samples or tokens.
+def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
+    """Refuse what `where` cannot take for a sum of losses over `count` samples or tokens.
+
+    A mean that was made by a division is not known as one.
 
     Raises:
         ScriptError: says what is wrong with it.
@@ -26,31 +28,31 @@ def check_sum(loss_sum: Any, count: Any) -> None:
         shape = tuple(loss_sum.shape) if isinstance(loss_sum, torch.Tensor) else None
         what = f"a {type(loss_sum).__name__}" if shape is None else f"a tensor of shape {shape}"
         raise ScriptError(
-            f"backward: the loss is {what}; expected one number, the sum of the losses of this "
+            f"{where}: the loss is {what}; expected one number, the sum of the losses of this "
             "rank's samples"
         )
     if not loss_sum.requires_grad:
         raise ScriptError(
-            "backward: the loss has no graph, so no parameter would get a gradient; compute it "
+            f"{where}: the loss has no graph, so no parameter would get a gradient; compute it "
             "outside torch.no_grad(), without detach() or item(), from the output of the model"
         )
     number = float(count) if isinstance(count, int | float) else None
     if isinstance(count, torch.Tensor):
         if count.numel() != 1:
             raise ScriptError(
-                f"backward: the count is a tensor of shape {tuple(count.shape)}; expected how many "
+                f"{where}: the count is a tensor of shape {tuple(count.shape)}; expected how many "
                 "samples or tokens the loss is a sum over, one number"
             )
     elif number is None or number < 0:
         raise ScriptError(
-            f"backward: the count is {count!r}; expected how many samples or tokens the loss is a "
+            f"{where}: the count is {count!r}; expected how many samples or tokens the loss is a "
             "sum over, such as len(labels)"
         )
     if (made_by := _mean_of(loss_sum)) is not None and number != 1:
         raise ScriptError(
-            f"backward: the loss is a mean ({made_by}), and a mean of the ranks' means weighs "
+            f"{where}: the loss is a mean ({made_by}), and a mean of the ranks' means weighs "
             "samples unevenly; give the sum: reduction='sum', or the mean times its count, "
-            "run.backward(loss * len(labels), len(labels))"
+            "loss * len(labels)"
         )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, Interrupted
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.fit import Fitted, fit
@@ -47,7 +47,8 @@ class Options:
     Attributes:
         out: folder of records and checkpoints.
         resume: whether to go on from the latest checkpoint there.
-        save_every: steps between two checkpoints; 0: only one at the end.
+        save_every: steps between two checkpoints; 0: only one at the end, and by the clock.
+        save_every_minutes: most minutes between two checkpoints; 0: no bound.
         eval_every: steps between two evaluations; 0: only before the first step and at the end.
         device: "cpu" or "cuda".
         threads: CPU threads of each rank; the cores shared evenly if None.
@@ -58,11 +59,15 @@ class Options:
     out: Path
     resume: bool = False
     save_every: int = 0
+    save_every_minutes: float = 10.0
     eval_every: int = 0
     device: str = "cpu"
     threads: int | None = None
     timeout_s: float = 600.0
     debug_comm: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out", Path(self.out))  # many write a text
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class Trainer:
 
         Raises:
             PhalanxError: the strategy does not split the model, or the run went wrong.
+            Interrupted: a signal ended it; the step that it was at is saved.
         """
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         options = options or Options(out=Path("runs") / "job")
@@ -122,7 +128,13 @@ class Trainer:
             fit, parsed.num_ranks, self, parsed, options,
             device=options.device, threads=options.threads, timeout_s=options.timeout_s,
         )  # fmt: skip
-        return results[0]
+        fitted = results[0]
+        if fitted.stop_signal:
+            raise Interrupted(
+                fitted.stop_signal,
+                f"step {fitted.steps_done} is saved in {fitted.checkpoint}; resume goes on from it",
+            )
+        return fitted
 
     def verify(
         self, strategy: str | Strategy, *, steps: int = 3, dtype: str = "float64"
@@ -150,17 +162,15 @@ class Trainer:
             dropout_seed=self.seed,
         )
 
-    def loader(self, data: Dataset[Any], *, shuffle: bool = False) -> DataLoader[Any]:
-        """Return the global batches of a dataset.
-
-        Raises:
-            ConfigError: an iterable dataset is to be shuffled, or its passes counted.
-        """
-        if isinstance(data, IterableDataset) and (shuffle or self.steps is None):
+    def __post_init__(self) -> None:
+        if isinstance(self.data, IterableDataset) and (self.shuffle or self.steps is None):
             raise ConfigError(
-                f"{type(data).__name__} is an IterableDataset, which has its own order and no "
+                f"{type(self.data).__name__} is an IterableDataset, which has its own order and no "
                 "length; say shuffle=False and steps=N to phalanx.Trainer"
             )
+
+    def loader(self, data: Dataset[Any], *, shuffle: bool = False) -> DataLoader[Any]:
+        """Return the global batches of a dataset."""
         return DataLoader(data, self.batch_size, shuffle or None, collate_fn=self.collate)
 
 
