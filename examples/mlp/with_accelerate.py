@@ -11,9 +11,10 @@ def main(num_epochs: int = 3, num_rows: int = 1000) -> nn.Module:
     torch.manual_seed(0)
     inputs = torch.randn(num_rows, 8)
     targets = inputs.sin().sum(1, keepdim=True)
-    # Its loaders take batch_size for each process.
     loader = DataLoader(TensorDataset(inputs, targets), 64 // accelerator.num_processes, True)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(num_epochs):

@@ -15,7 +15,9 @@ def main(num_epochs: int = 3, num_rows: int = 1000) -> nn.Module:
     num_ranks = torch.distributed.get_world_size()
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=64 // num_ranks, sampler=sampler)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     config = {"train_batch_size": 64, "zero_allow_untested_optimizer": True}
     model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -80,3 +80,44 @@ def first_weights() -> Tensor:
 def test_an_optimizer_begins_with_the_weights_of_the_first_rank() -> None:
     ours, theirs = run_ranks(first_weights, 2, threads=1)
     assert torch.equal(ours, theirs)
+
+
+def of_unlike_heads(num_outputs: int) -> dict[str, Tensor | None]:
+    """Each rank uses a head of its own, and both the body."""
+    run = phalanx.init()
+    torch.manual_seed(0)
+    heads = {"0": nn.Linear(3, 1), "1": nn.Linear(3, num_outputs)}
+    model = nn.ModuleDict({"body": nn.Linear(2, 3), **heads})
+    model[str(run.comm.coord("dp"))](model["body"](torch.ones(2, 2))).mean().backward()
+    before = {name: p.grad for name, p in model.named_parameters()}
+    phalanx.average_gradients(model)
+    after = {name: p.grad for name, p in model.named_parameters()}
+    return {f"{n} before": g for n, g in before.items()} | {
+        f"{n} after": g for n, g in after.items()
+    }
+
+
+@pytest.mark.parametrize("num_outputs", [1, 4])
+def test_ranks_may_use_unlike_parameters(num_outputs: int) -> None:
+    ranks = run_ranks(of_unlike_heads, 2, num_outputs, threads=1)
+    for name in ("body.weight", "0.weight", "1.weight", "1.bias"):
+        own = [rank[f"{name} before"] for rank in ranks]
+        mean = sum(gradient for gradient in own if gradient is not None) / 2
+        for rank in ranks:
+            torch.testing.assert_close(rank[f"{name} after"], mean)
+
+
+def test_frozen_weights_are_compared_too() -> None:
+    for words in run_ranks(words_of_other_frozen_weights, 2, threads=1):
+        assert words.startswith("average_gradients: rank 1 has other weights than rank 0")
+
+
+def words_of_other_frozen_weights() -> str:
+    run = phalanx.init()
+    torch.manual_seed(0)
+    model = perceptron()
+    model[0].weight.requires_grad_(False).add_(run.comm.coord("dp"))
+    model(torch.ones(1, 6)).sum().backward()
+    with pytest.raises(ScriptError) as raised:
+        phalanx.average_gradients(model)
+    return str(raised.value)

@@ -55,12 +55,15 @@ def test_processes_of_the_command_print_it_once(printed: str) -> None:
 SCRIPT = """
 import sys
 import phalanx
+import torch
 run = phalanx.init()
 run.print(sys.argv[1:], __name__)
 if sys.argv[1:] == ["raise"] and not run.is_first:
     raise ValueError("of rank 1")
 if sys.argv[1:] == ["exit"]:
     sys.exit(7)
+if sys.argv[1:] == ["twice"]:
+    torch.distributed.init_process_group("gloo")
 if sys.argv[1:] == ["mistake"]:
     run.clip(1.0)
 """
@@ -69,7 +72,8 @@ if sys.argv[1:] == ["mistake"]:
 @pytest.mark.parametrize(("word", "error"), [
     ("raise", r"rank 1 failed first:\n(.*\n)*ValueError: of rank 1"),
     ("exit", r"script.py ended by sys.exit: exit code 7"),
-    ("mistake", r"^clip: no model is prepared.*\nat .*script.py:11$"),
+    ("twice", r"take dist.init_process_group out of the script"),
+    ("mistake", r"^clip: no model is prepared.*\nat .*script.py:14$"),
 ])  # fmt: skip
 def test_what_a_script_ends_with_is_told(tmp_path: Path, word: str, error: str) -> None:
     script = tmp_path / "script.py"
@@ -94,6 +98,13 @@ def test_a_batch_without_rows_is_told_where_a_script_cannot_take_it(tmp_path: Pa
     script = tmp_path / "script.py"
     script.write_text(OF_NO_ROWS)
     with pytest.raises(PhalanxError, match=r"The batch of this rank has no rows.*drop_last=True"):
+        run_ranks(run_script, 2, str(script), [], None, threads=1)
+
+
+def test_a_script_that_never_joins_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("x = 1")
+    with pytest.raises(PhalanxError, match=r"never called phalanx.init, so 2 processes did"):
         run_ranks(run_script, 2, str(script), [], None, threads=1)
 
 

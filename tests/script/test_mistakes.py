@@ -237,6 +237,11 @@ def gathered_numbers() -> None:
     phalanx.init("dp2").gather(torch.tensor(1.0))
 
 
+def gathered_rows_of_several_batches() -> None:
+    script = Script()
+    script.run.gather(torch.cat([script.x, script.x]))
+
+
 def gathered_rows_of_unlike_lengths() -> None:
     run = phalanx.init("dp2")
     run.gather(torch.zeros(2, 3 if run.is_first else 4))
@@ -322,6 +327,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     a_batch_left_out_on_one_rank: r"the ranks have read unlike numbers of batches",
     models_that_differ: r"of rank 1 is not that of rank 0: weight is \(3, 2\) and \(2, 2\)",
     gathered_numbers: r"gather: a tensor has no rows; give one number for each sample",
+    gathered_rows_of_several_batches: r"gather: \[8\] rows, while.*call it for each batch",
     gathered_rows_of_unlike_lengths: r"the rows of ranks have unlike shapes.*pad them to one",
     a_distributed_sampler: r"has a DistributedSampler, but prepare deals the batches out",
     small_batches: r"batch_size is 1, the global batch, which 2 data ranks share.*at least 2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -341,3 +342,47 @@ def with_a_closure(strategy: str | None) -> float:
 def test_an_optimizer_that_calls_the_forward_itself() -> None:
     for loss in run_ranks(with_a_closure, 2, "dp2", threads=1):
         assert loss == pytest.approx(with_a_closure(None), rel=1e-8)
+
+
+class Moving(nn.Module):
+    """Keeps the mean of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 5)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean.lerp(x.mean(0).detach(), 0.1)
+        return self.last(x - self.mean)
+
+
+def with_buffers(batch_norm: str | None) -> tuple[list[str], list[float]]:
+    """Return the warnings of buffers, and what the buffers of floats add up to."""
+    run = phalanx.init("dp2")
+    torch.manual_seed(0)
+    model = (Moving() if batch_norm is None else normed()).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = run.prepare(model, optimizer, DataLoader(Numbers(), 8), batch_norm=batch_norm)
+    model, optimizer, loader = prepared
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in loader:
+            run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+            optimizer.step()
+    words = [str(each.message) for each in caught if "buffers" in str(each.message)]
+    return words, [float(b.sum()) for b in model.buffers() if b.is_floating_point()]
+
+
+def test_buffers_that_move_apart_are_told() -> None:
+    (words, first), (_, other) = run_ranks(with_buffers, 2, None, threads=1)
+    assert first != other
+    assert len(words) == 1
+    assert words[0].startswith("the buffers mean differ between ranks after a step")
+
+
+@pytest.mark.parametrize("statistics", ["local", "global"])
+def test_ranks_have_the_same_running_statistics(statistics: str) -> None:
+    (words, first), (_, other) = run_ranks(with_buffers, 2, statistics, threads=1)
+    assert words == []
+    assert first == other

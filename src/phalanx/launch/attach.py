@@ -19,6 +19,9 @@ from phalanx.launch import slurm, torchrun
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
 
+ASKED: list[bool] = []
+"""Has something once this process has been asked to join."""
+
 
 def attach(facts: Mapping[str, Any], *, device: str = "auto", timeout_s: float = 600.0) -> str:
     """Join the job of this process's environment, or make one of this process alone.
@@ -43,6 +46,7 @@ def attach(facts: Mapping[str, Any], *, device: str = "auto", timeout_s: float =
 
     from phalanx.comm import join
 
+    ASKED.append(True)
     if dist.is_initialized():
         return _as_joined(facts, device)
     slurm.adopt()

@@ -63,6 +63,23 @@ def settle_batch_norms(model: nn.Module, comm: Comm, statistics: Statistics | No
     if statistics == "global" and data_ranks > 1:
         for _, norm in norms:
             norm.forward = functools.partial(_forward, norm, comm)
+    if statistics == "local" and data_ranks > 1:
+        model.register_forward_hook(functools.partial(_take_those_of_the_first, comm))
+
+
+@torch.no_grad()
+def _take_those_of_the_first(comm: Comm, model: nn.Module, *_: Any) -> None:
+    """Give all ranks the running statistics of the first, as DistributedDataParallel does."""
+    found = [norm for _, norm in batch_norms(model) if norm.track_running_stats]
+    running = [each for norm in found for each in (norm.running_mean, norm.running_var)]
+    if not model.training or not running:
+        return
+    flat = torch.cat(running)
+    if comm.coord("data") > 0:
+        flat.zero_()
+    comm.all_reduce(flat, "data")
+    for own, first in zip(running, flat.split([len(each) for each in running]), strict=True):
+        own.data.copy_(first)  # backward has kept it, and does not look at it
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, Any]]:

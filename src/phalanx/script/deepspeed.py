@@ -23,8 +23,8 @@ from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 _REPORTS: Final = frozenset(
     "steps_per_print wall_clock_breakdown dump_state tensorboard wandb csv_monitor comet "
     "comms_logger flops_profiler memory_breakdown autotuning zero_allow_untested_optimizer "
-    "zero_force_ds_cpu_optimizer communication_data_type prescale_gradients disable_allgather "
-    "dataloader_drop_last".split()
+    "zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
+    "disable_allgather".split()
 )
 """Settings that report or tune."""
 
@@ -114,6 +114,11 @@ def from_deepspeed(
             raise ConfigError(
                 f"zero_optimization.{name} has no counterpart here; take it out, or split over "
                 "more ranks if it does not fit"
+            )
+    for name in ("bf16", "fp16"):
+        if isinstance(section := values.get(name), Mapping) and section.get("enabled") == "auto":
+            raise ConfigError(
+                f"{name}.enabled is 'auto', which another program fills in; say which"
             )
     if stage > 3:
         raise ConfigError(f"zero_optimization.stage is {stage}; expected 0, 1, 2 or 3")

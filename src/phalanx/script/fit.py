@@ -31,6 +31,7 @@ from phalanx.parallel.batch_norm import batch_norms, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
+from phalanx.script.buffers import warn_of_buffers
 from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
@@ -152,6 +153,8 @@ class _Fit:
             self.scheduler.step()
         self.records.keep(result)
         PULSE.steps_done = done = step.steps_done
+        if len(self.records.losses) == 1:
+            warn_of_buffers(step.model, self.comm)
         pace.after_step(can_save=True)
         is_last = done == self.num_steps
         if is_last or (options.eval_every and done % options.eval_every == 0):

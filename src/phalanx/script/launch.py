@@ -7,7 +7,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 from phalanx.errors import PhalanxError, ScriptError
+from phalanx.launch.attach import ASKED
 from phalanx.script.loader import has_empty_batch
 from phalanx.script.run import STRATEGY
 
@@ -38,12 +41,19 @@ def run_script(path: str, words: list[str], strategy: str | None) -> None:
             error.add_note(f"at {where}")
         raise
     except Exception as error:
+        if "default process group twice" in str(error):
+            error.add_note("phalanx has begun it: take dist.init_process_group out of the script")
         if has_empty_batch():
             error.add_note(
                 "The batch of this rank has no rows, since it has fewer than there are ranks, and "
                 "the script cannot take one; give the DataLoader drop_last=True, or a reshape no -1"
             )
         raise
+    if dist.get_world_size() > 1 and not ASKED:
+        raise ScriptError(
+            f"{path} never called phalanx.init, so {dist.get_world_size()} processes did the same "
+            "work, each alone; call it, or start the script by python"
+        )
 
 
 def _line_of(error: BaseException, path: str) -> str:

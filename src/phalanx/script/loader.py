@@ -90,6 +90,7 @@ class RankLoader:
         is_last: whether the batch that was yielded last is the last of its pass.
         rows: where the rows of that batch stand in the order of the samples, which counts on from
             pass to pass: int64 on the CPU.
+        is_at_empty: whether the batch that was yielded last has no row here.
         is_used: whether a gradient was made in the pass under way; to be set from outside.
         piece_sizes: how many of these rows are in each piece of the batch.
     """
@@ -114,7 +115,7 @@ class RankLoader:
         _check(plain, comm.size("data"))
         self.plain = plain
         self.epoch = self.batches_done = 0
-        self.is_last = self.is_used = False
+        self.is_last = self.is_used = self.is_at_empty = False
         self.rows = torch.zeros(0, dtype=torch.int64)
         self.piece_sizes: list[int] = []
         self._comm = comm
@@ -132,11 +133,6 @@ class RankLoader:
 
     def __len__(self) -> int:
         return len(self.plain)
-
-    @property
-    def is_at_empty(self) -> bool:
-        """Whether the batch that was yielded last, in the pass under way, has no row here."""
-        return self.batches_done > 0 and not len(self.rows)
 
     def __getattr__(self, name: str) -> Any:
         if "plain" not in self.__dict__:  # while it is copied
@@ -161,6 +157,7 @@ class RankLoader:
             self.batches_done += 1
             self.piece_sizes = [len(piece) for piece in own]
             self.rows = self._first_row + torch.tensor([at for piece in own for at in piece]).long()
+            self.is_at_empty = not len(self.rows)
             self._on_batch(self)
             try:
                 yield map_tensors(batch, lambda t: t.to(self._comm.device, non_blocking=True))
@@ -169,7 +166,8 @@ class RankLoader:
                     self.batches_done, self._skip = 0, skip
                 raise
         self._first_row += self._num_rows
-        self.epoch, self.batches_done, self.is_last = self.epoch + 1, 0, False
+        self.epoch, self.batches_done = self.epoch + 1, 0
+        self.is_last = self.is_at_empty = False
 
     def state(self) -> dict[str, Any]:
         """Return where the loader stands, for JSON."""

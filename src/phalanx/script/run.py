@@ -41,6 +41,7 @@ from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
+from phalanx.script.buffers import warn_of_buffers
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
 from phalanx.script.optimizer import Names, guard, rebind
@@ -137,6 +138,7 @@ class Run:
         self._folders: dict[Path, Path] = {}
         self._yielded: RankLoader | None = None
         self._leading: RankLoader | None = None
+        self._read: RankLoader | None = None
         self._model: nn.Module | None = None
         self._before: Names = {}
         self._runner: Runner = Accumulate()
@@ -152,6 +154,7 @@ class Run:
         self._made: list[weakref.ref[Tensor]] = []
         self._calls: dict[str, int] = {}
         self._is_warned = False
+        self._num_begun = 0
 
     @property
     def is_first(self) -> bool:
@@ -163,10 +166,17 @@ class Run:
         """What this rank computes on."""
         return self.comm.device
 
-    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+    @property
+    def is_step_end(self) -> bool:
+        """Whether the gradients are those of a whole step, so that optimizers may step."""
+        return self._is_whole
+
+    def print(
+        self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
+    ) -> None:
         """Print on the first rank alone."""
         if self.is_first:
-            print(*values, sep=sep, end=end, flush=True)  # noqa: T201
+            print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def prepare(
         self,
@@ -181,7 +191,8 @@ class Run:
         this rank's rows of each of its batches, on this rank's device.
 
         Args:
-            *objects: one nn.Module, and any number of optimizers, schedulers and DataLoaders.
+            *objects: one nn.Module, and any number of optimizers, schedulers and DataLoaders; None
+                stays None.
             batch_norm: over what BatchNorm takes its mean and variance in training: "global", the
                 rows of all ranks, as one process does, or "local", each rank's own. A model that
                 has a BatchNorm must say.
@@ -301,6 +312,13 @@ class Run:
         if any(tensor.ndim == 0 for tensor in tensors_of(own)):
             raise ScriptError(
                 "gather: a tensor has no rows; give one number for each sample, or use run.sum"
+            )
+        rows = {len(tensor) for tensor in tensors_of(own)}
+        if self._read is not None and rows - {len(self._read.rows)}:
+            raise ScriptError(
+                f"gather: {sorted(rows)} rows, while the batch that this rank has read last has "
+                f"{len(self._read.rows)}; call it for each batch, which keeps the order of one "
+                "process, and put those results together"
             )
         # Ranks that differ on tp alone have the same rows.
         parts = gather_objects((self.comm.coord("data"), own))
@@ -449,7 +467,7 @@ class Run:
         name_draws(model)
 
     def _prepared(self, each: Any) -> Any:
-        if isinstance(each, nn.Module):
+        if isinstance(each, nn.Module) or each is None:
             return each
         if isinstance(each, torch.optim.Optimizer):
             rebind(each, self._before, self._prepared_model("prepare"))
@@ -505,6 +523,9 @@ class Run:
                 f"backward: {name} was {was} when the model was prepared, and is {is_now}; move, "
                 "cast, freeze or extend the model before run.prepare"
             )
+        self._num_begun += 1
+        if self._num_begun == 2:  # and not by the steps, of which a rank may have taken another
+            warn_of_buffers(model, self.comm)
         self._check_gradients()
         self._clear()
         self._totals = torch.zeros_like(self._totals)
@@ -552,6 +573,7 @@ class Run:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
 
     def _note_batch(self, loader: RankLoader) -> None:
+        self._read = loader
         if torch.is_grad_enabled():  # a batch of an evaluation ends no pass of the training
             self._yielded, self._calls = loader, {}
             if self._leading is None:  # of several read in turns the first

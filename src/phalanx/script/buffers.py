@@ -1,0 +1,45 @@
+"""Buffers that a forward moves by the rows that it sees, of which each rank has others."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm.comm import Comm, local_shard
+from phalanx.comm.together import gather_objects
+
+
+def warn_of_buffers(model: nn.Module, comm: Comm) -> None:
+    """Warn of buffers that data ranks have moved apart; every rank calls this together.
+
+    Nothing adds them up: evaluation uses each rank's own, and a checkpoint has those of one.
+    """
+    if comm.size("data") == 1:
+        return
+    own = {name: _digest(buffer) for name, buffer in model.named_buffers()}
+    place = tuple(comm.coord(axis) for axis in comm.axes if axis not in comm.axes_of("data"))
+    all_of = gather_objects((place, own))
+    apart = {
+        name
+        for where, theirs in all_of
+        for other, mine in all_of
+        for name in mine
+        if where == other and theirs.get(name) != mine[name]
+    }
+    if apart and dist.get_rank() == 0:
+        names = ", ".join(sorted(apart)[:3]) + (" and more" if len(apart) > 3 else "")
+        warnings.warn(
+            f"the buffers {names} differ between ranks after a step: the forward moves them by "
+            "this rank's rows, and nothing adds them up; use run.sum for what they count, or "
+            "expect other numbers than on one process",
+            stacklevel=3,
+        )
+
+
+def _digest(buffer: torch.Tensor) -> str:
+    flat = local_shard(buffer.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()
