@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.pipeline.modules import links_of
+from phalanx.parallel.pipeline.modules import ModuleStages, links_of
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.verify.harness import verify_on_ranks
@@ -442,3 +443,65 @@ def test_a_forward_that_is_no_chain_is_named(model: nn.Module, text: str, words:
     inputs = "input_ids" if isinstance(model, Tabled) else "features"
     with pytest.raises(StrategyError, match=words):
         run_ranks(run_one, 2, text, model, inputs, threads=1)
+
+
+class Keeping(nn.Module):
+    """Keeps a loss of its own for the objective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.kept = y.square().mean()
+        return y
+
+
+class Decaying:
+    """An objective that reads all parameters."""
+
+    def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> Tensor:
+        loss = model(microbatch[0]).square().sum()
+        return loss + sum(p.square().sum() for p in model.parameters())
+
+    def num_valid(self, microbatch: Any) -> int:
+        return len(microbatch[0])
+
+
+def keeping() -> nn.Module:
+    return nn.Sequential(Keeping(), Keeping())
+
+
+def step_of_an_objective_beside_the_output() -> None:
+    comm = Ranks(Strategy.parse("pp2"))
+    model = keeping()
+    runner = Plan(Strategy.parse("pp2"), model, pp_rank=comm.coord("pp")).build(comm)
+    objective = Decaying()
+    runner(
+        [(torch.ones(2, 6),)],
+        lambda microbatch: objective.loss_sum(model, microbatch, 0),
+        lambda summed: summed,
+    )
+
+
+def test_an_objective_that_reads_more_than_the_output_is_told() -> None:
+    """The last stage alone has it, and what it reads of the others is not there."""
+    with pytest.raises(StrategyError, match="the objective reads the parameters of Sequential"):
+        run_ranks(step_of_an_objective_beside_the_output, 2, threads=1)
+
+
+def words_of_a_first_stage() -> list[str]:
+    model = keeping()
+    stages = ModuleStages(model, links_of(model), [range(1), range(1, 2)], [0])
+    stages.prepare()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            stages.run(0, None, lambda: model(torch.ones(2, 6)))
+    return [str(each.message) for each in caught]
+
+
+def test_what_a_stage_keeps_for_the_objective_is_told_once() -> None:
+    (words,) = words_of_a_first_stage()
+    assert words.startswith("pp: '0.kept' is kept for whoever reads it")

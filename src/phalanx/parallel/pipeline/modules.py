@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -193,6 +194,7 @@ class ModuleStages(Stages):
         }
         self._first = {s: [self._modules[name] for name in links[cut[s][0]]] for s in here}
         self._at_work = 0
+        self._is_in_objective = False
         self._waits = False
         self._received: Tensor | None = None
         self._given: list[tuple[Tensor, RemovableHandle | None]] = []
@@ -207,7 +209,11 @@ class ModuleStages(Stages):
         # What is of other ranks goes, parameters and all.
         self._modules = {n: m for n, m in self._modules.items() if self._stage_of[n] in here}
         self._run_whole = model.forward
+        self._is_in_forward = False
+        self._warned = False
         model.forward = self._run_until_left
+        for name in ("parameters", "named_parameters"):
+            setattr(model, name, functools.partial(self._parameters, getattr(model, name)))
 
     def _names(self, stage: int) -> list[str]:
         return [name for name, of in self._stage_of.items() if of == stage]
@@ -263,17 +269,22 @@ class ModuleStages(Stages):
         for modules in self._first.values():
             for module in modules:
                 module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        # Before and after the hooks of fsdp, which look at parameters.
+        self._model.register_forward_pre_hook(self._begin, prepend=True)
         self._model.register_forward_hook(self._leave)
 
     @override
     def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
         self._at_work, self._received, self._waits = stage, received, True
         with self._others_absent(stage):
+            self._is_in_objective = torch.is_grad_enabled()
             try:
                 output = forward()
             except _Left as left:
+                self._warn_of_kept(stage)
                 return left.output
             finally:
+                self._is_in_objective = self._is_in_forward = False
                 self._received = self._left = None
                 self._given.clear()
         if stage < self.num_stages - 1:
@@ -303,7 +314,35 @@ class ModuleStages(Stages):
             self._left = left
             return left.output
 
+    def _parameters(self, named: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Be `parameters` of the model; an objective would find those of one stage alone."""
+        if self._is_in_objective and not self._is_in_forward:
+            raise StrategyError(
+                f"pp: the objective reads the parameters of {type(self._model).__name__}, of which "
+                "a stage has its own alone, so that a loss of all of them would be too small; use "
+                "weight_decay of the optimizer, or dp and fsdp"
+            )
+        return named(*args, **kwargs)
+
+    def _warn_of_kept(self, stage: int) -> None:
+        """Warn, once, of what a stage keeps for an objective that runs on another."""
+        for name in () if self._warned else self._names(stage):
+            for path, module in self._modules[name].named_modules(prefix=name):
+                for key, value in vars(module).items():
+                    if isinstance(value, Tensor) and value.grad_fn is not None:
+                        self._warned = True
+                        warnings.warn(
+                            f"pp: '{path}.{key}' is kept for whoever reads it, and the objective "
+                            "on the last stage does not: a loss of it would be left out",
+                            stacklevel=2,
+                        )
+                        return
+
+    def _begin(self, *_: Any) -> None:
+        self._is_in_forward = True
+
     def _leave(self, *_: Any) -> None:
+        self._is_in_forward = False
         if self._left is not None:
             raise self._left
 
