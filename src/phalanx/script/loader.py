@@ -231,13 +231,15 @@ class RankLoader:
         digest = hashlib.blake2b(repr(order).encode(), digest_size=16).hexdigest()
         if len(set(gather_objects(digest))) > 1:
             raise DataError(
-                f"{type(self.plain.sampler).__name__} draws another order on each rank; draw from "
-                "torch's generator, or give the DataLoader a generator with a seed"
+                f"{type(self.plain.sampler).__name__} draws another order on each rank: their "
+                "datasets have unlike lengths, or it draws from something else than torch's "
+                "generator or one with a seed that the DataLoader has"
             )
         if self.batches_done and digest != self._digest:
             raise DataError(
                 f"{type(self.plain.sampler).__name__} draws another order than in the pass that is "
-                "gone on with; draw from torch's generator, or give the DataLoader a generator"
+                "gone on with: the number of samples or the batch size is another, or it draws "
+                "from something else than torch's generator or that of the DataLoader"
             )
         self._digest = digest
 

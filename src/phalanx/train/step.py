@@ -152,8 +152,8 @@ class Step:
         if not is_finite and self.nonfinite == "stop" and not self._is_overflow(found):
             raise TrainingError(
                 f"step {self.steps_done + 1}: the loss is {found.loss} and the norm of the "
-                f"gradient {found.norm}; the weights are those of the step before. Lower "
-                "optimizer.lr, or go on past such steps with --nonfinite skip"
+                f"gradient {found.norm}; the weights are those of the step before. Lower the "
+                "learning rate, or go on past such steps: phalanx train --nonfinite skip"
             )
         groups = self.optimizer.param_groups
         rate = float(groups[0]["lr"])
