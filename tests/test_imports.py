@@ -98,6 +98,7 @@ def test_the_public_names() -> None:
         "Trainer",
         "__version__",
         "average_gradients",
+        "decoder_of",
         "from_deepspeed",
         "init",
         "train_decoder",

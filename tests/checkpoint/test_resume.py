@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     )
 
 
-STRATEGIES = ["dp2", "fsdp2", *map(by_hand, ("dp2,fsdp2", "fsdp2:zero1", "fsdp2:zero2"))]
+STRATEGIES = ["fsdp2", *map(by_hand, ("dp2", "dp2,fsdp2", "fsdp2:zero1", "fsdp2:zero2"))]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

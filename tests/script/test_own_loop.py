@@ -98,7 +98,7 @@ def losses_after(folder: Path, strategy: str) -> tuple[int, list[float], dict[st
     return steps_done, loop.losses, loop.weights()
 
 
-@pytest.mark.parametrize("num_steps", [by_hand(3), 5, 7])
+@pytest.mark.parametrize("num_steps", [by_hand(3), 5, by_hand(7)])
 def test_a_loop_that_is_stopped_goes_on_under_another_strategy(
     tmp_path: Path, num_steps: int
 ) -> None:

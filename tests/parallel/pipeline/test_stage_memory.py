@@ -24,7 +24,7 @@ from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches, split
 
 SHAPE = ModelShape(
-    vocab_size=64, num_layers=2, hidden=768, num_heads=12, num_kv_heads=12, head_dim=64, ffn=3072,
+    vocab_size=64, num_layers=2, hidden=1152, num_heads=12, num_kv_heads=12, head_dim=96, ffn=4608,
     max_seq_len=16, norm="layer", position="learned", mlp="gelu", bias=True, tied=False,
 )  # fmt: skip
 
@@ -32,7 +32,10 @@ LAYER_BYTES = 16 * 12 * SHAPE.hidden**2
 """Weights, gradients and moments of a layer, float32."""
 
 DEVICE_BYTES = LAYER_BYTES * 10 // 8
-"""Two layers of 8 GB, a device of 10 GB, scaled down."""
+"""Two layers of 8 GB, a device of 10 GB, scaled down.
+
+What is left beside a layer, 64 MB, is for activations and for the stacks of threads, of 8 MB each.
+"""
 
 
 def train(strategy: Strategy, comm: Ranks, shape: ModelShape) -> float:

@@ -140,7 +140,7 @@ SOME = ["mistral, several sequences in a row", "olmo2, classes", "a module aroun
     "jobs",
     [
         {"tp2": [*FAMILIES, *SOME]},
-        {"tp4:2d": ["olmo2", "phi3", "vit"]},
+        by_hand({"tp4:2d": ["olmo2", "phi3", "vit"]}),
         by_hand({"tp2": OTHERS, "tp2:megatron": list(make_cases())}),
         by_hand({"dp2": FAMILIES, "fsdp2": FAMILIES}),
         by_hand({"tp4:2d": list(make_cases()), "fsdp2,tp2": [n for n in FAMILIES if n != "phi3"]}),
