@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -289,3 +290,26 @@ def draws_of_workers() -> list[float]:
 def test_workers_of_different_ranks_draw_different_numbers() -> None:
     for draws in run_ranks(draws_of_workers, 2, threads=1):
         assert len(set(draws)) == 8
+
+
+class OfOneRank(Stream):
+    """Deals its rows out itself."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.islice(super().__iter__(), dist.get_rank(), None, dist.get_world_size())
+
+
+def words_of_streams() -> list[int]:
+    run = phalanx.init()
+    numbers: list[int] = []
+    for dataset in (Stream(), OfOneRank()):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in run.prepare(DataLoader(dataset, 8)):
+                pass
+        numbers.append(sum("with another batch on each rank" in str(w.message) for w in caught))
+    return numbers
+
+
+def test_a_stream_that_deals_itself_out_is_told() -> None:
+    assert run_ranks(words_of_streams, 2, threads=1) == [[0, 1], [0, 0]]

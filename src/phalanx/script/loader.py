@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import broadcast_object, gather_objects
-from phalanx.data.rows import count_rows, map_batch, map_tensors
+from phalanx.data.rows import count_rows, map_batch, map_tensors, tensors_of
 from phalanx.errors import ConfigError, DataError, ScriptError
 
 
@@ -248,6 +249,8 @@ class RankLoader:
             stream = iter(self.plain)
         skipped, end = self.batches_done, 0
         batch = next(stream, None)
+        if self._pass == 1:
+            self._compare_streams(batch)
         while batch is not None:
             following = next(stream, None)
             begin, end = end, end + count_rows(batch)
@@ -260,6 +263,19 @@ class RankLoader:
                 yield _Fetched(rows, own, following is None)
             batch = following
         self._num_rows = end
+
+    def _compare_streams(self, batch: Any) -> None:
+        """Warn of streams of which each rank has another."""
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in [] if batch is None else tensors_of(batch):
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if len(set(gather_objects(digest.hexdigest()))) > 1 and self._comm.coord("data") == 0:
+            warnings.warn(
+                f"{type(self.plain.dataset).__name__} begins with another batch on each rank; each "
+                "reads all of the stream and keeps its rows, so samples are lost if it deals them "
+                "out itself, or splits at random: give the same stream on every rank",
+                stacklevel=3,
+            )
 
     def _share(self, begin: int, end: int) -> list[range]:
         """Return this rank's rows of each piece of a batch that has those from `begin` to `end`."""
