@@ -274,6 +274,10 @@ def batch_norm() -> None:
     phalanx.init("dp2").prepare(normed())
 
 
+def a_max_norm() -> None:
+    phalanx.init("dp2").prepare(nn.Sequential(nn.Embedding(5, 2, max_norm=1.0)))
+
+
 def an_unknown_batch_norm() -> None:
     phalanx.init("dp2").prepare(normed(), batch_norm="all")  # pyright: ignore[reportArgumentType]
 
@@ -334,6 +338,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     no_batches: r"has batch_size=None",
     no_length: r"Endless, or the loader's sampler, has no length",
     batch_norm: r"BatchNorm1d '1' takes mean and variance.*batch_norm='global'.*'local'",
+    a_max_norm: r"Embedding '0' has a max_norm, by which a forward changes the weights",
     an_unknown_batch_norm: r"batch_norm is 'all'; expected 'global' or 'local'",
     a_pipeline: r"'pp2' has pp: a pipeline runs the forward itself",
     too_many_ranks: r"'dp4' needs 4 ranks, but there are 2",

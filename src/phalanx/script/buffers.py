@@ -1,4 +1,4 @@
-"""Buffers that a forward moves by the rows that it sees, of which each rank has others."""
+"""What a forward changes by the rows that it sees, of which each rank has others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ from torch import nn
 
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import gather_objects
+from phalanx.errors import ConfigError
+
+
+def refuse_max_norm(model: nn.Module) -> None:
+    """Refuse tables whose rows a forward scales: each rank would scale others.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"{type(module).__name__} '{name}' has a max_norm, by which a forward changes the "
+                "weights of the rows that this rank sees, and nothing tells the others; leave it "
+                "out, and scale the output instead"
+            )
 
 
 def warn_of_buffers(model: nn.Module, comm: Comm) -> None:

@@ -31,7 +31,7 @@ from phalanx.parallel.batch_norm import batch_norms, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
-from phalanx.script.buffers import warn_of_buffers
+from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
 from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
@@ -95,6 +95,7 @@ class _Fit:
         # Before anything is split: the FLOPs are those of one process.
         flops = self._count_flops(model)
         self.flops = None if flops is None else flops.total
+        refuse_max_norm(model)
         settle_batch_norms(model, comm, trainer.batch_norm)
         cut, self.stages = cut_by_flops(strategy, model, flops)
         plan = Plan(cut, model.to(comm.device), roles=trainer.roles, pp_rank=comm.coord("pp"))

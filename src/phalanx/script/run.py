@@ -41,7 +41,7 @@ from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
-from phalanx.script.buffers import warn_of_buffers
+from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
 from phalanx.script.optimizer import Names, guard, rebind
@@ -454,6 +454,7 @@ class Run:
                 "the CPU, or give it to phalanx.Trainer"
             )
         _check_alike(model)
+        refuse_max_norm(model)
         self._before = {p: name for name, p in model.named_parameters()}
         settle_batch_norms(model, self.comm, batch_norm)
         plan = Plan(self.strategy, model.to(self.comm.device), roles=roles)
