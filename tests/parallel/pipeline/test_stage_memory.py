@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import re
@@ -27,6 +28,9 @@ SHAPE = ModelShape(
     vocab_size=64, num_layers=2, hidden=1152, num_heads=12, num_kv_heads=12, head_dim=96, ffn=4608,
     max_seq_len=16, norm="layer", position="learned", mlp="gelu", bias=True, tied=False,
 )  # fmt: skip
+
+M_MMAP_THRESHOLD = -3
+"""Of malloc.h: what is as large has pages of its own."""
 
 LAYER_BYTES = 16 * 12 * SHAPE.hidden**2
 """Weights, gradients and moments of a layer, float32."""
@@ -56,6 +60,8 @@ def train_under_limit(text: str, is_too_large: bool) -> float | None:
     """Train in DEVICE_BYTES more than is held now; None if that is too little, as is expected."""
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
+    # What is freed goes back at once: the holes of a heap depend on the order of threads.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     # A small one first: its threads have stacks, which count too.
     train(strategy, comm, dataclasses.replace(SHAPE, hidden=48, head_dim=4, ffn=96))
     held = re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
