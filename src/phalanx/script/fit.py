@@ -95,6 +95,9 @@ class _Fit:
         # Before anything is split: the FLOPs are those of one process.
         flops = self._count_flops(model)
         self.flops = None if flops is None else flops.total
+        # BatchNorm over all ranks takes the rows of a microbatch that one process has in it. Asked
+        # of the whole model: the ranks of all stages must read the same rows.
+        is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
         refuse_max_norm(model)
         settle_batch_norms(model, comm, trainer.batch_norm)
         cut, self.stages = cut_by_flops(strategy, model, flops)
@@ -105,8 +108,6 @@ class _Fit:
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle)
         self._calls: dict[int, dict[str, int]] = {}
         self._saved = ""
-        # BatchNorm over all ranks takes the rows of a microbatch that one process has in it.
-        is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
         pieces = trainer.accumulation if is_cut_first else 1
         self.loader = RankLoader(plain, comm, self.draws, pieces=pieces)
         self.step = Step(
