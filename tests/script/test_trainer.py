@@ -150,6 +150,14 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
     assert (again.losses, again.checkpoint) == ([], fitted.checkpoint)
 
 
+def test_a_signal_in_the_last_step_leaves_a_run_that_is_done(tmp_path: Path) -> None:
+    trainer = dataclasses.replace(
+        jobs.job(), data=jobs.Stopping(), shuffle=False, validation=None, steps=2
+    )
+    fitted = trainer.train("dp1", phalanx.Options(out=tmp_path, threads=1))
+    assert (fitted.steps_done, fitted.stop_signal) == (2, 0)
+
+
 def test_batch_norm_over_own_rows_says_why_it_differs() -> None:
     trainer = dataclasses.replace(jobs.with_batch_norm(), batch_norm="local")
     verdict = trainer.verify("dp2")

@@ -44,7 +44,7 @@ class ScriptTrainConfig:
     resume: str | None = None
     """Folder of a run to go on from, under any strategy; what is new is written there."""
     save_every: Annotated[int, Range(0)] = 0
-    """Steps between two checkpoints; 0: only the one at the end."""
+    """Steps between two checkpoints; 0: only one at the end, and by the clock."""
     save_every_minutes: Annotated[float, Range(0)] = 10.0
     """Most minutes between two checkpoints; 0: no bound."""
     eval_every: Annotated[int, Range(0)] = 0
@@ -137,9 +137,11 @@ def _show(fitted: Fitted, out: Path) -> None:
             sent = f"{entry.sent_bytes / 2**20:.3f}"
             table.add_row(entry.phase, entry.axis, entry.op, str(entry.calls), sent)
         console.print(Text("What the first rank sends in a step"), table)
-    last = f"{fitted.losses[-1]:.4f} in the last step" if fitted.losses else ""
-    nothing = f"nothing to do: {fitted.steps_done} steps are done; --steps N goes on to step N"
-    rows = [("loss", last)] if fitted.losses else [("steps", nothing)]
+    if fitted.losses:
+        rows = [("loss", f"{fitted.losses[-1]:.4f} in the last step")]
+    else:
+        done = f"nothing to do: {fitted.steps_done} steps are done; --steps N goes on to step N"
+        rows = [("steps", done)]
     if fitted.evaluations:
         (_, first), (_, last) = fitted.evaluations[0], fitted.evaluations[-1]
         rows.append(("validation", f"loss {first:.4f} -> {last:.4f}"))

@@ -64,8 +64,8 @@ def run_ranks(
         PhalanxError: the error of the rank that failed first, if it was the user's to mend; it has
             that error's class.
         RankFailed: any other failure, with that rank's own traceback.
-        TrainingError: a rank returned, and others still ran UNEVEN_S later; or one was silent for
-            `timeout_s`.
+        TrainingError: a rank returned, and all others stood in a collective for UNEVEN_S after it;
+            or one was silent for `timeout_s`.
         Interrupted: SIGINT, SIGTERM or SIGHUP came, and was not heeded by the ranks (see
             `pulse.Pulse.heeding`), or was not the first.
     """

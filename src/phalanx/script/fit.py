@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,11 +127,11 @@ class _Fit:
         else:
             checkpoint.check_unused(options.out)
         self.records = _Records(self)
+        self.pace = Pace(60 * options.save_every_minutes, dist.get_rank() == 0)
 
     def run(self) -> Fitted:
         """Take the steps; a signal ends them after the one under way, with a checkpoint."""
         options = self.options
-        self.pace = Pace(60 * options.save_every_minutes, dist.get_rank() == 0)
         with ExitStack() as stack:
             stack.enter_context(PULSE.doing("the work between two steps"))
             stack.enter_context(PULSE.heeding())
@@ -142,12 +142,13 @@ class _Fit:
             batches = self._batches()
             while self.step.steps_done < self.num_steps and not self.pace.stop_signal:
                 self._take(batches)
-        return self.records.result(self._saved, self.pace.stop_signal)
+        is_cut_short = self.step.steps_done < self.num_steps
+        return self.records.result(self._saved, self.pace.stop_signal if is_cut_short else 0)
 
     def _take(self, batches: Iterator[Any]) -> None:
         """Take a step, and save and evaluate after it if that is due."""
         step, options, pace = self.step, self.options, self.pace
-        with PULSE.doing(f"data of step {step.steps_done + 1}"), self.records.data():
+        with PULSE.doing(f"data of step {step.steps_done + 1}"), self.records.timer.phase("data"):
             microbatches = self._cut(next(batches))
         self._calls.clear()
         result = self.records.take(step, microbatches)
@@ -159,14 +160,15 @@ class _Fit:
             warn_of_buffers(step.model, self.comm)
         pace.after_step(can_save=True)
         is_last = done == self.num_steps
-        if is_last or (options.eval_every and done % options.eval_every == 0):
+        is_asked = options.eval_every and done % options.eval_every == 0
+        if is_last or (is_asked and not pace.stop_signal):
             self._evaluate()
         is_due = pace.is_save_due or pace.stop_signal > 0
         if is_last or is_due or (options.save_every and done % options.save_every == 0):
             with PULSE.doing(f"the checkpoint after step {done}"):
                 self._saved = str(self._save())
             pace.saved()
-            self.records.begin_step()
+            self.records.timer.begin_step()  # without the save
 
     @property
     def num_steps(self) -> int:
@@ -349,16 +351,6 @@ class _Records:
         else:
             result = step(microbatches)
         return result
-
-    @contextmanager
-    def data(self) -> Generator[None]:
-        """Book what runs inside as the coming of data."""
-        with self.timer.phase("data"):
-            yield
-
-    def begin_step(self) -> None:
-        """Leave out of the next step what has passed since the last one."""
-        self.timer.begin_step()
 
     def keep(self, result: StepResult) -> None:
         """Keep the record of the step that has just been taken."""
