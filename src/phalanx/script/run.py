@@ -19,10 +19,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,21 +29,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from phalanx.comm.comm import Ranks, local_shard
-from phalanx.comm.together import gather_objects
-from phalanx.data.rows import map_batch, tensors_of
+from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ConfigError, ScriptError, StrategyError
 from phalanx.launch.attach import attach
-from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
-from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
+from phalanx.script.gather import gather_rows
 from phalanx.script.loader import Draws, RankLoader
-from phalanx.script.loss import check_sum
 from phalanx.script.optimizer import Names, guard, rebind
+from phalanx.script.prepare import check_model
+from phalanx.script.reading import Reading
+from phalanx.script.user_step import State, UserStep
 from phalanx.strategy import Strategy
 from phalanx.train.clip import gradient_norm, scale_to
 
@@ -122,39 +120,23 @@ class Run:
         comm: the ranks.
         strategy: how the work is split.
         accumulation: calls of `backward` for each step.
-        steps_done: steps that an optimizer has taken, those before `resume` too.
     """
 
     def __init__(self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int) -> None:
         self.comm = comm
         self.strategy = strategy
         self.accumulation = accumulation
-        self.steps_done = 0
         self._seed = seed
         self._draws = Draws()
+        self._reading = Reading()
         self._loaders: list[RankLoader] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[Any] = []
         self._folders: dict[Path, Path] = {}
-        self._yielded: RankLoader | None = None
-        self._leading: RankLoader | None = None
-        self._read: RankLoader | None = None
         self._model: nn.Module | None = None
+        self._step: UserStep | None = None
         self._before: Names = {}
-        self._runner: Runner = Accumulate()
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._kept: dict[str, str] = {}
-        self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
-        self._divisor = self._totals[1]
-        self._agreed = torch.ones(2, dtype=torch.bool)
-        self._num_batches = 0
-        self._num_backwards = 0
-        self._is_whole = False
-        self._stepped: set[int] = set()
-        self._made: list[weakref.ref[Tensor]] = []
-        self._calls: dict[str, int] = {}
         self._is_warned = False
-        self._num_begun = 0
 
     @property
     def is_first(self) -> bool:
@@ -167,9 +149,14 @@ class Run:
         return self.comm.device
 
     @property
+    def steps_done(self) -> int:
+        """Steps that an optimizer has taken, those before `resume` too."""
+        return 0 if self._step is None else self._step.steps_done
+
+    @property
     def is_step_end(self) -> bool:
         """Whether the gradients are those of a whole step, so that optimizers may step."""
-        return self._is_whole
+        return self._step is not None and self._step.state is State.WHOLE
 
     def print(
         self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
@@ -207,7 +194,7 @@ class Run:
         """
         for model in [each for each in objects if isinstance(each, nn.Module)]:
             self._take_model(model, batch_norm, roles)
-        prepared = [self._prepared(each) for each in objects]
+        prepared = [self._take(each) for each in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def backward(self, loss_sum: Tensor, count: float | Tensor | None = None) -> Tensor:
@@ -227,42 +214,13 @@ class Run:
         Raises:
             ScriptError: the loss is a mean or has no graph, or the model has been changed.
         """
-        model = self._prepared_model("backward")
-        check_sum(loss_sum, count)
-        if self._num_backwards == 0:
-            self._begin_step(model, loss_sum.detach())
-        found = self._totals.new_tensor([0.0, 0.0, self.steps_done, self._num_batches])
-        found[1] = cast("float | Tensor", count)
-        # The mean over no row, times 0 rows, is not a number.
-        found[0] = torch.where(found[1] > 0, loss_sum.detach().double(), 0.0)
-        self.comm.all_reduce(found, "data")
-        self._totals += found[:2]
-        own = found.new_tensor([self.steps_done, self._num_batches])
-        self._agreed = found[2:] == own * self.comm.size("data")
-        if self._num_backwards == 0:
-            # Most steps have as many samples in each call, so that nothing is left to correct.
-            self._divisor = _nonzero(found[1] * self.accumulation)
-        self._num_backwards += 1
-        is_pass_over = self._leading is not None and self._leading.is_last
-        is_last = is_pass_over or self._num_backwards == self.accumulation
-        reducer = self._runner.reducer
-        wide = torch.promote_types(loss_sum.dtype, torch.float32)
-        try:
-            if reducer is not None:
-                reducer.before_backward(reducer.parameters if is_last else ())
-            (loss_sum.to(wide) / self._divisor.to(wide)).backward()
-        except BaseException:  # a script may catch it, and begin the step again
-            self._num_backwards = 0
-            self._clear()
-            raise
-        if self._yielded is not None:
-            self._yielded.is_used = True
-        self._leading = None
-        if is_last:
-            if reducer is not None:
-                reducer.finish()
-            self._end_step()
-        return self._totals[0] / _nonzero(self._totals[1])
+        step = self._prepared("backward")[1]
+        if not self._optimizers:
+            raise ScriptError(
+                "backward: no optimizer is prepared, so that it may update parameters that are not "
+                "split, and its steps would not be checked; give it to run.prepare too"
+            )
+        return step.backward(loss_sum, count)
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.
@@ -273,13 +231,13 @@ class Run:
         Raises:
             ScriptError: the gradients are not whole.
         """
-        self._prepared_model("clip")
-        if not self._is_whole:
+        step = self._prepared("clip")[1]
+        if step.state is not State.WHOLE:
             raise ScriptError(
                 "clip: there are no gradients of a whole step; call it after the last run.backward "
                 "of a step and before optimizer.step()"
             )
-        gradients = self._gradients()
+        gradients = step.gradients()
         norm = gradient_norm(gradients, self.comm, p)
         if (value := float(norm)) > max_norm:
             scale_to(gradients, value, max_norm)
@@ -308,24 +266,8 @@ class Run:
         Returns:
             The same with all rows, on the CPU, so that metrics count each sample once.
         """
-        own = map_batch(batch, lambda tensor: tensor.detach().cpu())
-        if any(tensor.ndim == 0 for tensor in tensors_of(own)):
-            raise ScriptError(
-                "gather: a tensor has no rows; give one number for each sample, or use run.sum"
-            )
-        rows = {len(tensor) for tensor in tensors_of(own)}
-        if self._read is not None and rows - {len(self._read.rows)}:
-            raise ScriptError(
-                f"gather: {sorted(rows)} rows, while the batch that this rank has read last has "
-                f"{len(self._read.rows)}; call it for each batch, which keeps the order of one "
-                "process, and put those results together"
-            )
-        # Ranks that differ on tp alone have the same rows.
-        parts = gather_objects((self.comm.coord("data"), own))
-        by_rank = {number: tensors_of(part) for number, part in parts}
-        pieces = [by_rank[number] for number in sorted(by_rank)]
-        wholes = iter([_rows_of_all(each) for each in zip(*pieces, strict=True)])
-        return map_batch(own, lambda _: next(wholes))
+        last = self._reading.last
+        return gather_rows(batch, self.comm, None if last is None else len(last.rows))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole weights and buffers on the CPU; every rank calls this together.
@@ -336,7 +278,7 @@ class Run:
         Raises:
             ScriptError: no model is prepared.
         """
-        state = self._prepared_model("state_dict").state_dict()
+        state = self._prepared("state_dict")[0].state_dict()
         whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
         return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
 
@@ -351,13 +293,8 @@ class Run:
         Raises:
             CheckpointError: it cannot be written.
         """
-        model, wanted = self._prepared_model("save"), Path(folder)
-        is_unused = self._is_whole and not self._stepped and self._gradients()
-        if self._num_backwards or is_unused:
-            raise ScriptError(
-                "save: between run.backward and optimizer.step(), whose gradients no checkpoint "
-                "keeps, while their batches count as taken; save after the step"
-            )
+        (model, step), wanted = self._prepared("save"), Path(folder)
+        step.refuse_unused()
         self._warn_of_schedules()
         if wanted not in self._folders:
             self._folders[wanted] = checkpoint.free_folder(wanted)
@@ -382,54 +319,22 @@ class Run:
         Raises:
             CheckpointError: it is damaged, or of another model, optimizer or script.
         """
-        model = self._prepared_model("resume")
+        model, step = self._prepared("resume")
         found = checkpoint.load(Path(folder), model, self._optimizers, self._standing())
         if found is None:
             self.print(f"no checkpoint in {folder} yet: begins anew")
             return False
         self._folders[Path(folder)] = Path(folder)
         where, standing = found
-        self.steps_done = standing["steps_done"]
+        step.steps_done = standing["steps_done"]
         self._draws.state = checkpoint.from_text(standing["draws"])
         for loader, state in zip(self._loaders, standing["loaders"], strict=True):
             loader.set_state(state)
         for scheduler, state in zip(self._schedulers, standing["schedulers"], strict=True):
             scheduler.load_state_dict(state)
-        self._num_backwards, self._is_whole = 0, False
+        step.reset()
         self.print(f"goes on from {where}, after step {self.steps_done}")
         return True
-
-    # What optimizers ask and tell (optimizer.py).
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step whose gradients are not those of the global batch."""
-        if 0 < self._num_backwards < self.accumulation and not self._is_whole:
-            raise ScriptError(
-                f"optimizer.step() after {self._num_backwards} of {self.accumulation} calls of "
-                "run.backward: the gradients are not added up over the ranks yet; step when all "
-                f"are made, or say accumulation={self._num_backwards} to phalanx.init"
-            )
-        if self._is_whole and id(optimizer) not in self._stepped:
-            if not self._gradients():
-                raise ScriptError(
-                    "optimizer.step() without a gradient: zero_grad() came between run.backward "
-                    "and the step; call it after the step, or before run.backward"
-                )
-            return
-        if self._is_whole or not self._gradients():
-            raise ScriptError(
-                "optimizer.step() without a run.backward since its last step; call "
-                "run.backward(loss_sum, count) before it"
-            )
-        raise ScriptError(
-            "optimizer.step() with gradients of this rank alone: loss.backward() was called, which "
-            "adds nothing up over the ranks; call run.backward(loss_sum, count) in its place"
-        )
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the step."""
-        self.steps_done += not self._stepped
-        self._stepped.add(id(optimizer))
 
     # Parts of the above.
 
@@ -442,41 +347,29 @@ class Run:
                 f"prepare: {type(self._model).__name__} is prepared already, and this prepares "
                 f"{again}; call it once, with several models as parts of one nn.Module"
             )
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise ScriptError(
-                f"prepare: the model is a {type(model).__name__}, which adds gradients up itself; "
-                "give the module that it wraps, model.module"
-            )
-        meta = next((n for n, p in model.named_parameters() if p.is_meta), None)
-        if meta is not None:
-            raise ScriptError(
-                f"prepare: {meta} is on the meta device, without first weights; build the model on "
-                "the CPU, or give it to phalanx.Trainer"
-            )
-        _check_alike(model)
-        refuse_max_norm(model)
+        check_model(model)
         self._before = {p: name for name, p in model.named_parameters()}
         settle_batch_norms(model, self.comm, batch_norm)
         plan = Plan(self.strategy, model.to(self.comm.device), roles=roles)
-        self._runner = plan.build(self.comm)
+        self._step = UserStep(
+            model, plan.build(self.comm), self.comm, self.accumulation, self._reading
+        )
         self._model = model
-        # Those that optimizers know: in the middle of a step, FSDP2 has gathered ones in the model.
-        self._parameters = dict(model.named_parameters())
-        self._kept = _kept(self._parameters)
         if can_be_keyed(self.strategy):
             key_dropouts(model, self._seed, self._place)
         name_draws(model)
 
-    def _prepared(self, each: Any) -> Any:
+    def _take(self, each: Any) -> Any:
         if isinstance(each, nn.Module) or each is None:
             return each
         if isinstance(each, torch.optim.Optimizer):
-            rebind(each, self._before, self._prepared_model("prepare"))
-            guard(each, self)
+            model, step = self._prepared("prepare")
+            rebind(each, self._before, model)
+            guard(each, step)
             self._optimizers.append(each)
             return each
         if isinstance(each, DataLoader):
-            self._loaders.append(RankLoader(each, self.comm, self._draws, self._note_batch))
+            self._loaders.append(RankLoader(each, self.comm, self._draws, self._reading.note))
             return self._loaders[-1]
         if all(hasattr(each, name) for name in ("step", "state_dict", "load_state_dict")):
             self._schedulers.append(each)
@@ -486,100 +379,13 @@ class Run:
             "schedulers and DataLoaders"
         )
 
-    def _prepared_model(self, call: str) -> nn.Module:
-        if self._model is None:
+    def _prepared(self, call: str) -> tuple[nn.Module, UserStep]:
+        if self._model is None or self._step is None:
             raise ScriptError(
                 f"{call}: no model is prepared; call model, optimizer, loader = "
                 "run.prepare(model, optimizer, loader) first, with the model among them"
             )
-        return self._model
-
-    def _begin_step(self, model: nn.Module, loss: Tensor) -> None:
-        """Clear what the step before has left, and see that all is as it was prepared."""
-        if not self._optimizers:
-            raise ScriptError(
-                "backward: no optimizer is prepared, so that it may update parameters that are not "
-                "split, and its steps would not be checked; give it to run.prepare too"
-            )
-        has_steps, has_batches = self._agreed.tolist()  # of the step before: no GPU is waited for
-        if not has_batches:
-            raise ScriptError(
-                "backward: the ranks have read unlike numbers of batches before the last one, so "
-                "that rows of several global batches were added up; each rank must read, or leave "
-                "out, a batch when the others do"
-            )
-        if not has_steps:
-            raise ScriptError(
-                f"backward: after {self.steps_done} steps of this rank, others have taken more or "
-                "fewer, so their weights differ; each rank must step, or skip a step, when the "
-                "others do"
-            )
-        if self.steps_done < 2 and self._yielded is None:
-            self._check_own_batches(float(loss))
-        now = _kept(dict(model.named_parameters()))
-        if now != self._kept:
-            name = next(name for name in now | self._kept if now.get(name) != self._kept.get(name))
-            was, is_now = (kept.get(name, "not in the model") for kept in (self._kept, now))
-            raise ScriptError(
-                f"backward: {name} was {was} when the model was prepared, and is {is_now}; move, "
-                "cast, freeze or extend the model before run.prepare"
-            )
-        self._num_begun += 1
-        if self._num_begun == 2:  # and not by the steps, of which a rank may have taken another
-            warn_of_buffers(model, self.comm)
-        self._check_gradients()
-        self._clear()
-        self._totals = torch.zeros_like(self._totals)
-        self._is_whole = False
-        self._stepped.clear()
-
-    def _clear(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def _check_gradients(self) -> None:
-        """Refuse to clear gradients that no step has used."""
-        is_used = {id(ref()) for ref in self._made} if self._stepped else set[int]()
-        left = [g for g in self._gradients() if id(g) not in is_used]
-        if any(bool(local_shard(gradient).any()) for gradient in left):
-            raise ScriptError(
-                "backward: there are gradients already that no optimizer.step() has used, of "
-                "another run.backward or of loss.backward(); say accumulation=N to phalanx.init "
-                "for N calls a step, add losses up before one call, or call zero_grad() to leave "
-                "them out"
-            )
-
-    def _check_own_batches(self, loss: float) -> None:
-        """Refuse batches of no prepared loader that are the same on all ranks."""
-        losses = gather_objects(loss)
-        if self.comm.size("data") == 1 or len({repr(each) for each in losses}) > 1:
-            return
-        if self.steps_done:  # the first may be alike: an output that begins with zeros
-            raise ScriptError(
-                f"backward: the loss is {loss:g} on every rank, to the last bit, so each has the "
-                "same samples; give the DataLoader to run.prepare, which deals them out"
-            )
-
-    def _end_step(self) -> None:
-        """Scale the gradients by what was not known when backward began."""
-        if self.accumulation > 1:
-            factor = self._divisor / _nonzero(self._totals[1])
-            for gradient in self._gradients():
-                local_shard(gradient).mul_(factor)
-        self._num_backwards, self._is_whole = 0, True
-        self._made = [weakref.ref(gradient) for gradient in self._gradients()]
-
-    def _gradients(self) -> list[Tensor]:
-        """Return the gradients that there are."""
-        return [p.grad for p in self._parameters.values() if p.grad is not None]
-
-    def _note_batch(self, loader: RankLoader) -> None:
-        self._read = loader
-        if torch.is_grad_enabled():  # a batch of an evaluation ends no pass of the training
-            self._yielded, self._calls = loader, {}
-            if self._leading is None:  # of several read in turns the first
-                self._leading = loader
-            self._num_batches += 1
+        return self._model, self._step
 
     def _warn_of_schedules(self) -> None:
         """Say once that a checkpoint lacks a schedule that moves the rate of an optimizer."""
@@ -595,10 +401,7 @@ class Run:
             )
 
     def _place(self) -> Place | None:
-        """Return where the forward under way stands."""
-        if self._yielded is None:
-            return None
-        return Place(self.steps_done, self._yielded.rows, self._calls)
+        return self._reading.position(self.steps_done)
 
     def _standing(self) -> checkpoint.Standing:
         return checkpoint.Standing(
@@ -608,43 +411,3 @@ class Run:
             loaders=[loader.state() for loader in self._loaders],
             schedulers=[scheduler.state_dict() for scheduler in self._schedulers],
         )
-
-
-def _rows_of_all(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all ranks, in the order of the ranks."""
-    filled = [piece for piece in pieces if len(piece)] or list(pieces[:1])
-    shapes = {tuple(piece.shape[1:]) for piece in filled}
-    if len(shapes) > 1:
-        raise ScriptError(
-            f"gather: the rows of ranks have unlike shapes, {sorted(shapes)}; pad them to one "
-            "length, the same on all ranks"
-        )
-    return torch.cat(filled)
-
-
-def _nonzero(total: Tensor) -> Tensor:
-    """Return a divisor: 1 where there is nothing to divide."""
-    return torch.where(total > 0, total, 1.0)
-
-
-def _check_alike(model: nn.Module) -> None:
-    """Refuse models of ranks that are not of one form: their collectives would not meet."""
-    own = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    all_of = gather_objects(own)
-    for rank, theirs in enumerate(all_of):
-        if theirs != all_of[0]:
-            name = next(n for n in {**all_of[0], **theirs} if all_of[0].get(n) != theirs.get(n))
-            there, here = theirs.get(name, "not there"), all_of[0].get(name, "not there")
-            raise ScriptError(
-                f"prepare: the model of rank {rank} is not that of rank 0: {name} is {there} and "
-                f"{here}; build the same model on every rank"
-            )
-
-
-def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return in words what must not change of each parameter once the model is prepared."""
-    return {
-        name: f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}, "
-        f"{'trained' if p.requires_grad else 'frozen'}"
-        for name, p in parameters.items()
-    }

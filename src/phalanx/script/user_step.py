@@ -1,0 +1,249 @@
+"""A step that a script drives: its calls of `run.backward`, and the optimizers' steps that follow.
+
+    IDLE --backward--> ACCUMULATING --last backward--> WHOLE --first backward of the next step--+
+      ^                     ^                                                                   |
+      |                     +-------------------------------------------------------------------+
+      +--- a backward that failed: its gradients are cleared
+
+The last backward of a step is the one that completes `accumulation`, or that ends a pass over the
+data. Optimizers step while the gradients are WHOLE, each of them once.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.comm import Comm, local_shard
+from phalanx.comm.together import gather_objects
+from phalanx.errors import ScriptError
+from phalanx.parallel.accumulate import Runner
+from phalanx.script.buffers import warn_of_buffers
+from phalanx.script.loss import check_sum
+from phalanx.script.reading import Reading
+
+
+class State(enum.Enum):
+    """Of which batches the gradients are."""
+
+    IDLE = "of none: no backward has begun a step"
+    ACCUMULATING = "of some microbatches of a step, and not added up over the ranks yet"
+    WHOLE = "of a whole global batch"
+
+
+class UserStep:
+    """The step under way of a prepared model.
+
+    Attributes:
+        state: of which batches the gradients are.
+        steps_done: steps that an optimizer has taken, those before a resume too.
+    """
+
+    def __init__(
+        self, model: nn.Module, runner: Runner, comm: Comm, accumulation: int, reading: Reading
+    ) -> None:
+        self.state = State.IDLE
+        self.steps_done = 0
+        self._model = model
+        self._reducer = runner.reducer
+        self._comm = comm
+        self._accumulation = accumulation
+        self._reading = reading
+        # Those that optimizers know: in the middle of a step, FSDP2 has gathered ones in the model.
+        self._parameters = dict(model.named_parameters())
+        self._kept = _kept(self._parameters)
+        self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        self._divisor = self._totals[1]
+        self._agreed = torch.ones(2, dtype=torch.bool)
+        self._num_begun = self._num_backwards = 0
+        self._stepped: set[int] = set()
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> Tensor:
+        """Add up the gradients of the global batch's loss, see `Run.backward`."""
+        check_sum(loss_sum, count)
+        if self.state is not State.ACCUMULATING:
+            self._begin(loss_sum.detach())
+        found = self._add_up(loss_sum.detach(), cast("float | Tensor", count))
+        if self._num_backwards == 0:
+            # Most steps have as many samples in each call, so that nothing is left to correct.
+            self._divisor = _nonzero(found[1] * self._accumulation)
+        self._num_backwards += 1
+        is_last = self._reading.is_pass_over() or self._num_backwards == self._accumulation
+        reducer = self._reducer
+        wide = torch.promote_types(loss_sum.dtype, torch.float32)
+        try:
+            if reducer is not None:
+                reducer.before_backward(reducer.parameters if is_last else ())
+            (loss_sum.to(wide) / self._divisor.to(wide)).backward()
+        except BaseException:  # a script may catch it, and begin the step again
+            self.reset()
+            self._clear()
+            raise
+        self._reading.use()
+        if is_last:
+            if reducer is not None:
+                reducer.finish()
+            self._end()
+        return self._totals[0] / _nonzero(self._totals[1])
+
+    def reset(self) -> None:
+        """Forget the step under way; the next backward begins one."""
+        self._num_backwards, self.state = 0, State.IDLE
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that there are."""
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
+
+    def refuse_unused(self) -> None:
+        """Refuse to save gradients, which no checkpoint keeps.
+
+        Raises:
+            ScriptError: there are some that no optimizer has used.
+        """
+        is_unused = self.state is State.WHOLE and not self._stepped and self.gradients()
+        if self.state is State.ACCUMULATING or is_unused:
+            raise ScriptError(
+                "save: between run.backward and optimizer.step(), whose gradients no checkpoint "
+                "keeps, while their batches count as taken; save after the step"
+            )
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step whose gradients are not those of the global batch."""
+        if self.state is State.ACCUMULATING:
+            raise ScriptError(
+                f"optimizer.step() after {self._num_backwards} of {self._accumulation} calls of "
+                "run.backward: the gradients are not added up over the ranks yet; step when all "
+                f"are made, or say accumulation={self._num_backwards} to phalanx.init"
+            )
+        is_whole = self.state is State.WHOLE
+        if is_whole and id(optimizer) not in self._stepped:
+            if not self.gradients():
+                raise ScriptError(
+                    "optimizer.step() without a gradient: zero_grad() came between run.backward "
+                    "and the step; call it after the step, or before run.backward"
+                )
+            return
+        if is_whole or not self.gradients():
+            raise ScriptError(
+                "optimizer.step() without a run.backward since its last step; call "
+                "run.backward(loss_sum, count) before it"
+            )
+        raise ScriptError(
+            "optimizer.step() with gradients of this rank alone: loss.backward() was called, which "
+            "adds nothing up over the ranks; call run.backward(loss_sum, count) in its place"
+        )
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the step."""
+        self.steps_done += not self._stepped
+        self._stepped.add(id(optimizer))
+
+    def _begin(self, loss: Tensor) -> None:
+        """Clear what the step before has left, and see that all is as it was prepared."""
+        self._check_agreed()
+        if self.steps_done < 2 and self._reading.trained is None:
+            self._check_own_batches(float(loss))
+        self._check_kept()
+        self._num_begun += 1
+        if self._num_begun == 2:  # and not by the steps, of which a rank may have taken another
+            warn_of_buffers(self._model, self._comm)
+        self._check_gradients()
+        self._clear()
+        self._totals = torch.zeros_like(self._totals)
+        self.state = State.ACCUMULATING
+        self._stepped.clear()
+
+    def _add_up(self, loss: Tensor, count: float | Tensor) -> Tensor:
+        """Return the loss and count of this microbatch, summed over the ranks."""
+        own = self._totals.new_tensor([self.steps_done, self._reading.num_batches])
+        found = torch.cat([torch.zeros_like(own), own])
+        found[1] = count
+        # The mean over no row, times 0 rows, is not a number.
+        found[0] = torch.where(found[1] > 0, loss.double(), 0.0)
+        self._comm.all_reduce(found, "data")
+        self._totals += found[:2]
+        self._agreed = found[2:] == own * self._comm.size("data")
+        return found[:2]
+
+    def _end(self) -> None:
+        """Scale the gradients by what was not known when backward began."""
+        if self._accumulation > 1:
+            factor = self._divisor / _nonzero(self._totals[1])
+            for gradient in self.gradients():
+                local_shard(gradient).mul_(factor)
+        self._num_backwards, self.state = 0, State.WHOLE
+        self._made = [weakref.ref(gradient) for gradient in self.gradients()]
+
+    def _clear(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _check_agreed(self) -> None:
+        """Refuse ranks that have taken unlike numbers of steps or batches."""
+        has_steps, has_batches = self._agreed.tolist()  # of the step before: no GPU is waited for
+        if not has_batches:
+            raise ScriptError(
+                "backward: the ranks have read unlike numbers of batches before the last one, so "
+                "that rows of several global batches were added up; each rank must read, or leave "
+                "out, a batch when the others do"
+            )
+        if not has_steps:
+            raise ScriptError(
+                f"backward: after {self.steps_done} steps of this rank, others have taken more or "
+                "fewer, so their weights differ; each rank must step, or skip a step, when the "
+                "others do"
+            )
+
+    def _check_kept(self) -> None:
+        """Refuse parameters that are not as they were prepared."""
+        now = _kept(dict(self._model.named_parameters()))
+        if now != self._kept:
+            name = next(name for name in now | self._kept if now.get(name) != self._kept.get(name))
+            was, is_now = (kept.get(name, "not in the model") for kept in (self._kept, now))
+            raise ScriptError(
+                f"backward: {name} was {was} when the model was prepared, and is {is_now}; move, "
+                "cast, freeze or extend the model before run.prepare"
+            )
+
+    def _check_gradients(self) -> None:
+        """Refuse to clear gradients that no step has used."""
+        is_used = {id(ref()) for ref in self._made} if self._stepped else set[int]()
+        left = [g for g in self.gradients() if id(g) not in is_used]
+        if any(bool(local_shard(gradient).any()) for gradient in left):
+            raise ScriptError(
+                "backward: there are gradients already that no optimizer.step() has used, of "
+                "another run.backward or of loss.backward(); say accumulation=N to phalanx.init "
+                "for N calls a step, add losses up before one call, or call zero_grad() to leave "
+                "them out"
+            )
+
+    def _check_own_batches(self, loss: float) -> None:
+        """Refuse batches of no prepared loader that are the same on all ranks."""
+        losses = gather_objects(loss)
+        if self._comm.size("data") == 1 or len({repr(each) for each in losses}) > 1:
+            return
+        if self.steps_done:  # the first may be alike: an output that begins with zeros
+            raise ScriptError(
+                f"backward: the loss is {loss:g} on every rank, to the last bit, so each has the "
+                "same samples; give the DataLoader to run.prepare, which deals them out"
+            )
+
+
+def _nonzero(total: Tensor) -> Tensor:
+    """Return a divisor: 1 where there is nothing to divide."""
+    return torch.where(total > 0, total, 1.0)
+
+
+def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Return in words what must not change of each parameter once the model is prepared."""
+    return {
+        name: f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}, "
+        f"{'trained' if p.requires_grad else 'frozen'}"
+        for name, p in parameters.items()
+    }
