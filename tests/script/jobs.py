@@ -10,10 +10,12 @@ import torch
 from loops import Numbers, normed, perceptron
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import IterableDataset
 
 import phalanx
 from phalanx.launch.pulse import PULSE
+from phalanx.script import fit
 
 
 class Classes:
@@ -89,6 +91,25 @@ def dropping_of_doubles() -> nn.Module:
 
 def with_dropout() -> phalanx.Trainer:
     return phalanx.Trainer(dropping_of_doubles, Classes(), Numbers(), batch_size=8, accumulation=2)
+
+
+class Shallow(Classes):
+    """Looks at what forwards leave behind: modes of dispatch and hooks."""
+
+    def __init__(self) -> None:
+        self.num_hooks = 0
+
+    def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> Tensor:
+        if step > fit.MEMORY_STEP:
+            num_hooks = sum(
+                len(of.get(kind, ()))
+                for of in map(vars, model.modules())
+                for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+            )
+            self.num_hooks = self.num_hooks or num_hooks
+            assert num_hooks == self.num_hooks
+            assert not _get_current_dispatch_mode_stack()
+        return super().loss_sum(model, microbatch, step)
 
 
 class Means(Classes):

@@ -12,8 +12,10 @@ import pytest
 import torch
 from loops import Case
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.launch.local import run_ranks
+from phalanx.parallel.dropout import name_draws
 
 
 class Dropping(nn.Module):
@@ -129,3 +131,25 @@ def output_of_a_copy() -> bool:
 
 def test_a_prepared_model_can_be_copied() -> None:
     assert run_ranks(output_of_a_copy, 1) == [True]
+
+
+class Interrupted(Drawing):
+    """Its first forward is."""
+
+    is_first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            self.is_first = False
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_the_watch_of_a_forward_that_is_interrupted_ends_with_the_next() -> None:
+    model = Interrupted()
+    name_draws(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 6))
+    with pytest.warns(UserWarning, match="draws from each rank's own generator"):
+        model(torch.ones(2, 6))
+    assert not _get_current_dispatch_mode_stack()

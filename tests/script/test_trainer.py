@@ -103,12 +103,23 @@ def test_masks_of_dropout_are_proven_to_belong_to_the_sample(strategy: str) -> N
 
 
 def test_a_pipeline_trains_with_the_masks_of_one_process(tmp_path: Path) -> None:
-    trainer = jobs.with_dropout()
+    """And no forward, of which a stage runs a part, leaves anything behind."""
+    trainer = dataclasses.replace(jobs.with_dropout(), objective=jobs.Shallow())
     one, two = (
         trainer.train(strategy, phalanx.Options(out=tmp_path / strategy, threads=1))
         for strategy in ("dp1", "pp2")
     )
     assert two.losses == pytest.approx(one.losses, rel=LIMIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pp2", "pp2:interleaved/2", "pp2:zbv", "pp2,dp2"])
+def test_a_pipeline_takes_any_number_of_microbatches(tmp_path: Path, strategy: str) -> None:
+    trainer = dataclasses.replace(
+        jobs.with_dropout(), objective=jobs.Shallow(), accumulation=4, steps=500
+    )
+    fitted = trainer.train(strategy, phalanx.Options(out=tmp_path, threads=1))
+    assert fitted.steps_done == 500
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "fsdp3"])

@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from phalanx.comm.ledger import Phase
 from phalanx.errors import ScriptError
 from phalanx.models.random import dropout, key, row_keys
 from phalanx.strategy import Strategy
@@ -102,6 +104,12 @@ class _DrawWatch(TorchDispatchMode):
         super().__init__()
         self.found: set[str] = set()
 
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Be on in the phase "forward" of a step."""
+        with self if name == "forward" else nullcontext():
+            yield
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         is_attention = "attention" in name and any(
@@ -112,8 +120,31 @@ class _DrawWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def naming_draws(model: nn.Module) -> Generator[Phase]:
+    """Warn, at the end, of what drew from this process's generator in training.
+
+    What is yielded is to be told the phases of a step; the draws of "forward" are meant.
+    """
+    watch = _DrawWatch()
+    try:
+        yield watch.phase
+    finally:
+        if watch.found:
+            warnings.warn(
+                f"{type(model).__name__} draws from each rank's own generator in training "
+                f"({', '.join(sorted(watch.found))}), so that its numbers depend on the number of "
+                "ranks: a dropout within attention, a functional one, or an nn.Dropout under tp or "
+                "on what has other rows than the batch",
+                stacklevel=2,
+            )
+
+
 def name_draws(model: nn.Module) -> None:
-    """Warn, after the first forward in training, of what drew from this process's generator."""
+    """Name, see `naming_draws`, the draws of the first forward in training, whoever calls it.
+
+    No hook runs after a forward that is left by a BaseException, as stages of a pipeline are.
+    """
     hooks = _FirstForward(model)
     hooks.handles = [
         model.register_forward_pre_hook(hooks.before),
@@ -126,29 +157,23 @@ class _FirstForward:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._watch: _DrawWatch | None = None
+        self._watching: ExitStack | None = None
         self.handles: list[RemovableHandle] = []
 
     def before(self, model: nn.Module, _inputs: Any) -> None:
-        if model is self._model() and model.training and torch.is_grad_enabled():
-            self._watch = _DrawWatch()
-            self._watch.__enter__()
+        is_watched = self._watching is not None  # still: an interrupt runs no hook
+        if model is self._model() and model.training and torch.is_grad_enabled() and not is_watched:
+            self._watching = ExitStack()
+            phase = self._watching.enter_context(naming_draws(model))
+            self._watching.enter_context(phase("forward"))
 
     def after(self, model: nn.Module, *_: Any) -> None:
-        if self._watch is None or model is not self._model():
+        if self._watching is None or model is not self._model():
             return
-        watch, self._watch = self._watch, None
-        watch.__exit__(None, None, None)
         for handle in self.handles:
             handle.remove()
-        if watch.found:
-            warnings.warn(
-                f"{type(model).__name__} draws from each rank's own generator in training "
-                f"({', '.join(sorted(watch.found))}), so that its numbers depend on the number of "
-                "ranks: a dropout within attention, a functional one, or an nn.Dropout under tp or "
-                "on what has other rows than the batch",
-                stacklevel=2,
-            )
+        watching, self._watching = self._watching, None
+        watching.close()
 
     def __deepcopy__(self, _memo: object) -> _FirstForward:
         return self  # its model is not the copy

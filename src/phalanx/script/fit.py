@@ -28,7 +28,7 @@ from phalanx.measure.memory import MemoryAccount, MemoryLedger
 from phalanx.measure.products import quick_ceiling
 from phalanx.measure.timer import StepTimer
 from phalanx.parallel.batch_norm import batch_norms, settle_batch_norms
-from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
+from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, naming_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
@@ -121,7 +121,6 @@ class _Fit:
         )
         if can_be_keyed(strategy):
             key_dropouts(model, trainer.seed, self._place)
-        name_draws(model)
         if options.resume:
             self._resume()
         else:
@@ -151,7 +150,11 @@ class _Fit:
         with PULSE.doing(f"data of step {step.steps_done + 1}"), self.records.timer.phase("data"):
             microbatches = self._cut(next(batches))
         self._calls.clear()
-        result = self.records.take(step, microbatches)
+        with ExitStack() as stack:
+            if not self.records.losses:
+                phase = stack.enter_context(naming_draws(step.model))
+                stack.enter_context(step.watched(phase))
+            result = self.records.take(step, microbatches)
         if self.scheduler is not None:
             self.scheduler.step()
         self.records.keep(result)
