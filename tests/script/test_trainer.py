@@ -11,6 +11,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
+import torch.distributed as dist
 from loops import Numbers
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -20,7 +21,10 @@ import phalanx
 from marks import by_hand
 from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, ConfigError, DataError, Interrupted, ScriptError
+from phalanx.launch.local import run_ranks
+from phalanx.script.fit import fit
 from phalanx.script.trainer import trainer_of
+from phalanx.strategy import Strategy
 
 LIMIT = 1e-10
 
@@ -167,6 +171,19 @@ def test_a_signal_in_the_last_step_leaves_a_run_that_is_done(tmp_path: Path) -> 
     )
     fitted = trainer.train("dp1", phalanx.Options(out=tmp_path, threads=1))
     assert (fitted.steps_done, fitted.stop_signal) == (2, 0)
+
+
+def fit_in_own_folder(folder: Path) -> str:
+    """Train as ranks of torchrun do whose clocks give the run's folder different names."""
+    trainer = dataclasses.replace(jobs.job(), validation=None, steps=1)
+    options = phalanx.Options(out=folder / f"of-rank-{dist.get_rank()}", threads=1)
+    return fit(trainer, Strategy.parse("dp2"), options).checkpoint
+
+
+def test_the_first_rank_names_the_folder(tmp_path: Path) -> None:
+    saved = run_ranks(fit_in_own_folder, 2, tmp_path, threads=1)
+    assert saved == [str(tmp_path / "of-rank-0" / "checkpoints" / "step-00000001")] * 2
+    assert [each.name for each in tmp_path.iterdir()] == ["of-rank-0"]
 
 
 def test_batch_norm_over_own_rows_says_why_it_differs() -> None:

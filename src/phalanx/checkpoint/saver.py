@@ -57,6 +57,10 @@ class Saver:
     """Saves the checkpoints of a run; as a context it ends with the last of them on the disk.
 
     Every rank makes one, and calls `begin` and `finish` when the others do.
+
+    Attributes:
+        run: folder of the run.
+        keep: checkpoints to keep, the latest; all if None. It may change between saves.
     """
 
     def __init__(
@@ -79,8 +83,8 @@ class Saver:
             CheckpointError: another process saves to it, its folder cannot be made, or is not the
                 same on all hosts.
         """
-        self._run = run
-        self._keep = keep
+        self.run = run
+        self.keep = keep
         self._lock = RunLock(run)
         doing = f"cannot save in {run}"
         mark = on_first_rank(self._lock.take, doing)
@@ -129,7 +133,7 @@ class Saver:
         tensors = [held[name].local for name in infos]
         copied = self._copy.take(tensors)
         pieces = in_pieces(tensors) if copied is None else copied
-        self._final = manifest.folder_of(self._run, about.steps_done)
+        self._final = manifest.folder_of(self.run, about.steps_done)
         save = _Save(self._final, partial_of(self._final), about, self._plan, infos, pieces)
         self._progress.begin()
         self._thread = threading.Thread(
@@ -186,6 +190,7 @@ class Saver:
                 raise
             error.add_note(str(failure))
         finally:
+            self._copy.release()
             self._lock.release()
 
     def _ours(self, held: dict[str, Held]) -> dict[str, TensorInfo]:
@@ -222,7 +227,7 @@ class Saver:
         """Return the error of a save that came to nothing, and what there is instead."""
         stands = "no checkpoint stands"
         with suppress(OSError):
-            if older := manifest.whole(self._run):
+            if older := manifest.whole(self.run):
                 stands = f"{older[max(older)]} stands"
         return CheckpointError(f"cannot save {self._final} ({stands}): {words}")
 
@@ -272,7 +277,7 @@ class Saver:
             progress.conclude("failed", str(failure))
             raise failure from error
         progress.conclude("published")
-        remove_older(self._run, self._keep)
+        remove_older(self.run, self.keep)
 
 
 def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum]]:

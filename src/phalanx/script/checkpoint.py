@@ -49,21 +49,18 @@ class _Together:
 
 
 def save(
-    folder: Path,
+    saver: Saver,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     standing: Standing,
-    *,
-    keep: int | None = None,
-    num_stages: int = 1,
 ) -> Path:
     """Save and wait until the checkpoint is whole; every rank calls this together.
 
     Raises:
         CheckpointError: it cannot be written.
     """
-    final = manifest.folder_of(folder, standing.steps_done)
-    if on_first_rank((final / manifest.NAME).exists, f"cannot save in {folder}"):
+    final = manifest.folder_of(saver.run, standing.steps_done)
+    if on_first_rank((final / manifest.NAME).exists, f"cannot save in {saver.run}"):
         return final  # by this run, which has taken no step since
     values = vars(standing) | {
         "schedulers": [_encoded(each) for each in standing.schedulers],
@@ -81,8 +78,8 @@ def save(
         script=_plain(values),
     )
     together = cast(torch.optim.Optimizer, _Together(optimizers))
-    with Saver(folder, keep=keep, num_stages=num_stages) as saver:
-        saver.begin(model, together, about)
+    saver.begin(model, together, about)
+    saver.finish()
     return final
 
 

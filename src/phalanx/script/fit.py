@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -14,8 +15,10 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.together import on_first_rank
 from phalanx.comm.waits import told_to
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import count_rows, map_batch, tensors_of
@@ -78,16 +81,24 @@ class Fitted:
 
 def fit(trainer: Trainer, strategy: Strategy, options: Options) -> Fitted:
     """Train on this rank, with the others of the job."""
-    run = _Fit(trainer, strategy, options)
-    with run.records:
-        return run.run()
+    # A folder named after the time must have one name.
+    out = on_first_rank(lambda: options.out, f"cannot write to {options.out}")
+    options = dataclasses.replace(options, out=out)
+    stages = strategy.pp.degree
+    with Saver(out, timeout_s=options.timeout_s, num_stages=stages) as saver:
+        run = _Fit(trainer, strategy, options, saver)
+        with run.records:
+            return run.run()
 
 
 class _Fit:
     """What one rank works with."""
 
-    def __init__(self, trainer: Trainer, strategy: Strategy, options: Options) -> None:
+    def __init__(
+        self, trainer: Trainer, strategy: Strategy, options: Options, saver: Saver
+    ) -> None:
         self.trainer, self.strategy, self.options = trainer, strategy, options
+        self.saver = saver
         self.comm = comm = Ranks(strategy, options.device)
         torch.manual_seed(trainer.seed)
         model = in_training(trainer.build())
@@ -244,13 +255,7 @@ class _Fit:
         )
 
     def _save(self) -> Any:
-        return checkpoint.save(
-            self.options.out,
-            self.step.model,
-            [self.optimizer],
-            self._standing(),
-            num_stages=self.comm.size("pp"),
-        )
+        return checkpoint.save(self.saver, self.step.model, [self.optimizer], self._standing())
 
     def _resume(self) -> None:
         found = checkpoint.load(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ConfigError, ScriptError, StrategyError
@@ -133,6 +134,7 @@ class Run:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[Any] = []
         self._folders: dict[Path, Path] = {}
+        self._savers: dict[Path, Saver] = {}
         self._model: nn.Module | None = None
         self._step: UserStep | None = None
         self._before: Names = {}
@@ -303,9 +305,9 @@ class Run:
                     f"{folder} holds checkpoints of another run, and this one saves in "
                     f"{self._folders[wanted]}; run.resume would have gone on from them"
                 )
-        return checkpoint.save(
-            self._folders[wanted], model, self._optimizers, self._standing(), keep=keep
-        )
+        saver = self._saver(self._folders[wanted])
+        saver.keep = keep
+        return checkpoint.save(saver, model, self._optimizers, self._standing())
 
     def resume(self, folder: str | Path) -> bool:
         """Go on from the latest checkpoint in `folder`, if there is one; all ranks call this.
@@ -399,6 +401,12 @@ class Run:
                 "prepared, so no checkpoint has it; give it to run.prepare too",
                 stacklevel=3,
             )
+
+    def _saver(self, folder: Path) -> Saver:
+        """Return the saver of a folder, whose lock this process has until it ends."""
+        if folder not in self._savers:
+            self._savers[folder] = Saver(folder)
+        return self._savers[folder]
 
     def _place(self) -> Place | None:
         return self._reading.position(self.steps_done)
