@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from phalanx.config.command_line import read_command_line
-from phalanx.config.fields import Positional, Range
+from phalanx.config.fields import THREADS, TIMEOUT_S, Positional, Range
 from phalanx.errors import ConfigError
 from phalanx.launch.rank_env import is_under_torchrun
 
@@ -27,9 +27,9 @@ class RunConfig:
     """How to split the work, for a script whose phalanx.init() names no strategy."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What to compute on."""
-    threads: Annotated[int | None, Range(1)] = None
+    threads: Annotated[int | None, THREADS] = None
     """CPU threads of each process; unset: the cores shared evenly."""
-    timeout_s: Annotated[float, Range(0, ends="()")] = 600.0
+    timeout_s: Annotated[float, TIMEOUT_S] = 600.0
     """Longest wait of one process for another, in seconds."""
 
 

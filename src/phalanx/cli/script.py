@@ -14,7 +14,7 @@ from rich.text import Text
 
 from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
-from phalanx.config.fields import Positional, Range
+from phalanx.config.fields import MINUTES, STEPS, THREADS, TIMEOUT_S, Positional, Range
 from phalanx.errors import ConfigError
 from phalanx.measure.utilization import percent
 
@@ -37,7 +37,7 @@ class ScriptTrainConfig:
     """How to split the work, such as pp2,dp2; dp over all processes if unset."""
     nproc: Annotated[int | None, Range(1)] = None
     """Processes to start; unset: what the strategy needs, else one a GPU, or 2 on a CPU."""
-    steps: Annotated[int | None, Range(1)] = None
+    steps: Annotated[int | None, STEPS] = None
     """Steps to take in all, in place of what the job says."""
     out: str | None = None
     """Folder of records and checkpoints; runs/FILE-FUNCTION-STRATEGY-DATE if unset."""
@@ -45,15 +45,15 @@ class ScriptTrainConfig:
     """Folder of a run to go on from, under any strategy; what is new is written there."""
     save_every: Annotated[int, Range(0)] = 0
     """Steps between two checkpoints; 0: only one at the end, and by the clock."""
-    save_every_minutes: Annotated[float, Range(0)] = 10.0
+    save_every_minutes: Annotated[float, MINUTES] = 10.0
     """Most minutes between two checkpoints; 0: no bound."""
     eval_every: Annotated[int, Range(0)] = 0
     """Steps between two evaluations; 0: only at the start and the end."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What to compute on."""
-    threads: Annotated[int | None, Range(1)] = None
+    threads: Annotated[int | None, THREADS] = None
     """CPU threads of each process; the cores shared evenly if unset."""
-    timeout_s: Annotated[float, Range(0, ends="()")] = 600.0
+    timeout_s: Annotated[float, TIMEOUT_S] = 600.0
     """Longest wait for another rank, in seconds."""
     debug_comm: bool = False
     """Compare each collective of all ranks before it runs; slow."""
@@ -98,7 +98,7 @@ def train(argv: list[str]) -> int:
         save_every=config.save_every,
         save_every_minutes=config.save_every_minutes,
         eval_every=config.eval_every,
-        device=device,
+        device="cuda" if device == "cuda" else "cpu",
         threads=config.threads,
         timeout_s=config.timeout_s,
         debug_comm=config.debug_comm,

@@ -12,9 +12,11 @@ import math
 import operator
 import types
 import typing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Flag, auto
-from typing import Annotated, Any, Literal, TypeVar, cast
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 from phalanx.errors import ConfigError, nearest
 
@@ -31,6 +33,22 @@ class Range:
     low: float
     high: float = math.inf
     ends: str = "[)"
+
+
+THREADS: Final = Range(1, 2**12, "[]")
+"""CPU threads of a process, as every way of starting one takes them."""
+
+TIMEOUT_S: Final = Range(0, 10**6, "(]")
+"""Seconds that one process waits for another."""
+
+MINUTES: Final = Range(0, 10**6, "[]")
+"""Minutes between two checkpoints."""
+
+STEPS: Final = Range(1, 2**40, "[]")
+"""Optimizer steps of a run."""
+
+SEED: Final = Range(0, 2**63 - 1, "[]")
+"""What generators are seeded with."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +212,12 @@ def _fits(member: Any, value: Any) -> bool:
         return value in typing.get_args(member)
     if typing.get_origin(member) is tuple:
         return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+    if typing.get_origin(member) is Mapping:
+        entries = cast("Mapping[Any, Any]", value).items() if isinstance(value, Mapping) else ()
+        is_text = all(isinstance(word, str) for entry in entries for word in entry)
+        return isinstance(value, Mapping) and is_text
+    if typing.get_origin(member) is Callable:
+        return callable(value)
     if isinstance(value, bool):
         return member is bool
     return isinstance(value, (int, float) if member is float else member)
@@ -201,10 +225,15 @@ def _fits(member: Any, value: Any) -> bool:
 
 def describe(hint: Any) -> str:
     """Return what a value of this type is, in words."""
-    if words := choices(hint):
-        return f"one of {', '.join(words)}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return " or ".join(words.get(m, "texts") for m in members(hint) if m is not type(None))
+    if legal := choices(hint):
+        return f"one of {', '.join(legal)}"
+    words: dict[Any, str] = {
+        **{int: "a whole number", float: "a number", bool: "true or false", str: "text"},
+        **{tuple: "texts", list: "texts", Mapping: "texts by text"},
+        **{Path: "a path", Callable: "a function"},
+    }
+    kinds = [typing.get_origin(m) or m for m in members(hint) if m is not type(None)]
+    return " or ".join(words[kind] for kind in kinds)
 
 
 def read_text(hint: Any, text: str) -> Any:

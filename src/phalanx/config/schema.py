@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
-from phalanx.config.fields import OneOf, Range, Use
+from phalanx.config.fields import MINUTES, SEED, STEPS, THREADS, TIMEOUT_S, OneOf, Range, Use
 
 MOST_ROWS: Final = 2**20
 """Most sequences of one rank in one step: their numbers and tokens are in memory at once."""
@@ -133,11 +133,11 @@ class TrainConfig:
     All that can be asked for stands at the end of this help."""
     nproc: Annotated[int | None, Use.RESOLVED | Use.UNKEPT, Range(1)] = None
     """Processes to start on this host; what the strategy needs, or 2 (one per GPU), if unset."""
-    steps: Annotated[int | None, Use.RESOLVED, Range(1, 2**40, "[]")] = None
+    steps: Annotated[int | None, Use.RESOLVED, STEPS] = None
     """Optimizer steps; what `epochs` asks for, else 560, which suits the demo, if unset."""
     epochs: Annotated[float | None, Use.RESOLVED, Range(0, 10**9, "(]")] = None
     """Passes over the data, instead of steps; unset, the run is as long as `steps` says."""
-    seed: Annotated[int, Use.STREAM, Range(0, 2**63 - 1, "[]")] = 0
+    seed: Annotated[int, Use.STREAM, SEED] = 0
     """Fixes the initial weights, the order of the data and the dropout masks."""
     precision: Annotated[
         Literal["auto", "float64", "float32", "bfloat16", "float16"], Use.RESOLVED
@@ -148,7 +148,7 @@ class TrainConfig:
     """Where to compute."""
     compile: Annotated[bool, Use.LAW] = False
     """Compile each block with torch.compile."""
-    threads: Annotated[int | None, Use.LOCAL, Range(1, 2**12, "[]")] = None
+    threads: Annotated[int | None, Use.LOCAL, THREADS] = None
     """CPU threads of each process; the cores shared evenly if unset."""
     out: Annotated[str | None, Use.PATH | Use.UNKEPT] = None
     """Folder of what the run writes; runs/<model>-<strategy>-<date> if unset."""
@@ -169,7 +169,7 @@ class TrainConfig:
     then has that checkpoint's shape."""
     save_every: Annotated[int, Use.LAW, Range(0)] = 0
     """Steps between two checkpoints that are kept; 0: only the one at the end."""
-    save_every_minutes: Annotated[float, Use.LAW, Range(0, 10**6, "[]")] = 10.0
+    save_every_minutes: Annotated[float, Use.LAW, MINUTES] = 10.0
     """Most minutes between two checkpoints; those made for this are replaced by the next one. 0: no
     such checkpoints."""
     keep_checkpoints: Annotated[int | None, Use.LAW, Range(1)] = None
@@ -180,7 +180,7 @@ class TrainConfig:
     debug_comm: Annotated[bool, Use.LAW] = False
     """Compare each collective of all ranks before it runs, and name the first two calls that do not
     match; slow."""
-    timeout_s: Annotated[float, Use.LAW, Range(0, 10**6, "(]")] = 600.0
+    timeout_s: Annotated[float, Use.LAW, TIMEOUT_S] = 600.0
     """Longest wait for another rank, in seconds."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes that replace the preset's."""

@@ -242,6 +242,13 @@ def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> st
     return loss
 
 
+def has_steps(folder: Path) -> bool:
+    """Return whether the records of a run in `folder` have a step."""
+    with suppress(OSError), (folder / METRICS_FILE).open(encoding="utf-8") as records:
+        return any('"kind": "step"' in line for line in records)
+    return False
+
+
 def values_of(value: Any) -> Any:
     """Return a value as JSON can hold it: a dataclass by its fields and properties, or `as_dict`.
 

@@ -35,6 +35,7 @@ from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, naming_d
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
+from phalanx.script.checks import check_count, check_model, optimizer_of, scheduler_of
 from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
@@ -101,7 +102,9 @@ class _Fit:
         self.saver = saver
         self.comm = comm = Ranks(strategy, options.device)
         torch.manual_seed(trainer.seed)
-        model = in_training(trainer.build())
+        model = trainer.build()
+        check_model(model)
+        in_training(model)
         self.draws = Draws()
         # Before anything is split: the FLOPs are those of one process.
         flops = self._count_flops(model)
@@ -114,8 +117,8 @@ class _Fit:
         cut, self.stages = cut_by_flops(strategy, model, flops)
         plan = Plan(cut, model.to(comm.device), roles=trainer.roles, pp_rank=comm.coord("pp"))
         runner = plan.build(comm)
-        self.optimizer = trainer.optimizer(model.parameters())
-        self.scheduler = None if trainer.scheduler is None else trainer.scheduler(self.optimizer)
+        self.optimizer = optimizer_of(trainer.optimizer, model)
+        self.scheduler = scheduler_of(trainer.scheduler, self.optimizer)
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle)
         self._calls: dict[int, dict[str, int]] = {}
         self._saved = ""
@@ -300,13 +303,15 @@ class _OfSums:
 
     def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
         loss = self._objective.loss_sum(model, microbatch, step)
-        if not self._is_checked and loss.requires_grad:
+        if not self._is_checked and torch.is_grad_enabled():
             check_sum(loss, self._objective.num_valid(microbatch), "Objective.loss_sum")
             self._is_checked = True
         return loss
 
     def num_valid(self, microbatch: Any) -> int | torch.Tensor:
-        return self._objective.num_valid(microbatch)
+        count = self._objective.num_valid(microbatch)
+        check_count(count)
+        return count
 
 
 class _Records:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,9 @@ ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.ASGD),
 )
 """Optimizers whose step of a shard is the shard of their step."""
+
+DRY_SHAPE: Final = (3, 2)
+"""Shape of the parameter that `dry_state` steps; a factored state of it has another."""
 
 Names = Mapping[nn.Parameter, str]
 """The parameters of a model before it was split, and their names."""
@@ -58,16 +63,49 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
                     "have; make the optimizer from the parameters of that model"
                 )
         group["params"] = [p if p in ours else after[before[p]] for p in group["params"]]
-    if any(isinstance(p, DTensor) for p in ours) and not isinstance(optimizer, ELEMENTWISE):
-        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-        raise ScriptError(
-            f"prepare: {type(optimizer).__name__} takes no shards of parameters, which are what a "
-            f"rank has under this strategy; use dp, or one of {names}"
-        )
+    check_kind(optimizer, ours, "prepare")
     for parameter in cast(list[nn.Parameter], [p for p in optimizer.state if p not in ours]):
         new = after[before[parameter]]
         state = optimizer.state.pop(parameter)
         optimizer.state[new] = {key: _split(value, new) for key, value in state.items()}
+
+
+def check_kind(
+    optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter], where: str
+) -> None:
+    """Refuse an optimizer whose step of a shard is not the shard of its step, where there are some.
+
+    Raises:
+        ScriptError: `where`, and which optimizers there are.
+    """
+    if any(isinstance(p, DTensor) for p in parameters) and not isinstance(optimizer, ELEMENTWISE):
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise ScriptError(
+            f"{where}: {type(optimizer).__name__} takes no shards of parameters, which are what a "
+            f"rank has under this strategy; use dp, or one of {names}"
+        )
+
+
+def dry_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what an optimizer keeps of a parameter of DRY_SHAPE in a group, after a step.
+
+    The optimizer, its parameters and its own state stay as they are.
+
+    Returns:
+        The state by name; None if the optimizer cannot take such a step, as one that needs sparse
+        gradients, or that keeps more than torch's own do.
+    """
+    like = next(iter(group["params"]), torch.zeros(()))
+    parameter = nn.Parameter(torch.zeros(DRY_SHAPE, dtype=like.dtype, device=like.device))
+    parameter.grad = torch.ones_like(parameter)
+    dry = copy.copy(optimizer)
+    dry.state = defaultdict(dict)
+    dry.param_groups = [{**group, "params": [parameter]}]
+    try:
+        dry.step()
+    except Exception:  # whatever a user's optimizer does with a parameter that it does not know
+        return None
+    return dict(dry.state[parameter])
 
 
 def _split(value: Any, parameter: nn.Parameter) -> Any:

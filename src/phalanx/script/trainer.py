@@ -14,18 +14,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx.errors import ConfigError, Interrupted
+from phalanx.config.fields import MINUTES, SEED, STEPS, THREADS, TIMEOUT_S, Range
+from phalanx.config.schema import MOST_ROWS
+from phalanx.errors import ConfigError, Interrupted, PhalanxError
 from phalanx.launch.local import run_ranks
+from phalanx.launch.rank_env import read_rank_env
+from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
+from phalanx.script.checks import check_data, check_model, check_objective, check_settings
 from phalanx.script.fit import Fitted, fit
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
@@ -58,16 +64,18 @@ class Options:
 
     out: Path
     resume: bool = False
-    save_every: int = 0
-    save_every_minutes: float = 10.0
-    eval_every: int = 0
-    device: str = "cpu"
-    threads: int | None = None
-    timeout_s: float = 600.0
+    save_every: Annotated[int, Range(0)] = 0
+    save_every_minutes: Annotated[float, MINUTES] = 10.0
+    eval_every: Annotated[int, Range(0)] = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: Annotated[int | None, THREADS] = None
+    timeout_s: Annotated[float, TIMEOUT_S] = 600.0
     debug_comm: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "out", Path(self.out))  # many write a text
+        if isinstance(self.out, str):  # as many write it
+            object.__setattr__(self, "out", Path(self.out))
+        check_settings(self)
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class Trainer:
         accumulation: microbatches into which each rank cuts its share of them; pipelines need some.
         epochs: passes over the data.
         steps: steps, in place of `epochs`.
-        max_norm: the gradient is scaled to this norm where it is larger; None: never.
+        max_norm: the gradient is scaled to this norm where it is larger; None or 0: never.
         shuffle: whether each pass visits the samples in an order of its own.
         seed: of first weights, order and masks of dropout.
         batch_norm: over what BatchNorm takes its statistics, see `Run.prepare`.
@@ -101,13 +109,13 @@ class Trainer:
     scheduler: Callable[[Any], torch.optim.lr_scheduler.LRScheduler] | None = None
     validation: Dataset[Any] | None = None
     collate: Callable[[Any], Any] | None = None
-    batch_size: int = 32
-    accumulation: int = 1
-    epochs: int = 1
-    steps: int | None = None
-    max_norm: float | None = None
+    batch_size: Annotated[int, Range(1, 2**40, "[]")] = 32
+    accumulation: Annotated[int, Range(1, MOST_ROWS, "[]")] = 1
+    epochs: Annotated[int, Range(1, 10**9, "[]")] = 1
+    steps: Annotated[int | None, STEPS] = None
+    max_norm: Annotated[float | None, Range(0)] = None
     shuffle: bool = True
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     batch_norm: Statistics | None = None
     roles: Mapping[str, str] | None = None
     unit: str = "samples"
@@ -116,7 +124,7 @@ class Trainer:
         """Train on as many processes of this host as the strategy needs.
 
         A process that is a rank of a job, as under torchrun, joins it instead. The result is that
-        of the first rank.
+        of the first rank. A run that fails before its first step leaves no folder behind.
 
         Raises:
             PhalanxError: the strategy does not split the model, or the run went wrong.
@@ -124,10 +132,16 @@ class Trainer:
         """
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         options = options or Options(out=Path("runs") / "job")
-        results: list[Fitted] = run_ranks(
-            fit, parsed.num_ranks, self, parsed, options,
-            device=options.device, threads=options.threads, timeout_s=options.timeout_s,
-        )  # fmt: skip
+        is_new = not options.out.exists()
+        try:
+            results: list[Fitted] = run_ranks(
+                fit, parsed.num_ranks, self, parsed, options,
+                device=options.device, threads=options.threads, timeout_s=options.timeout_s,
+            )  # fmt: skip
+        except PhalanxError:
+            if is_new and read_rank_env().rank == 0 and not has_steps(options.out):
+                shutil.rmtree(options.out, ignore_errors=True)
+            raise
         fitted = results[0]
         if fitted.stop_signal:
             raise Interrupted(
@@ -163,6 +177,11 @@ class Trainer:
         )
 
     def __post_init__(self) -> None:
+        check_settings(self)
+        check_objective(self.objective)
+        check_data("data", self.data, is_trained=True)
+        if self.validation is not None:
+            check_data("validation", self.validation, is_trained=False)
         if isinstance(self.data, IterableDataset) and (self.shuffle or self.steps is None):
             raise ConfigError(
                 f"{type(self.data).__name__} is an IterableDataset, which has its own order and no "
@@ -177,7 +196,9 @@ class Trainer:
 def build_seeded(trainer: Trainer) -> nn.Module:
     """Return the module with the same first weights in every process."""
     torch.manual_seed(trainer.seed)
-    return trainer.build()
+    model = trainer.build()
+    check_model(model)
+    return model
 
 
 def trainer_of(script: str) -> Trainer:
@@ -191,10 +212,15 @@ def trainer_of(script: str) -> Trainer:
 
     name, has_function, function = script.rpartition(":")
     path = Path(name)
-    if not has_function or not path.is_file():
+    if not has_function or not path.is_file() or path.suffix != ".py":
         raise ConfigError(
             f"script is '{script}'; expected FILE.py:FUNCTION, a function without arguments that "
             "returns a phalanx.Trainer"
+        )
+    if "." in path.stem:
+        raise ConfigError(
+            f"{path} cannot be imported: Python takes the dot in '{path.stem}' for a package; "
+            f"give the file another name, such as {path.stem.replace('.', '_')}.py"
         )
     # Ranks import it by this name: what it holds is pickled by reference.
     folder = str(path.resolve().parent)

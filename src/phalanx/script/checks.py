@@ -1,0 +1,232 @@
+"""What a trainer is given is looked at before its first step: one sentence for each mistake.
+
+Numbers, texts and functions are checked by the types and ranges beside them, as settings of a
+command line are. What they return is checked here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sized
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from phalanx.config.fields import check_value, settings, value_at
+from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
+from phalanx.script.optimizer import DRY_SHAPE, check_kind, dry_state
+from phalanx.script.states import encoded
+from phalanx.train.objective import Objective
+
+_FOREIGN = ("objective", "data", "validation")
+"""Values of types that no setting has."""
+
+
+def check_settings(config: Any) -> None:
+    """Refuse a value of a `Trainer`, or of its `Options`, of another type or out of range.
+
+    Raises:
+        ConfigError: names the value, what was expected and the nearest legal value.
+    """
+    name = type(config).__name__
+    for setting in settings(type(config)):
+        if setting.key in _FOREIGN:
+            continue
+        try:
+            check_value(setting, value_at(config, setting.key))
+        except ConfigError as error:
+            raise ConfigError(f"phalanx.{name}: {error}") from None
+
+
+def check_objective(objective: Any) -> None:
+    """Refuse what makes no loss.
+
+    Raises:
+        ConfigError: says what it is.
+    """
+    names = [name for name in vars(Objective) if name in ("loss_sum", "num_valid")]
+    missing = [name for name in names if not callable(getattr(objective, name, None))]
+    if isinstance(objective, type) and not missing:
+        raise ConfigError(
+            f"phalanx.Trainer: objective is the class {objective.__name__}; expected an object of "
+            f"it, {objective.__name__}(...)"
+        )
+    if missing:
+        raise ConfigError(
+            f"phalanx.Trainer: objective is {_described(objective)}, without {missing[0]}; "
+            "expected an object with loss_sum(model, microbatch, step) and num_valid(microbatch)"
+        )
+
+
+def check_data(name: str, data: Any, *, is_trained: bool) -> None:
+    """Refuse a dataset that has no samples, or none that a pass over it could end with.
+
+    Raises:
+        ConfigError: it is no dataset.
+        DataError: it is empty, or does not say how long it is.
+    """
+    if isinstance(data, IterableDataset):
+        return
+    if isinstance(data, DataLoader):
+        raise ConfigError(
+            f"phalanx.Trainer: {name} is a DataLoader, and the trainer makes its own; give the "
+            "dataset, and batch_size, shuffle and collate beside it"
+        )
+    is_rows = isinstance(data, Dataset) or all(
+        hasattr(data, method) for method in ("__getitem__", "__len__")
+    )
+    if not is_rows or isinstance(data, str | dict):
+        raise ConfigError(
+            f"phalanx.Trainer: {name} is {_described(data)}; expected a dataset of torch, or what "
+            "has __getitem__ and __len__"
+        )
+    try:
+        length = len(cast(Sized, data))
+    except (TypeError, NotImplementedError) as error:
+        raise DataError(
+            f"phalanx.Trainer: {type(data).__name__}, its {name}, has no length, so nothing says "
+            "where a pass ends; give it __len__, or make it a torch.utils.data.IterableDataset"
+        ) from error
+    if length == 0:
+        what = "train on" if is_trained else "measure"
+        raise DataError(f"phalanx.Trainer: {name} has 0 samples; expected at least 1 to {what}")
+
+
+def check_model(model: Any) -> None:
+    """Refuse what `build` returned, if nothing of it can be trained.
+
+    Raises:
+        ConfigError: says what it is.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"phalanx.Trainer: build returns {_described(model)}; expected a torch.nn.Module"
+        )
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        has = f"{len(parameters)} parameters, all frozen" if parameters else "no parameters"
+        raise ConfigError(
+            f"phalanx.Trainer: the {type(model).__name__} that build returns has {has}; expected "
+            "at least one with requires_grad"
+        )
+
+
+def optimizer_of(
+    make: Callable[[Any], torch.optim.Optimizer], model: nn.Module
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a model that has been split.
+
+    Raises:
+        ConfigError: it is none, or its steps need what a trainer does not give.
+        ScriptError: it takes no shards of parameters.
+        CheckpointError: no checkpoint can hold its state.
+    """
+    made: Any = make(model.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"phalanx.Trainer: optimizer returns {_described(made)}; expected a "
+            "torch.optim.Optimizer"
+        )
+    optimizer, ours = made, set(model.parameters())
+    for group in optimizer.param_groups:
+        if foreign := [p for p in group["params"] if p not in ours]:
+            raise ScriptError(
+                f"phalanx.Trainer: the {type(optimizer).__name__} updates a parameter of shape "
+                f"{tuple(foreign[0].shape)} that the model does not have; make it from the "
+                "parameters that the function is given"
+            )
+    if needed := _needed(type(optimizer).step):
+        raise ConfigError(
+            f"phalanx.Trainer: a step of {type(optimizer).__name__} needs a {needed}, which the "
+            "trainer does not give; take another optimizer, or phalanx.init and a loop of your own"
+        )
+    check_kind(optimizer, ours, "phalanx.Trainer")
+    _check_saved(optimizer)
+    return optimizer
+
+
+def scheduler_of(
+    make: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """Return the schedule of an optimizer, or None if there is to be none.
+
+    Raises:
+        ConfigError: it is none, is of another optimizer, or needs a number to step.
+        CheckpointError: no checkpoint can hold its state.
+    """
+    if make is None:
+        return None
+    scheduler = make(optimizer)
+    lacking = [n for n in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, n)]
+    if lacking:
+        raise ConfigError(
+            f"phalanx.Trainer: scheduler returns {_described(scheduler)}, without {lacking[0]}; "
+            "expected a torch.optim.lr_scheduler.LRScheduler"
+        )
+    kind = type(scheduler).__name__
+    if needed := _needed(type(scheduler).step):
+        raise ConfigError(
+            f"phalanx.Trainer: a step of {kind} needs {needed}, which the trainer does not give; "
+            "take another schedule, or phalanx.init and a loop of your own"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            f"phalanx.Trainer: the {kind} is of another optimizer; make it from the optimizer that "
+            "the function is given"
+        )
+    encoded(scheduler.state_dict(), kind)
+    return scheduler
+
+
+def check_count(count: Any) -> None:
+    """Refuse what `Objective.num_valid` returned, if it is no count.
+
+    Raises:
+        ScriptError: says what it is.
+    """
+    is_tensor = isinstance(count, torch.Tensor) and count.numel() == 1
+    is_whole = is_tensor and not (count.is_floating_point() or count.is_complex())
+    is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+    if not (is_whole or is_count):
+        raise ScriptError(
+            f"Objective.num_valid: the count is {_described(count)}; expected how many samples or "
+            "tokens the loss is a sum over, a whole number such as len(labels)"
+        )
+
+
+def _check_saved(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose state no checkpoint can hold, by a step of a parameter beside it.
+
+    An optimizer that takes no such step is looked at after its first real one.
+    """
+    for key, value in (dry_state(optimizer, optimizer.param_groups[0]) or {}).items():
+        if value is None or (isinstance(value, torch.Tensor) and value.shape in ((), DRY_SHAPE)):
+            continue
+        what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise CheckpointError(
+            f"phalanx.Trainer: {type(optimizer).__name__} keeps a {key} {what} of a parameter of "
+            f"shape {list(DRY_SHAPE)}, which no checkpoint can hold; take an optimizer whose state "
+            "is numbers and tensors of the parameter's shape, such as AdamW"
+        )
+
+
+@functools.cache
+def _needed(step: Callable[..., Any]) -> str:
+    """Return the name of the first argument that a step cannot do without."""
+    for parameter in list(inspect.signature(step).parameters.values())[1:]:
+        is_named = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if is_named and parameter.default is parameter.empty:
+            return parameter.name
+    return ""
+
+
+def _described(value: Any) -> str:
+    """Return in few words what a value is."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,198 @@
+"""Settings of optimizers and states of schedules as JSON has them, and back again.
+
+A checkpoint may be somebody else's, or damaged. So what comes back is compared with what this run
+has: the same names, and values of the same types. A state that could not be read again is refused
+before anything of it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+import torch
+
+from phalanx.checkpoint.foreign import brief, check_plain
+from phalanx.errors import CheckpointError
+
+_PAIRS: Final = "pairs"
+_COUNTER: Final = "counter"
+"""The only names of the objects that stand for mappings JSON does not have."""
+
+_COUNTS: Final = ("last_epoch", "_step_count")
+"""Steps of a schedule of torch: whole numbers that each of its states has."""
+
+_OF_SCHEDULES: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""Settings that torch's schedules add to a parameter group; one may be made after the resume."""
+
+_RATES: Final = ("lr", *_OF_SCHEDULES)
+"""Settings that are at least 0."""
+
+
+def encoded(value: Any, what: str) -> Any:
+    """Return a value as JSON has it.
+
+    Mappings with keys that are no text, counters, tuples and tensors of one number are taken too.
+
+    Args:
+        value: the value.
+        what: it is the state of, for a message.
+
+    Raises:
+        CheckpointError: it holds what JSON has not, or is nested too deeply to be read again.
+    """
+    try:
+        made = json.loads(json.dumps(_encoded(value)))
+        check_plain([[[made]]])  # as deep as a manifest holds it
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot save the state of {what}: {error}; expected numbers, text, lists and "
+            "mappings of them"
+        ) from error
+    return made
+
+
+def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """Put a schedule where it stood.
+
+    Args:
+        scheduler: made anew, as it was when it was saved.
+        saved: its state, as `encoded` returned it.
+
+    Raises:
+        CheckpointError: it is the state of another schedule, or of none.
+    """
+    kind = type(scheduler).__name__
+    try:
+        state, own = _decoded(saved), _decoded(encoded(scheduler.state_dict(), kind))
+        is_torchs = type(scheduler).__module__.startswith("torch.optim.")
+        # One of the user's own may have learned a name since; none may hide a method.
+        later = [n for n in state if not (is_torchs or n in own or hasattr(scheduler, n))]
+        _check_schedule(own, state, later)
+        scheduler.load_state_dict(state)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"cannot go on with {kind}: its state is none of this schedule: {brief(error, 200)}"
+        ) from error
+
+
+def settings_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return the settings of a parameter group.
+
+    Raises:
+        CheckpointError: see `encoded`.
+    """
+    own = {name: value for name, value in group.items() if name != "params"}
+    return encoded(own, f"{what}, its settings")
+
+
+def load_settings(group: dict[str, Any], saved: Mapping[str, Any], what: str) -> None:
+    """Give a parameter group the settings that it had.
+
+    Raises:
+        CheckpointError: they are of an optimizer of another kind, or none at all.
+    """
+    try:
+        settings, own = _decoded(saved), _decoded(settings_of(group, what))
+        for name, value in settings.items():
+            if name not in own and name not in _OF_SCHEDULES:
+                raise ValueError(f"it has the unknown setting {brief(name)}")
+            _check_alike(own.get(name, 0.0), value, brief(name), is_setting=True)
+            if name in _RATES and value is not None and not value >= 0:
+                raise ValueError(f"{name} is {brief(value)}, expected at least 0")
+        if "lr" in own and "lr" not in settings:
+            raise ValueError("it has no 'lr'")
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"its settings are not those of {what}: {brief(error, 200)}; make the same optimizer"
+        ) from error
+    group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value)
+        is_named = all(isinstance(key, str) for key in entries)
+        if is_named and not isinstance(value, Counter) and {*entries} not in ({_PAIRS}, {_COUNTER}):
+            return {key: _encoded(each) for key, each in entries.items()}
+        pairs = [[key, _encoded(each)] for key, each in entries.items()]
+        return {_COUNTER if isinstance(value, Counter) else _PAIRS: pairs}
+    if isinstance(value, list | tuple):
+        return [_encoded(each) for each in cast("Sequence[Any]", value)]
+    return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+
+
+def _decoded(value: Any) -> Any:
+    """Return what `_encoded` was given, tuples as lists; ValueError if it was given nothing."""
+    if isinstance(value, list):
+        return [_decoded(each) for each in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    entries = cast("dict[str, Any]", value)
+    if {*entries} not in ({_PAIRS}, {_COUNTER}):
+        return {name: _decoded(each) for name, each in entries.items()}
+    ((kind, pairs),) = entries.items()
+    found = {key: _decoded(each) for key, each in pairs}
+    return Counter(found) if kind == _COUNTER else found
+
+
+def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], later: Sequence[str]) -> None:
+    """Refuse the state of another schedule; it may have the names of `later` beside its own.
+
+    Raises:
+        ValueError: names the entry.
+    """
+    if unknown := [name for name in saved if name not in own and name not in later]:
+        raise ValueError(f"it has the unknown entry {brief(unknown[0])}")
+    for name in _COUNTS:
+        count = saved.get(name)
+        if name in own and not (type(count) is int and -1 <= count < 1 << 62):
+            raise ValueError(f"its {name} is {brief(count)}, expected a count of steps")
+    for name, value in own.items():
+        if name in saved:
+            _check_alike(value, saved[name], brief(name))
+
+
+def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -> None:
+    """Refuse a value of another type than the one that this run has in its place.
+
+    A number may be whole or not. What this run has not set yet may be anything, or, of a setting,
+    any one value.
+
+    Raises:
+        ValueError: names the value.
+    """
+    if not _is_alike(own, saved, is_setting):
+        raise ValueError(f"{what} is {brief(saved)}, and this run has {brief(own)}")
+    match own, saved:
+        case list(), list():
+            pairs = zip(cast("list[Any]", own), cast("list[Any]", saved), strict=False)
+            for number, (mine, theirs) in enumerate(pairs):
+                _check_alike(mine, theirs, f"{what}[{number}]", is_setting=is_setting)
+        case dict(), dict():
+            mine, theirs = cast("dict[Any, Any]", own), cast("dict[Any, Any]", saved)
+            if _COUNTS[0] in mine:  # of a schedule within a schedule
+                _check_schedule(mine, theirs, ())
+            for name in () if _COUNTS[0] in mine else mine.keys() & theirs.keys():
+                _check_alike(mine[name], theirs[name], brief(name))
+        case _:
+            pass
+
+
+def _is_alike(own: Any, saved: Any, is_setting: bool) -> bool:
+    """Return whether two values are of one type, whatever lies in them."""
+    if own is None or saved is None:
+        return own is saved or not (is_setting and isinstance(saved, list | dict | str))
+    if isinstance(own, bool) or isinstance(saved, bool):
+        return type(own) is type(saved)
+    if isinstance(own, int | float):
+        is_finite = isinstance(saved, int | float) and math.isfinite(saved)
+        return is_finite or (isinstance(saved, float) and not math.isfinite(own))
+    if isinstance(own, list) and isinstance(saved, list):
+        items = cast("list[Any]", own)
+        is_fixed = is_setting or any(isinstance(each, dict) for each in items)
+        return len(items) == len(cast("list[Any]", saved)) or not is_fixed
+    return type(own) is type(saved)
