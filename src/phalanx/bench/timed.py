@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,8 @@ class TimedStages(Stages):
         waits: of the current step, in order.
         most_held: the most graphs of a forward of one stage that were there at a time.
     """
+
+    has_fixed_sizes: ClassVar[bool] = True
 
     def __init__(
         self, num_stages: int, here: Sequence[int], times: StageTimes, message_size: int

@@ -78,6 +78,43 @@ def normalised() -> nn.Module:
     return model
 
 
+class Turned(nn.Linear):
+    """Ends in a tensor of seven dimensions that does not lie in their order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(len(x), 1, 2, 1, 3, 1, 2).transpose(2, 4)
+
+
+def turned() -> nn.Module:
+    torch.manual_seed(0)
+    last = nn.Sequential(nn.Flatten(), nn.Linear(12, NUM_WORDS))
+    return nn.Sequential(Turned(12, 12), nn.Tanh(), last)
+
+
+def channels_last() -> nn.Module:
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3)]
+    last = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, NUM_WORDS))
+    return nn.Sequential(*convolutions, last).to(memory_format=torch.channels_last)
+
+
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def with_detached() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 12), Detached(), nn.Linear(12, 12), nn.Linear(12, NUM_WORDS))
+
+
+def frozen_in_front() -> nn.Module:
+    """Nothing is trained before the stage that stops gradients."""
+    model = with_detached()
+    model[0].requires_grad_(False)
+    return model
+
+
 class Residual(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x).tanh()
@@ -100,6 +137,15 @@ class Tabled(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Trimmed(Tabled):
+    """Leaves out the positions that are padding in all rows of a microbatch."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        lengths = attention_mask.sum(1)
+        logits = super().forward(input_ids[:, : int(lengths.max())])
+        return logits[torch.arange(len(logits)), lengths - 1]
 
 
 class Around(Tabled):
@@ -143,8 +189,8 @@ class Objective:
     inputs: tuple[str, ...]
 
     def loss_sum(self, model: nn.Module, microbatch: dict, step: int) -> Tensor:
-        if self.inputs == ("features",):
-            output = model(microbatch["features"])
+        if len(self.inputs) == 1:
+            output = model(microbatch[self.inputs[0]])
         else:
             output = model(**{name: microbatch[name] for name in self.inputs})
         logits = getattr(output, "logits", output)
@@ -184,6 +230,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "in place": (in_place, ("features",)),
     "normalised": (normalised, ("features",)),
     "tabled": (Tabled, ("input_ids",)),
+    "trimmed": (Trimmed, ("input_ids", "attention_mask")),
+    "turned": (turned, ("features",)),
+    "channels last": (channels_last, ("pixel_values",)),
+    "frozen in front": (frozen_in_front, ("features",)),
     "llama": (
         functools.partial(hub, "llama"),
         ("input_ids", "attention_mask"),
@@ -211,13 +261,14 @@ FAMILIES = ("mistral", "qwen3", "olmo2", "gemma2", "gemma3_text", "phi3", "vit")
 
 # Where what goes past a layer stays in one stage, it is no obstacle.
 JOBS: dict[str, Sequence[str]] = {
-    "pp2": [name for name in MODELS if name != "past"],
+    "pp2": [name for name in MODELS if name not in ("past", "frozen in front")],
     "pp2,cut:1+4": ["in place"],
     "pp2,cut:3+2": ["in place"],
     "pp2:gpipe,cut:1+4": ["sequential", "tabled", "gpt2"],
-    "pp2:interleaved/2": ["sequential", "qwen2, tied", "llama"],
+    "pp2:interleaved/2": ["sequential", "qwen2, tied", "llama", "frozen in front"],
     "pp2:zbv": ["tabled", "gpt2"],
-    "pp2:zb/1": ["sequential"],
+    "pp2:zb/1": ["sequential", "turned"],
+    "pp2:zb/2": ["frozen in front"],
     "pp2,cut:1+3": ["past"],
     "pp2,cut:3+1": ["past"],
     "pp2,recompute:full": ["llama", "tabled"],
@@ -371,6 +422,27 @@ def loss_of_scaled() -> float:
     return 0.0 if output is None else float(output.detach().sum())
 
 
+def evaluations_of_trimmed() -> list[Tensor | None]:
+    """Return what is made of batches of one shape, of which each leaves other positions."""
+    comm = Ranks(Strategy.parse("pp2"))
+    model = Trimmed().double()
+    whole = copy.deepcopy(model)
+    runner = Plan(Strategy.parse("pp2"), model, pp_rank=comm.coord("pp")).build(comm)
+    words = torch.arange(24).view(3, 8)
+    errors: list[Tensor | None] = []
+    for lengths in ([2, 3, 1], [8, 1, 1], [4, 4, 4]):
+        mask = (torch.arange(8)[None] < torch.tensor(lengths)[:, None]).long()
+        found = runner.infer((words, mask), lambda batch: model(*batch))
+        errors.append(None if found is None else (found - whole(words, mask)).abs().max().detach())
+    return errors
+
+
+def test_what_stages_send_may_depend_on_more_than_the_shapes_of_a_batch() -> None:
+    first, last = run_ranks(evaluations_of_trimmed, 2, threads=1)
+    assert first == [None] * 3
+    assert max(last) < 1e-14
+
+
 def test_what_goes_past_a_cut_without_a_gradient_is_not_a_number() -> None:
     assert math.isnan(run_ranks(loss_of_scaled, 2, threads=1)[1])
 
@@ -434,6 +506,7 @@ def run_one(text: str, model: nn.Module, inputs: str) -> None:
             "pp2,cut:2+2",
             "what stage 0 of Past makes is used after the module that it is sent to",
         ),
+        (with_detached(), "pp2,cut:1+3", "stage 1 gives no gradient to what it receives"),
         (Around(), "pp2,cut:2+3", "what stage 0 of Around makes is used after the module"),
         (Around(), "pp2,cut:3+2", "what stage 0 of Around makes is used after the module"),
     ],

@@ -200,6 +200,10 @@ class ModuleStages(Stages):
         self._given: list[tuple[Tensor, RemovableHandle | None]] = []
         self._left: _Left | None = None
         self._tied = self._find_tied()
+        trained = (
+            s for s in range(self.num_stages) if any(p.requires_grad for p in self.weights(s))
+        )
+        self.first_trained = next(trained, self.num_stages)
         tied = None if self._tied is None else model.get_parameter(self._tied)
         for name, stage in self._stage_of.items():
             if stage not in here:

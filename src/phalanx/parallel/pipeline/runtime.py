@@ -5,8 +5,9 @@ microbatch, stage by stage, in the order of the schedule. A stage sends its outp
 has it, and waits for its input only where the schedule needs it.
 
 A stage receives what another rank sends in the order in which that rank sends it, which the
-schedule says. The first time a microbatch of some sizes passes, its activations are announced by a
-header with their shape; afterwards both sides know it.
+schedule says. Both sides know the shape and the data type of each message, and it is contiguous on
+both: an activation is announced by a header, and its gradient is like it. Where the shapes of a
+microbatch decide those of its activations, a header announces the first of them alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from phalanx.comm.comm import Comm, Pending
 from phalanx.comm.ledger import Phase, no_phase
+from phalanx.errors import StrategyError
 from phalanx.parallel.accumulate import Forward, Runner, ShareOf
 from phalanx.parallel.pipeline.schedule import Action, Schedule
 from phalanx.parallel.pipeline.split_backward import (
@@ -35,8 +37,8 @@ from phalanx.parallel.reduce import GradientReducer
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What activations may be of; a header has the number."""
 
-HEADER_SIZE = 8
-"""Numbers of a header: data type, dimensions, sizes."""
+HEADER_SIZE = 2 + 64
+"""Numbers of a header: data type, dimensions, sizes, of which torch computes on 64 at most."""
 
 
 class Message(NamedTuple):
@@ -63,34 +65,49 @@ def sent_after(action: Action, last_stage: int) -> Message | None:
 
 
 class Sizes:
-    """Shapes and data types of activations: announced by a header once, known afterwards."""
+    """Shapes and data types of activations, which headers announce."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, *, are_fixed: bool) -> None:
+        """Announce each activation; if sizes `are_fixed`, the first of a microbatch's shapes."""
         self._comm = comm
+        self._are_fixed = are_fixed
         self._known: dict[tuple[int, Any], tuple[torch.Size, torch.dtype]] = {}
 
     def header(self, stage: int, microbatch: Any, tensor: Tensor) -> Tensor | None:
-        """Return what to send before the first activation of these sizes; None later on.
+        """Return what to send before an activation; None where the receiver knows its sizes.
 
         The tensor is what `stage` is to receive of the microbatch.
+
+        Raises:
+            StrategyError: the tensor is of a data type that stages do not send.
         """
-        key = _key(stage, microbatch)
-        if key in self._known:
-            return None
-        self._known[key] = tensor.shape, tensor.dtype
+        if tensor.dtype not in DTYPES:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise StrategyError(
+                f"pp: stage {stage} is to be sent a tensor of {tensor.dtype}; expected one of "
+                f"{kinds}: choose another cut, or convert the tensor within a layer"
+            )
+        if self._are_fixed:
+            key, found = _key(stage, microbatch), (tensor.shape, tensor.dtype)
+            if key in self._known:
+                assert found == self._known[key], "the shapes of a microbatch decide the sizes"
+                return None
+            self._known[key] = found
         sizes = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
         header = torch.tensor(sizes + [0] * (HEADER_SIZE - len(sizes)))
         return header.to(self._comm.device)
 
     def buffer(self, stage: int, microbatch: Any, source: int) -> Tensor:
         """Return an empty tensor for what `stage` is to receive of the microbatch."""
-        key = _key(stage, microbatch)
-        if key not in self._known:
-            header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._comm.device)
-            numbers = self._comm.recv_start(header, "pp", source).wait().tolist()
-            shape = torch.Size(numbers[2 : 2 + numbers[1]])
-            self._known[key] = shape, DTYPES[numbers[0]]
-        shape, dtype = self._known[key]
+        key = _key(stage, microbatch) if self._are_fixed else None
+        if key is not None and key in self._known:
+            shape, dtype = self._known[key]
+            return torch.empty(shape, dtype=dtype, device=self._comm.device)
+        header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._comm.device)
+        numbers = self._comm.recv_start(header, "pp", source).wait().tolist()
+        shape, dtype = torch.Size(numbers[2 : 2 + numbers[1]]), DTYPES[numbers[0]]
+        if key is not None:
+            self._known[key] = shape, dtype
         return torch.empty(shape, dtype=dtype, device=self._comm.device)
 
 
@@ -120,7 +137,7 @@ class Pipeline(Runner):
         self.stages = stages
         self._comm = comm
         self._schedule_of = schedule_of
-        self._sizes = Sizes(comm)
+        self._sizes = Sizes(comm, are_fixed=stages.has_fixed_sizes)
         stages.prepare()
         # Once all axes have split the model: what fsdp gathers has other parameters for a while.
         self._weights = {stage: stages.weights(stage) for stage in stages.here}
@@ -238,7 +255,8 @@ class _Step:
         _, stage, number = action
         received = None
         if stage > 0:
-            received = self._receive(Message(False, stage, number), stage - 1).requires_grad_()
+            received = self._receive(Message(False, stage, number), stage - 1)
+            received.requires_grad_(stage > self.stages.first_trained)
         microbatch = self.microbatches[number]
         output = self.stages.run(stage, received, lambda: forward(microbatch))
         if stage == self._last:
@@ -264,10 +282,10 @@ class _Step:
         elif op == "B":
             output.backward(gradient)
         else:
-            self.weight_work[at] = backward_input(output, gradient, received, self._trained(stage))
+            leaf = received if received is not None and received.requires_grad else None
+            self.weight_work[at] = backward_input(output, gradient, leaf, self._trained(stage))
         if received is not None:
-            assert received.grad is not None, "a stage depends on what it received"
-            self._send(action, received.grad)
+            self._send(action, _gradient_of(received, stage))
 
     def finish_sends(self) -> None:
         """Return when all that was sent has been received."""
@@ -326,8 +344,20 @@ class _Step:
     def _buffer_for(self, message: Message, source: int) -> Tensor:
         """Return an empty tensor for a message."""
         if message.is_gradient:
-            return torch.empty_like(self.kept[message.stage, message.microbatch][1])
+            of = self.kept[message.stage, message.microbatch][1]
+            return torch.empty_like(of, memory_format=torch.contiguous_format)
         return self.sizes.buffer(message.stage, self.microbatches[message.microbatch], source)
 
     def _trained(self, stage: int) -> list[nn.Parameter]:
         return [weight for weight in self.weights[stage] if weight.requires_grad]
+
+
+def _gradient_of(received: Tensor, stage: int) -> Tensor:
+    """Return the gradient of what a stage has received; zeros if nothing before it is trained."""
+    if received.grad is None and received.requires_grad:
+        raise StrategyError(
+            f"pp: stage {stage} gives no gradient to what it receives, as behind a detach() or "
+            "under no_grad(), so that the layers before it would not be trained; freeze them by "
+            "requires_grad_(False), or use dp or fsdp"
+        )
+    return torch.zeros_like(received) if received.grad is None else received.grad

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -23,11 +24,16 @@ class Stages(ABC):
     Attributes:
         cut: the links of the chain in each stage of the whole model.
         here: numbers of the stages of this rank.
+        first_trained: the first stage of the whole model that has a trained parameter.
+        has_fixed_sizes: whether the shapes of a microbatch decide those of what stages make of it.
     """
+
+    has_fixed_sizes: ClassVar[bool] = False
 
     def __init__(self, cut: Sequence[range], here: Sequence[int]) -> None:
         self.cut = list(cut)
         self.here = list(here)
+        self.first_trained = 0
 
     @property
     def num_stages(self) -> int:
@@ -71,6 +77,8 @@ class Absent(nn.Module):
 
 class DecoderStages(Stages):
     """The stages of our decoder: `embedding, block 0, ..., block L - 1, norm and output`."""
+
+    has_fixed_sizes: ClassVar[bool] = True
 
     def __init__(self, model: Decoder, cut: Sequence[range], here: Sequence[int]) -> None:
         """Remove from `model`, in place, what the stages `here` do not run."""
