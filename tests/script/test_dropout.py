@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import warnings
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 import torch
 from loops import Case
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
+from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.dropout import name_draws
 
@@ -87,6 +91,53 @@ def test_each_use_of_a_dropout_has_a_mask_of_its_own() -> None:
     masks = run_ranks(masks_of_two_uses, 1)[0]
     assert len(masks) == 4
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
+
+
+class Recomputed(nn.Module):
+    """Uses a part with a dropout twice, which is perhaps recomputed in backward."""
+
+    def __init__(self, is_recomputed: bool, use_reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.last = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)), nn.Linear(6, 5)
+        self.is_recomputed, self.use_reentrant = is_recomputed, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            if self.is_recomputed:
+                x = checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+            else:
+                x = self.part(x)
+        return self.last(x)
+
+
+def losses_read_ahead(strategy: str, is_recomputed: bool, use_reentrant: bool) -> list[float]:
+    build = functools.partial(Recomputed, is_recomputed, use_reentrant)
+    loop = loops.Distributed(Case(build=build), strategy)
+    batches = iter(loop.loader)
+    losses: list[float] = []
+    parts = [(loop.model(x), y) for x, y in itertools.islice(batches, 2)]
+    for x, y in batches:  # read before the backward of those before it
+        sums = [cross_entropy(logits, of, reduction="sum") for logits, of in parts]
+        loss = loop.run.backward(torch.stack(sums).sum(), sum(len(of) for _, of in parts))
+        losses.append(float(loss))
+        loop.optimizer.step()
+        parts = [(loop.model(x), y)]
+    return losses
+
+
+def all_read_ahead(strategy: str) -> list[list[float]]:
+    ways = [(False, False), (True, False), (True, True)]
+    return [losses_read_ahead(strategy, *way) for way in ways]
+
+
+# Reentrant checkpoints add to the gradient of what they use twice in one backward: no buckets.
+@pytest.mark.parametrize("strategy", ["dp1", by_hand("dp2:naive")])
+def test_what_is_recomputed_is_dropped_again_whatever_was_read_since(strategy: str) -> None:
+    for expected, *found in run_ranks(all_read_ahead, int(strategy[2]), strategy, threads=1):
+        assert len(expected) == 3
+        for losses in found:
+            assert losses == pytest.approx(expected, rel=1e-12)
 
 
 def shares_of_zeros() -> list[float]:

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ class Place(NamedTuple):
     Attributes:
         step: the step under way.
         rows: positions of the batch's rows in the order of the samples.
-        calls: how often each dropout has run on this batch, by its name; this module counts here.
+        calls: number of the last run of each dropout on this batch, by its name; this module
+            counts here.
     """
 
     step: int
@@ -64,45 +65,96 @@ def key_dropouts(model: nn.Module, seed: int, where: Where) -> None:
         seed: of the masks.
         where: says where a forward stands.
     """
+    uses = _Uses()
     for name, module in model.named_modules():
         if type(module) is nn.Dropout:
-            module.forward = functools.partial(_forward, module, name, key(seed, name), where)
+            of = _Keyed(name, key(seed, name), where, uses)
+            module.forward = functools.partial(_forward, module, of)
 
 
-def _forward(module: nn.Dropout, name: str, seed: int, where: Where, input: Tensor) -> Tensor:
-    place = where() if module.training and module.p > 0 else None
-    if place is None or len(place.rows) != len(input) or input.ndim < 2:
+class _Drawn(NamedTuple):
+    """By what a dropout draws: a key for each row, and how often it ran on the batch before."""
+
+    keys: Tensor
+    call: int
+
+
+class _Keyed(NamedTuple):
+    """What a dropout draws by: its name, the seed of its masks, and what all of a model share."""
+
+    name: str
+    seed: int
+    where: Where
+    uses: _Uses
+
+
+def _forward(module: nn.Dropout, of: _Keyed, input: Tensor) -> Tensor:
+    by = _drawn(of, input) if module.training and module.p > 0 else None
+    if by is None:
         return nn.Dropout.forward(module, input)
-    call = _count(name, place.calls)
     if not input.numel() or module.p == 1:
         return input * 0
-    keys = row_keys(seed, place.step, place.rows.to(input.device))
-    kept = dropout(input.reshape(len(input), -1, input.shape[-1]), module.p, keys, salt=call)
-    return kept.view_as(input)
+    rows = input.reshape(len(input), -1, input.shape[-1])
+    return dropout(rows, module.p, by.keys, salt=by.call).view_as(input)
 
 
-def _count(name: str, calls: dict[str, int]) -> int:
-    """Return how often a dropout has run on the batch before.
+def _draw(of: _Keyed, input: Tensor) -> _Drawn | None:
+    """Return by what a dropout draws here; None if by torch's own generator."""
+    # Activation checkpointing restores torch's generator before it runs a part again, so that the
+    # number drawn here is that of the first run, whatever has been read and run in between.
+    ticket = int(torch.empty((), dtype=torch.int64).random_())
+    if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
+        return of.uses.again(ticket, of.name)
+    place = of.where()
+    by = None
+    if place is not None and len(place.rows) == len(input) and input.ndim > 1:
+        call = place.calls[of.name] = place.calls.get(of.name, -1) + 1
+        by = _Drawn(row_keys(of.seed, place.step, place.rows.to(input.device)), call)
+    of.uses.note(ticket, by, None if place is None else place.step)
+    return by
 
-    What is recomputed in backward has the number of its first run.
-    """
-    is_recomputed = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-    if not is_recomputed:
-        calls[name] = calls.get(name, 0) + 1
-    elif calls.get(name, 0) > 1:
+
+# Dynamo would compile it again for each step.
+_drawn = cast(Callable[[_Keyed, Tensor], _Drawn | None], torch.compiler.disable(_draw))
+
+
+class _Uses:
+    """By what the dropouts of a model drew, for the backwards that run them again."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._now: dict[int, _Drawn | None] = {}
+        self._before: dict[int, _Drawn | None] = {}
+
+    def note(self, ticket: int, by: _Drawn | None, step: int | None) -> None:
+        """Keep a use of a step until the end of the next, in which its backward may be."""
+        if step is not None and step != self._step:
+            self._step, self._now, self._before = step, {}, self._now
+        self._now[ticket] = by
+
+    def again(self, ticket: int, name: str) -> _Drawn | None:
+        """Return by what the dropout `name` drew when it ran first."""
+        for uses in (self._now, self._before):
+            if ticket in uses:
+                return uses[ticket]
         raise ScriptError(
-            f"the dropout '{name}' ran {calls[name]} times on this batch, and one of them is "
-            "recomputed: which, nothing says; give each use an nn.Dropout of its own"
+            f"the dropout '{name}' is recomputed in backward, and torch's generator is not as it "
+            "was in its first run, so its mask would be another; leave torch.utils.checkpoint its "
+            "preserve_rng_state=True"
         )
-    return calls[name] - 1
 
 
 class _DrawWatch(TorchDispatchMode):
-    """Notes which operations draw."""
+    """Notes which operations draw; those within compiled code are not seen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile inside, as outside; else it would skip the code that it meets here."""
+        return True
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -161,6 +213,8 @@ class _FirstForward:
         self.handles: list[RemovableHandle] = []
 
     def before(self, model: nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what is compiled is not seen, and Dynamo could not enter the mode
         is_watched = self._watching is not None  # still: an interrupt runs no hook
         if model is self._model() and model.training and torch.is_grad_enabled() and not is_watched:
             self._watching = ExitStack()
