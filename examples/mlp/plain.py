@@ -15,12 +15,14 @@ def main(num_epochs: int = 3, num_rows: int = 1000) -> nn.Module:
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for epoch in range(num_epochs):
+        total = 0.0
         for x, y in loader:
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        print(f"epoch {epoch}: loss {loss.item():.4f}")
+            total += loss.item() * len(y)
+        print(f"epoch {epoch}: loss {total / num_rows:.4f}")
     return model
 
 

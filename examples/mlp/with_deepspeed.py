@@ -22,13 +22,16 @@ def main(num_epochs: int = 3, num_rows: int = 1000) -> nn.Module:
     config = {"train_batch_size": 64, "zero_allow_untested_optimizer": True}
     model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for epoch in range(num_epochs):
+        total = torch.zeros((), device=model.device)
         sampler.set_epoch(epoch)
         for x, y in loader:
             loss = nn.functional.mse_loss(model(x), y)
             model.backward(loss)
             model.step()
+            total += loss.detach() * len(y)
+        torch.distributed.all_reduce(total)
         if torch.distributed.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.4f}")
+            print(f"epoch {epoch}: loss {total.item() / num_rows:.4f}")
     return model
 
 

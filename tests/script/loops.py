@@ -175,7 +175,7 @@ class Distributed:
                 self.optimizer.zero_grad()
                 if self.scheduler is not None:
                     self.scheduler.step()
-                self.losses.append(float(loss))
+                self.losses.append(float(loss.of_step))
                 if len(self.losses) == num_steps:
                     return
 

@@ -93,6 +93,7 @@ class RankLoader:
             pass to pass: int64 on the CPU.
         is_at_empty: whether the batch that was yielded last has no row here.
         is_used: whether a gradient was made in the pass under way; to be set from outside.
+        is_dataset_read: whether a script has read `dataset` after the pass; reset from outside.
         piece_sizes: how many of these rows are in each piece of the batch.
     """
 
@@ -116,7 +117,7 @@ class RankLoader:
         _check(plain, comm.size("data"))
         self.plain = plain
         self.epoch = self.batches_done = 0
-        self.is_last = self.is_used = self.is_at_empty = False
+        self.is_last = self.is_used = self.is_at_empty = self.is_dataset_read = False
         self.rows = torch.zeros(0, dtype=torch.int64)
         self.piece_sizes: list[int] = []
         self._comm = comm
@@ -138,6 +139,8 @@ class RankLoader:
     def __getattr__(self, name: str) -> Any:
         if "plain" not in self.__dict__:  # while it is copied
             raise AttributeError(name)
+        if name == "dataset" and not self.batches_done:
+            self.is_dataset_read = True
         return getattr(self.plain, name)
 
     def __iter__(self) -> Iterator[Any]:

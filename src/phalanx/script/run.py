@@ -40,7 +40,9 @@ from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.gather import gather_rows
 from phalanx.script.loader import Draws, RankLoader
+from phalanx.script.mean_loss import MeanLoss, own_number
 from phalanx.script.optimizer import Names, guard, rebind
+from phalanx.script.own_rows import OwnRows
 from phalanx.script.prepare import check_model
 from phalanx.script.reading import Reading
 from phalanx.script.user_step import State, UserStep
@@ -130,6 +132,7 @@ class Run:
         self._seed = seed
         self._draws = Draws()
         self._reading = Reading()
+        self._own_rows = OwnRows(comm)
         self._loaders: list[RankLoader] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[Any] = []
@@ -139,10 +142,13 @@ class Run:
         self._step: UserStep | None = None
         self._before: Names = {}
         self._is_warned = False
+        # What torch.save has of a loss is a float by name, which torch.load else does not know.
+        torch.serialization.add_safe_globals([float])
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for the job."""
+        self._own_rows.warn()
         return dist.get_rank() == 0
 
     @property
@@ -164,7 +170,7 @@ class Run:
         self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
     ) -> None:
         """Print on the first rank alone."""
-        if self.is_first:
+        if self.is_first:  # which looks after the rows that are counted
             print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def prepare(
@@ -199,7 +205,7 @@ class Run:
         prepared = [self._take(each) for each in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def backward(self, loss_sum: Tensor, count: float | Tensor | None = None) -> Tensor:
+    def backward(self, loss_sum: Tensor, count: float | Tensor | None = None) -> MeanLoss:
         """Add up the gradients of the global batch's loss; every rank calls this together.
 
         After the last call of a step each `.grad` is the gradient of the mean over the global
@@ -210,8 +216,9 @@ class Run:
             count: samples (or tokens) of this rank that it is a sum over; it has to be given.
 
         Returns:
-            The mean loss over all ranks of the step so far, of all its microbatches where it
-            accumulates; 0-d, float64, without a graph.
+            The mean loss of this call over all ranks, 0-d, float64, without a graph. Its `count`
+            has the samples (or tokens) of all ranks that it is over, its `of_step` the mean over
+            the step so far.
 
         Raises:
             ScriptError: the loss is a mean or has no graph, or the model has been changed.
@@ -222,7 +229,10 @@ class Run:
                 "backward: no optimizer is prepared, so that it may update parameters that are not "
                 "split, and its steps would not be checked; give it to run.prepare too"
             )
-        return step.backward(loss_sum, count)
+        self._own_rows.warn()
+        loss = step.backward(loss_sum, count)
+        loss.on_count = self._own_rows.add_up
+        return loss
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.
@@ -250,13 +260,33 @@ class Run:
 
         It is float64, or int64 where all ranks give whole numbers or truth values.
         """
-        own = torch.as_tensor(value, device=self.comm.device).detach()
+        self._own_rows.add_up()
+        own = own_number("sum", value, self.comm)
         # A rank without rows may have the integer 0 where others have a number.
         is_float = torch.tensor(own.is_floating_point(), dtype=torch.uint8, device=own.device)
         is_float = bool(self.comm.all_reduce(is_float, "data", "max"))
         return self.comm.all_reduce(
             own.to(torch.float64 if is_float else torch.int64, copy=True), "data"
         )
+
+    def mean(self, value_sum: float | Tensor, count: float | Tensor) -> Tensor:
+        """Return a mean over the samples of all ranks; every rank calls this together.
+
+        Args:
+            value_sum: sum of what is averaged over the samples of this rank; of any shape.
+            count: these samples, or for each number of `value_sum` its own.
+
+        Returns:
+            The sum over the ranks / the count over the ranks, in the shape of `value_sum`,
+            float64; not a number where no rank has a sample.
+
+        Raises:
+            ScriptError: one of them is no number, or is of all ranks already.
+        """
+        self._own_rows.add_up()
+        own = [own_number("mean", each, self.comm).double() for each in (value_sum, count)]
+        total, counted = self.comm.all_reduce(torch.stack(torch.broadcast_tensors(*own)), "data")
+        return total / counted
 
     def gather(self, batch: Any) -> Any:
         """Return the rows of all ranks, in the order of one process; all ranks call this.
@@ -268,6 +298,7 @@ class Run:
         Returns:
             The same with all rows, on the CPU, so that metrics count each sample once.
         """
+        self._own_rows.add_up()
         last = self._reading.last
         return gather_rows(batch, self.comm, None if last is None else len(last.rows))
 
@@ -297,6 +328,7 @@ class Run:
         """
         (model, step), wanted = self._prepared("save"), Path(folder)
         step.refuse_unused()
+        self._own_rows.warn()
         self._warn_of_schedules()
         if wanted not in self._folders:
             self._folders[wanted] = checkpoint.free_folder(wanted)
@@ -371,7 +403,7 @@ class Run:
             self._optimizers.append(each)
             return each
         if isinstance(each, DataLoader):
-            self._loaders.append(RankLoader(each, self.comm, self._draws, self._reading.note))
+            self._loaders.append(RankLoader(each, self.comm, self._draws, self._note))
             return self._loaders[-1]
         if all(hasattr(each, name) for name in ("step", "state_dict", "load_state_dict")):
             self._schedulers.append(each)
@@ -407,6 +439,10 @@ class Run:
         if folder not in self._savers:
             self._savers[folder] = Saver(folder)
         return self._savers[folder]
+
+    def _note(self, loader: RankLoader) -> None:
+        self._reading.note(loader)
+        self._own_rows.note(loader)
 
     def _place(self) -> Place | None:
         return self._reading.position(self.steps_done)

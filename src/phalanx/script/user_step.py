@@ -25,6 +25,7 @@ from phalanx.errors import ScriptError
 from phalanx.parallel.accumulate import Runner
 from phalanx.script.buffers import warn_of_buffers
 from phalanx.script.loss import check_sum
+from phalanx.script.mean_loss import MeanLoss
 from phalanx.script.reading import Reading
 
 
@@ -64,7 +65,7 @@ class UserStep:
         self._stepped: set[int] = set()
         self._made: list[weakref.ref[Tensor]] = []
 
-    def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> Tensor:
+    def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> MeanLoss:
         """Add up the gradients of the global batch's loss, see `Run.backward`."""
         check_sum(loss_sum, count)
         if self.state is not State.ACCUMULATING:
@@ -90,7 +91,8 @@ class UserStep:
             if reducer is not None:
                 reducer.finish()
             self._end()
-        return self._totals[0] / _nonzero(self._totals[1])
+        mean, of_step = (each[0] / _nonzero(each[1]) for each in (found, self._totals))
+        return MeanLoss.of(mean, of_step, found[1], self._own_counts(cast("float | Tensor", count)))
 
     def reset(self) -> None:
         """Forget the step under way; the next backward begins one."""
@@ -170,6 +172,13 @@ class UserStep:
         self._totals += found[:2]
         self._agreed = found[2:] == own * self._comm.size("data")
         return found[:2]
+
+    def _own_counts(self, count: float | Tensor) -> tuple[float | Tensor, ...]:
+        """Return what a script may take for the count of all ranks, and is not."""
+        if self._comm.size("data") == 1:
+            return ()
+        trained = self._reading.trained
+        return (count,) if trained is None else (count, len(trained.rows))
 
     def _end(self) -> None:
         """Scale the gradients by what was not known when backward began."""

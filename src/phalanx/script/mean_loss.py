@@ -1,0 +1,181 @@
+"""The mean loss that `run.backward` returns: a number of all ranks, with the count that it is over.
+
+    total += loss.item() * loss.count        the sum of the losses of all ranks
+    total += loss.item() * len(y)            an error: `len(y)` counts the rows of this rank alone
+
+A loop on one process weighs each mean by the rows at hand. On many ranks these are a part of what
+the mean is over, and the product would be a half, a quarter, ... of the sum. So this one product is
+refused; in all else the loss is a number like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.foreign import brief
+from phalanx.comm.comm import Comm
+from phalanx.errors import ScriptError
+
+_PRODUCTS: Final = frozenset({
+    *(Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul, Tensor.mul_, torch.mul),
+    *(Tensor.multiply, Tensor.multiply_, torch.multiply),
+})  # fmt: skip
+"""What torch calls a product of two."""
+
+_SAME: Final = frozenset({
+    *(Tensor.detach, torch.detach, Tensor.clone, torch.clone, Tensor.cpu, Tensor.cuda, Tensor.to),
+    *(Tensor.float, Tensor.double, Tensor.mean, torch.mean, cast(Any, Tensor.data).__get__),
+})  # fmt: skip
+"""What leaves a number of one element what it is."""
+
+
+_Counts = tuple[float, tuple[float, ...]]
+"""What a mean of all ranks is over, and the counts of this rank that it is not."""
+
+
+class MeanLoss(Tensor):
+    """The mean loss over the microbatch of all ranks; 0-d, float64, without a graph.
+
+    Attributes:
+        of_step: the mean over the step so far, of all its microbatches; 0-d, float64.
+        on_count: called when the count is read.
+    """
+
+    of_step: Tensor
+    on_count: Callable[[], None]
+    _count: Tensor
+    _own: tuple[Any, ...]
+
+    @staticmethod
+    def of(mean: Tensor, of_step: Tensor, count: Tensor, own: Sequence[float | Tensor]) -> MeanLoss:
+        """Return a loss.
+
+        Args:
+            mean: its value.
+            of_step: that of the step so far.
+            count: samples or tokens of all ranks that it is the mean over.
+            own: counts of this rank alone; none if they are those of all ranks.
+        """
+        loss = mean.as_subclass(MeanLoss)
+        loss.of_step, loss._count, loss._own = of_step, count, tuple(own)
+        loss.on_count = lambda: None
+        return loss
+
+    @property
+    def count(self) -> int | float:
+        """Samples or tokens of all ranks that the mean is over."""
+        self.on_count()
+        count = float(self._count)
+        return int(count) if count.is_integer() else count
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Do what torch does, but for the product with a count of this rank."""
+        losses = [each for each in args if isinstance(each, MeanLoss)]
+        if func in _PRODUCTS:
+            for loss in losses:
+                _refuse(next((each for each in args if each is not loss), None), loss._counts())
+        # As torch's own page on extending it does.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            result = func(*args, **(kwargs or {}))
+        if func is Tensor.item:
+            return MeanNumber(result, losses[0]._counts())
+        if func in _SAME and isinstance(result, Tensor) and losses:
+            kept = losses[0]
+            same = MeanLoss.of(result, kept.of_step, kept._count, kept._own)
+            same.on_count = kept.on_count
+            return same
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self.as_subclass(Tensor))
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.as_subclass(Tensor), format_spec)
+
+    def __reduce_ex__(self, proto: Any) -> Any:  # what reads a file need not know this class
+        return self.as_subclass(Tensor).__reduce_ex__(proto)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def _counts(self) -> _Counts:
+        return float(self._count), tuple(float(each) for each in self._own)
+
+
+class MeanNumber(float):
+    """The value of a `MeanLoss`, which knows the counts of this rank as that does."""
+
+    _counts: _Counts
+
+    def __new__(cls, value: float, counts: _Counts) -> MeanNumber:
+        """Return the number; of `counts` see `_Counts`."""
+        number = super().__new__(cls, value)
+        number._counts = counts
+        return number
+
+    def __mul__(self, other: Any) -> Any:
+        _refuse(other, self._counts)
+        return float(self) * other
+
+    def __rmul__(self, other: Any) -> Any:
+        _refuse(other, self._counts)
+        return other * float(self)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
+
+
+def _refuse(factor: Any, counts: _Counts) -> None:
+    """Refuse to weigh the mean of all ranks by what this rank alone has.
+
+    Raises:
+        ScriptError: the factor is a count of this rank, and that of all ranks is another.
+    """
+    count, own = counts
+    if (weight := _whole(factor)) in own and weight not in (0, count):
+        raise ScriptError(
+            f"the loss times {weight:g}: run.backward returns the mean over the {count:g} samples "
+            f"(or tokens) of all ranks, and {weight:g} is the count of this rank; weigh it by "
+            "loss.count, or write float(loss) if the factor is no count"
+        )
+
+
+def _whole(factor: Any) -> float:
+    """Return a factor that may be a count, else 0."""
+    if isinstance(factor, Tensor):
+        return float(factor.detach()) if factor.numel() == 1 else 0.0
+    is_count = isinstance(factor, int | np.integer) and not isinstance(factor, bool)
+    return float(factor) if is_count else 0.0
+
+
+def own_number(call: str, value: Any, comm: Comm) -> Tensor:
+    """Return numbers of this rank, to be added up over the ranks, on its device.
+
+    Raises:
+        ScriptError: it is no number, or the loss of all ranks.
+    """
+    if isinstance(value, MeanLoss | MeanNumber):
+        raise ScriptError(
+            f"{call}: the loss that run.backward returned is of all ranks already; add up what "
+            "this rank alone has, such as the loss_sum that run.backward was given"
+        )
+    try:
+        # numpy, since torch makes a float a float32
+        own = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        return own.detach().to(comm.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ScriptError(
+            f"{call}: {brief(value)} is no number; expected a number or a tensor of this rank"
+        ) from None
