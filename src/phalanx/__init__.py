@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
+from phalanx.launch.exit_code import watch_if_rank
+
 if TYPE_CHECKING:
     __version__: str
     from phalanx.config import TrainConfig as TrainConfig
@@ -38,6 +40,8 @@ __all__ = [
     "train_decoder",
     "verify_strategy",
 ]
+
+watch_if_rank()
 
 
 def __getattr__(name: str) -> Any:

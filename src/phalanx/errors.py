@@ -28,6 +28,10 @@ NUM_NAMED = 8
 """Ranks that a message names; of more it says how many."""
 
 
+LONGEST = 20_000
+"""Characters of an error's text that are shown, its traceback included."""
+
+
 class PhalanxError(Exception):
     """Base of every error that is the user's to mend; its text is the whole message."""
 
@@ -119,6 +123,15 @@ class Interrupted(KeyboardInterrupt):
 def message_of(error: BaseException) -> str:
     """Return the message of `error` and the notes on it, such as a save that failed as well."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def shortened(text: str) -> str:
+    """Return a text without the middle of one that nobody would read to its end."""
+    left_out = len(text) - LONGEST
+    if left_out <= 0:
+        return text
+    half = LONGEST // 2
+    return f"{text[:half]}\n... {left_out:,} characters left out ...\n{text[-half:]}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -8,12 +8,12 @@ from phalanx.launch.roll import PATIENCE, STILL_S, Roll, named
 
 def test_ranks_that_stand_still_are_told_once() -> None:
     roll = Roll()
-    waits = Beat(doing="backward of step 5", place="data.py:3 in wait", heeds_stop=True)
+    waits = Beat(doing="backward of step 5", place="data.py:3 in wait", is_stepping=True)
 
-    def stall(still_s: float, heeds_stop: bool = True) -> str | None:
+    def stall(still_s: float, is_stepping: bool = True) -> str | None:
         for rank in (0, 2, 3):
-            roll.hear(rank, Beat(**{**vars(waits), "still_s": still_s, "heeds_stop": heeds_stop}))
-        roll.hear(1, Beat(doing="data of step 5", heeds_stop=heeds_stop))
+            roll.hear(rank, Beat(**{**vars(waits), "still_s": still_s, "is_stepping": is_stepping}))
+        roll.hear(1, Beat(doing="data of step 5", is_stepping=is_stepping))
         return roll.stall()
 
     assert stall(STILL_S - 1) is None
@@ -30,7 +30,7 @@ def test_ranks_that_stand_still_are_told_once() -> None:
     assert stall(3 * STILL_S) is not None
     assert stall(0) is None
     # While it is set up, one rank may read for long and the others wait.
-    assert stall(PATIENCE * STILL_S + 1, heeds_stop=False) is None
+    assert stall(PATIENCE * STILL_S + 1, is_stepping=False) is None
 
 
 def test_who_waits_as_long_as_it_takes_is_not_told_and_whom_it_waits_for_is() -> None:

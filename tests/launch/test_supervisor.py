@@ -32,7 +32,9 @@ def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
     monkeypatch.setattr(supervisor, "STOPPED_S", 0.0)  # at the first look after it
     with pytest.raises(TrainingError) as caught:
         run_ranks(stop_rank, 2, stopped, timeout_s=4)
-    words = rf"rank {stopped} \(process \d+\) has been stopped by a signal for \d+ s, in forward of"
+    words = (
+        rf"rank {stopped} \(process \d+\) has been stopped by a signal for \d+ s \(last heard of: f"
+    )
     caught.match(words)
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1 and "lets it go on" in told[0]
@@ -54,7 +56,7 @@ def test_the_timeout_says_where_each_rank_stands(capfd: pytest.CaptureFixture[st
     assert first.startswith("rank 0 has waited in vain for another rank")
     assert "  rank 1: data of step 3" in lines
     assert any("in wait_for_a_sleeper" in line for line in lines)
-    assert len(lines) <= 10 and "Traceback" not in str(caught.value)
+    assert "Traceback (most recent call last):" in lines and "gloo" in lines[-1]
     assert capfd.readouterr().err == ""
 
 

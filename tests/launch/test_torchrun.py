@@ -110,10 +110,10 @@ def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script
     assert "the run ends after the step" not in done.stderr
 
 
-@pytest.mark.parametrize(("when", "doing"), [("preparing", "preparing"), ("working", "running")])
+@pytest.mark.parametrize(("when", "doing"), [("preparing", "preparing"), ("working", "the work")])
 def test_a_rank_that_is_stopped_is_named_and_killed(when: str, doing: str, script: str) -> None:
     done = run_two(script, when)
-    said = f"^rank 0: rank 1 on .* not been heard of .*, last in {doing}"
+    said = rf"^rank 0: rank 1 on .* not been heard of .* \(last heard of: {doing}"
     assert re.search(said, done.stderr, re.MULTILINE), done.stderr
     # torchrun waits 30 s for a stopped process before it says this.
     assert "forcefully exiting" not in done.stderr

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,6 +61,10 @@ run = phalanx.init()
 run.print(sys.argv[1:], __name__)
 if sys.argv[1:] == ["raise"] and not run.is_first:
     raise ValueError("of rank 1")
+if sys.argv[1:] == ["network"] and not run.is_first:
+    raise RuntimeError("NoEndpoint: Connection refused, Socket closed")
+if sys.argv[1:] == ["long"]:
+    raise ValueError("begin" + 1_000_000 * "x" + "end")
 if sys.argv[1:] == ["exit"]:
     sys.exit(7)
 if sys.argv[1:] == ["twice"]:
@@ -71,9 +76,11 @@ if sys.argv[1:] == ["mistake"]:
 
 @pytest.mark.parametrize(("word", "error"), [
     ("raise", r"rank 1 failed first:\n(.*\n)*ValueError: of rank 1"),
+    ("network", r"rank 1 failed first:\n(.*\n)*RuntimeError: NoEndpoint: Connection refused"),
+    ("long", r"^rank \d failed first:\n(?=(.|\n){20000,21000}$)(.*\n)*ValueError: beginx{5000}"),
     ("exit", r"script.py ended by sys.exit: exit code 7"),
     ("twice", r"take dist.init_process_group out of the script"),
-    ("mistake", r"^clip: no model is prepared.*\nat .*script.py:14$"),
+    ("mistake", r"^clip: no model is prepared.*\nat .*script.py:18$"),
 ])  # fmt: skip
 def test_what_a_script_ends_with_is_told(tmp_path: Path, word: str, error: str) -> None:
     script = tmp_path / "script.py"
@@ -81,6 +88,57 @@ def test_what_a_script_ends_with_is_told(tmp_path: Path, word: str, error: str) 
     with pytest.raises(PhalanxError) as raised:
         run_ranks(run_script, 2, str(script), [word], None, threads=1)
     assert re.search(error, message_of(raised.value)), raised.value
+
+
+STARTS = """
+import os, signal, subprocess, sys
+from multiprocessing import Process
+from pathlib import Path
+import phalanx
+
+def ignore_sigterm():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(sys.argv[1], f"pid {os.getpid()}").touch()
+    while True:
+        signal.pause()
+
+if __name__ == "__main__":
+    run = phalanx.init()
+    child = os.fork()
+    if child == 0 and run.is_first:
+        raise ValueError("of a fork")
+    if child:
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+        program = subprocess.Popen(["sleep", "1000"])
+        program.terminate()
+        codes.append(program.wait())
+        process = Process(target=signal.pause)
+        process.start()
+        process.terminate()
+        process.join()
+        codes.append(process.exitcode)
+        Process(target=ignore_sigterm).start()
+        while len(list(Path(sys.argv[1]).glob("pid *"))) < 2:
+            pass
+        Path(sys.argv[1], os.environ["RANK"]).write_text(repr(codes))
+        run.sum(1)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and not as one that has ended and whose parent has too."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return state.stdout.strip()[:1] not in ("", "Z")
+
+
+def test_what_a_script_forks_and_starts_ends_as_by_python(tmp_path: Path) -> None:
+    """A fork speaks for no rank, a helper ends by SIGTERM, and by SIGKILL with its rank."""
+    script = tmp_path / "script.py"
+    script.write_text(STARTS)
+    run_ranks(run_script, 2, str(script), [str(tmp_path)], None, threads=1)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["[1, -15, -15]", "[0, -15, -15]"]
+    while any(runs(int(path.name.split()[1])) for path in tmp_path.glob("pid *")):
+        time.sleep(0.01)
 
 
 OF_NO_ROWS = """

@@ -18,7 +18,6 @@ from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of, n
 from phalanx.launch import signals
 from phalanx.launch.local import server_stopped
 from phalanx.launch.rank import is_reader_gone, reader_has_left
-from phalanx.launch.scratch import scratch_folder
 
 VERBS: Final[Mapping[str, str]] = {
     "train": "train a decoder on text over one or many processes",
@@ -124,7 +123,7 @@ def _dispatch(words: list[str]) -> int:
             f"{', '.join(VERBS)}"
         )
     try:
-        with scratch_folder(), server_stopped():
+        with server_stopped():
             return import_module(f"phalanx.cli.{verb}").run(rest)
     except SystemExit as stop:  # --help has been printed, or a rich console found no reader
         if is_reader_gone(stop):
@@ -164,6 +163,7 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(number, True)  # by the server that the ranks are forked from
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import THREADS, TIMEOUT_S, Positional, Range
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, Interrupted
 from phalanx.launch.rank_env import is_under_torchrun
 
 
@@ -39,6 +39,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: there is no such script, or the processes do not fit the strategy.
         RankFailed: the script failed; carries the traceback of the process that failed first.
+        Interrupted: a signal ended the script, or the script itself did as a signal asked it to.
     """
     at = argv.index("--") if "--" in argv else len(argv)
     words, own = argv[:at], argv[at + 1 :]
@@ -59,8 +60,10 @@ def run(argv: list[str]) -> int:
 
     prepare_server()
     strategy, device = choose(config.strategy, config.nproc, config.device)
-    run_ranks(
+    ends: list[tuple[int, str]] = run_ranks(
         run_script, strategy.num_ranks, str(path), own, config.strategy,
         device=device, threads=config.threads, timeout_s=config.timeout_s,
     )  # fmt: skip
+    if any(signum for signum, _ in ends):
+        raise Interrupted(*max(ends))
     return 0

@@ -83,6 +83,14 @@ def join(
     dist.barrier()  # see [Note: Connections]
 
 
+def set_timeout(timeout_s: float) -> None:
+    """Have no rank wait longer for another in one collective, in all groups that there are."""
+    # Both private, and the only way; tests/comm/test_join.py pins them.
+    groups = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)  # pyright: ignore[reportPrivateUsage]
+
+
 def allow_files() -> None:
     """Let this process open as many files as the system lets it, connections among them."""
     if sys.platform == "win32":

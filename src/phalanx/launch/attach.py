@@ -8,22 +8,31 @@ normal end waits for the other ranks.
 from __future__ import annotations
 
 import atexit
-import builtins
+import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
-from phalanx.errors import ConfigError
-from phalanx.launch import slurm, torchrun
+from phalanx.errors import ConfigError, Interrupted
+from phalanx.launch import exit_code, signals, slurm, torchrun
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
+from phalanx.launch.supervisor import tell
+
+DEFAULT_TIMEOUT_S: Final = 600.0
+"""Longest wait for another rank in one collective where nothing is said, in seconds."""
 
 ASKED: list[bool] = []
 """Has something once this process has been asked to join."""
 
+_attached: list[_Attached] = []
 
-def attach(facts: Mapping[str, Any], *, device: str = "auto", timeout_s: float = 600.0) -> str:
+
+def attach(
+    facts: Mapping[str, Any], *, device: str = "auto", timeout_s: float | None = None
+) -> str:
     """Join the job of this process's environment, or make one of this process alone.
 
     A process that has joined already, as under `phalanx run`, stays as it is.
@@ -31,7 +40,8 @@ def attach(facts: Mapping[str, Any], *, device: str = "auto", timeout_s: float =
     Args:
         facts: what all ranks must agree on, by name; plain values for JSON.
         device: "auto", "cpu" or "cuda".
-        timeout_s: longest wait for another rank in one collective, in seconds.
+        timeout_s: longest wait for another rank in one collective, in seconds; if None, what the
+            job was joined with, or 600.
 
     Returns:
         "cpu" or "cuda": what the job computes on.
@@ -48,21 +58,35 @@ def attach(facts: Mapping[str, Any], *, device: str = "auto", timeout_s: float =
 
     ASKED.append(True)
     if dist.is_initialized():
-        return _as_joined(facts, device)
+        return _as_joined(facts, device, timeout_s)
     slurm.adopt()
+    limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     if is_under_torchrun():
-        return _attach_to_job(facts, device, timeout_s)
+        return _attach_to_job(facts, device, limit_s)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    join.join(0, 1, store=dist.HashStore(), device=device, timeout_s=timeout_s)
+    join.join(0, 1, store=dist.HashStore(), device=device, timeout_s=limit_s)
+    PULSE.on_change = _heed_alone
     return device
 
 
-def _as_joined(facts: Mapping[str, Any], device: str) -> str:
+def judged(error: Exception) -> BaseException:
+    """Return what this rank is to raise in place of an error: one of another rank may say more.
+
+    Of a process that has attached to no job under torchrun it is the error itself.
+    """
+    return _attached[-1].judged(error) if _attached else error
+
+
+def _as_joined(facts: Mapping[str, Any], device: str, timeout_s: float | None) -> str:
     """Return what the job of this process computes on; refuse to ask it for something else."""
     import torch.distributed as dist
 
+    from phalanx.comm import join
     from phalanx.comm.together import gather_objects
+
+    if timeout_s is not None:
+        join.set_timeout(timeout_s)
 
     if facts:
         torchrun.check_same(gather_objects(dict(facts)))
@@ -76,40 +100,90 @@ def _as_joined(facts: Mapping[str, Any], device: str) -> str:
 
 
 def _attach_to_job(facts: Mapping[str, Any], device: str, timeout_s: float) -> str:
-    from phalanx.comm.together import barrier
-
     job = torchrun.joined(lambda: facts, dict, device=device, threads=None, timeout_s=timeout_s)
     device = job.__enter__().device
-    PULSE.doing("running").__enter__()
-    codes: list[int] = []
+    PULSE.now("the script")
+    _attached.append(_Attached(job))
+    return device
 
-    def on_error(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+
+class _Attached:
+    """How this process leaves the job that it has joined: at its own end, or by an error."""
+
+    def __init__(self, job: AbstractContextManager[Any]) -> None:
+        self._job = job
+        self._process = os.getpid()
+        self._main = exit_code.main_frame()
+        self._has_failed = False
+        self._judged: BaseException | None = None
+        sys.excepthook = self._on_error
+        atexit.register(self._on_end)
+
+    def judged(self, error: BaseException) -> BaseException:
+        """Return what this rank is to raise in place of an error, and leave the job."""
+        if error is self._judged:
+            return error
+        self._judged = error
         try:
-            job.__exit__(kind, error, trace)
+            self._job.__exit__(type(error), error, error.__traceback__)
         except BaseException as judged:
-            torchrun.leave_failed(judged)
-        torchrun.leave_failed(error)
+            self._judged = judged
+            return judged
+        return error
 
-    def on_end() -> None:
-        if not any(codes):
+    def _on_error(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if self._is_fork():
+            self._has_failed = True
+            sys.__excepthook__(kind, error, trace)
+        else:
+            torchrun.leave_failed(self.judged(error))
+
+    def _on_end(self) -> None:
+        from phalanx.comm.together import barrier
+
+        code = exit_code.known()
+        if self._is_fork():
+            torchrun.leave_fork(int(self._has_failed) or code or 0)
+        if code is None and self._main is not None and not exit_code.has_returned(self._main):
+            return  # by a sys.exit that was looked up before phalanx was: Python knows its code
+        if not code:
             try:
                 barrier()
             except Exception as error:
-                on_error(type(error), error, error.__traceback__)
-            job.__exit__(None, None, None)
-        torchrun.leave(codes[-1] if codes else 0)
+                torchrun.leave_failed(self.judged(error))
+            self._job.__exit__(None, None, None)
+            code = _end_of_stop()
+        torchrun.leave(code)
 
-    leave = sys.exit
+    def _is_fork(self) -> bool:
+        """Return whether this is a fork that the script has made, which speaks for no rank."""
+        return os.getpid() != self._process
 
-    def exit_with(code: Any = None) -> None:
-        # What is called at the end of a process is not told its exit code. That of a bare
-        # `raise SystemExit(code)` stays unknown, and 0 is given (docs/your_model.md).
-        codes.append(code if isinstance(code, int) else int(code is not None))
-        leave(code)
 
-    sys.excepthook = on_error
-    sys.exit = builtins.exit = builtins.quit = exit_with  # pyright: ignore[reportAttributeAccessIssue]
-    atexit.register(on_end)
-    return device
+def _heed_alone() -> None:
+    """Have a signal ask this process to stop, which no launcher watches."""
+
+    def end() -> None:
+        if not hasattr(sys, "last_value"):  # where Python notes an error that nobody has caught
+            if code := _end_of_stop():
+                torchrun.leave(code)
+
+    PULSE.on_change = lambda: None
+    signals.request(_stop)
+    atexit.register(end)
+
+
+def _stop(signum: int) -> None:
+    PULSE.stop_signal = signum
+    tell(f"{signals.named(signum)}: the script is asked to stop; a second signal ends it at once")
+
+
+def _end_of_stop() -> int:
+    """Return the exit code of a script that has come to its end, and say that a signal ended it."""
+    if not PULSE.obeyed:
+        return 0
+    if os.environ.get("RANK", "0") == "0":
+        tell(str(Interrupted(PULSE.obeyed, PULSE.advice())))
+    return 128 + PULSE.obeyed

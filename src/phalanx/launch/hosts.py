@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from phalanx.errors import PhalanxError, TrainingError, message_of, named
 from phalanx.launch.bulletin import Bulletin, Failed
 from phalanx.launch.pulse import PULSE, Beat
+from phalanx.launch.rank import end_helpers, remove_sockets
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.roll import SILENT_S, Roll
 from phalanx.launch.supervisor import SLEPT_S, tell
@@ -41,6 +42,24 @@ CURIOUS_S: Final = 3.0
 
 WORDS_S: Final = 2.0
 """How long the disk may take to say which checkpoint stands, in seconds."""
+
+
+def end_with_parent() -> None:
+    """Have this rank end soon after torchrun has, which ends its ranks unless it was killed."""
+    parent, is_first = os.getppid(), os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        if is_first:
+            gone = f"torchrun (process {parent}) has ended, and its ranks on this host end with it"
+            tell(_advised(gone))
+        end_helpers()
+        remove_sockets()
+        os._exit(1)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 class PeerFailed(TrainingError):
@@ -141,7 +160,11 @@ class Watch:
         """Tell, once, who holds this host up."""
         end = f"the job ends after the timeout of {self._timeout_s:g} s"
         silent = self._silent_for(self._silent_s)
-        if self._silent_s < self._unreached_s() < self._timeout_s and not self._is_told_unreached:
+        if (
+            not self._is_store_gone
+            and self._silent_s < self._unreached_s() < self._timeout_s
+            and not self._is_told_unreached
+        ):
             self._is_told_unreached = True
             tell(f"{self._unreached()}; {end}")
         if news := [rank for rank in silent if self._roll.is_news(rank)]:
@@ -160,7 +183,8 @@ class Watch:
 
     def _lost(self, limit_s: float) -> str:
         """Say what has not been heard of for longer than a limit; nothing if all have."""
-        if self._unreached_s() > limit_s:
+        # A store that has gone does not come back.
+        if self._unreached_s() > (min(SILENT_S, limit_s) if self._is_store_gone else limit_s):
             return self._unreached()
         silent = self._silent_for(limit_s)
         return self._silent(silent) if silent else ""
@@ -210,8 +234,8 @@ class Watch:
         for_s = f"for {max(self._roll.silence_s(rank) for rank in ranks):.0f} s"
         return (
             f"{named(ranks)} on {names} {'have' if len(ranks) > 1 else 'has'} not been heard of "
-            f"{for_s}, last in {self._roll.doing(ranks[0])}: the process or the host is lost or "
-            "stopped, or the network to it is cut"
+            f"{for_s} (last heard of: {self._roll.doing(ranks[0])}): the process or the host is "
+            "lost or stopped, or the network to it is cut"
         )
 
     # Errors of this rank.

@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -98,7 +99,7 @@ def _run_here(
 ) -> list[Any]:
     """Run the function on the ranks of the job that there is."""
     from phalanx.comm.together import gather_objects
-    from phalanx.launch.attach import attach
+    from phalanx.launch.attach import attach, judged
 
     num_there = read_rank_env().num_ranks
     if num_there != num_ranks:
@@ -108,15 +109,27 @@ def _run_here(
             "start them from here"
         )
     attach({}, device=device, timeout_s=timeout_s)
-    return gather_objects(function(*args))
+    try:
+        return gather_objects(function(*args))
+    except Exception as error:
+        raise judged(error) from error.__cause__
 
 
 def prepare_server() -> ForkServerContext:
     """Start the server process if there is none; it loads torch while the caller goes on."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["phalanx.launch.preload"])
-    with ignored_by_children():
-        forkserver.ensure_running()
+    try:
+        with ignored_by_children():
+            forkserver.ensure_running()
+    except OSError as error:
+        if "AF_UNIX path" not in str(error):
+            raise
+        folder = tempfile.gettempdir()
+        raise ConfigError(
+            f"the temporary folder {folder} has a name of {len(folder)} characters, too long for "
+            "the sockets by which processes are started; set TMPDIR to a shorter one, such as /tmp"
+        ) from None
     return context
 
 

@@ -32,6 +32,8 @@ class Beat:
         still_s: how long its main thread has stood at one place of the code, in seconds.
         place: that place, and from where it was called; empty as long as it moves.
         heeds_stop: whether a request to stop will end it after its step.
+        is_stepping: whether it takes steps, none of which has a rank stand still for long.
+        stands: which checkpoint stands and how to resume from it, if this rank says so.
         waits: whether it waits for other ranks, however long they need.
         in_collective: whether that place is within a call that other ranks have to make too.
     """
@@ -40,6 +42,8 @@ class Beat:
     still_s: float = 0.0
     place: str = ""
     heeds_stop: bool = False
+    is_stepping: bool = False
+    stands: str = ""
     waits: bool = False
     in_collective: bool = False
 
@@ -51,6 +55,9 @@ class Pulse:
         steps_done: optimizer steps that are done.
         heeds_stop: set by work that looks at `stop_signal` after each step.
         stop_signal: the signal by which the job was asked to stop, or 0.
+        obeyed: the signal that a script has been told of, and ends by; or 0.
+        is_stepping: whether the main thread takes steps.
+        stands: which checkpoint stands and how to resume from it; empty where there is none.
         advice: says what to do about a job that has ended, to close a message with.
         on_change: called when what it heeds has changed, so that the watcher knows at once.
     """
@@ -59,7 +66,10 @@ class Pulse:
         self.steps_done = 0
         self.heeds_stop = False
         self.stop_signal = 0
-        self.advice: Callable[[], str] = str
+        self.obeyed = 0
+        self.is_stepping = False
+        self.stands = ""
+        self.advice: Callable[[], str] = lambda: self.stands
         self.on_change: Callable[[], None] = lambda: None
         self._doing = "starting"
         self._waits = False
@@ -94,13 +104,28 @@ class Pulse:
     @contextmanager
     def heeding(self) -> Generator[None]:
         """Promise to look at `stop_signal` inside, and to end soon if it is set."""
-        self.heeds_stop = True
-        self.on_change()
+        self.is_stepping = True
+        self.heed()
         try:
             yield
         finally:
-            self.heeds_stop = False
+            self.is_stepping = self.heeds_stop = False
             self.on_change()
+
+    def heed(self) -> None:
+        """Promise to look at `stop_signal` from now on; for a loop that is no block of its own."""
+        if not self.heeds_stop:
+            self.heeds_stop = True
+            self.on_change()
+
+    def now(self, what: str) -> None:
+        """Note what the main thread does from now on, until the end of a block of `doing`."""
+        self._doing = what
+
+    def stepping(self, steps_done: int) -> None:
+        """Note that a script's main thread takes the step after `steps_done` ones."""
+        self.steps_done, self.is_stepping = steps_done, True
+        self.now(f"step {steps_done + 1}")
 
     def beat(self) -> Beat:
         """Look at the main thread."""
@@ -110,6 +135,8 @@ class Pulse:
             still_s=still_s,
             place=where,
             heeds_stop=self.heeds_stop,
+            is_stepping=self.is_stepping,
+            stands=self.stands,
             waits=self._waits,
             in_collective=in_collective,
         )

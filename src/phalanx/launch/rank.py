@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import multiprocessing
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -16,14 +18,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from types import TracebackType
+from typing import Any, Final
 
 from phalanx import errors
-from phalanx.errors import PhalanxError, RankFailed, message_of
+from phalanx.errors import PhalanxError, RankFailed, message_of, shortened
 from phalanx.launch.by_value import ByValue
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import BEAT_S, PULSE
-from phalanx.launch.signals import ENDING
+from phalanx.launch.signals import leave_to_parent
 
 _LOST = re.compile(
     "gloo/transport|Application timeout|Connection (closed|reset|refused)|Socket closed"
@@ -31,6 +34,10 @@ _LOST = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 """What gloo, NCCL and the store say of a rank that does not come or has left."""
+
+HELPERS_S: Final = 1.0
+"""How long a process that a rank has started has to end by itself before it is killed, in seconds.
+"""
 
 LEAVE = "leave"
 """What the parent sends when the rank may end; a number is the signal to stop by."""
@@ -57,6 +64,7 @@ class Failure:
         text: the message of a PhalanxError, else the traceback.
         kind: class of a PhalanxError; None for any other exception.
         is_lost_peer: another rank did not come, or left: its failure says more.
+        exit_code: of a program that ends by it.
     """
 
     rank: int
@@ -64,13 +72,16 @@ class Failure:
     text: str
     kind: type[PhalanxError] | None = None
     is_lost_peer: bool = False
+    exit_code: int = 1
 
     def as_error(self) -> PhalanxError:
         """Return what the caller of `run_ranks` is to catch."""
-        if self.kind is None:
-            return RankFailed(self.rank, self.text)
-        # Not by calling the class: some compose their message from other arguments.
-        return self.kind.__new__(self.kind, self.text)
+        error: PhalanxError = RankFailed(self.rank, self.text)
+        if self.kind is not None:
+            # Not by calling the class: some compose their message from other arguments.
+            error = self.kind.__new__(self.kind, self.text)
+        error.exit_code = self.exit_code
+        return error
 
 
 class Line:
@@ -78,13 +89,21 @@ class Line:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self.may_leave = threading.Event()
         PULSE.on_change = self._beat
         threading.Thread(target=self._serve, name="pulse", daemon=True).start()
 
+    @property
+    def is_of_fork(self) -> bool:
+        """Whether this process is a fork that a script has made, which speaks for no rank."""
+        return os.getpid() != self._process
+
     def send(self, kind: str, value: Any) -> None:
         """Send to the parent; an OSError says that it listens no more."""
+        if self.is_of_fork:
+            return
         with self._lock:
             self._connection.send((kind, value))
 
@@ -104,6 +123,8 @@ class Line:
                     PULSE.stop_signal = word
                 self._beat()
         except (EOFError, OSError):
+            end_helpers()
+            remove_sockets()
             os._exit(1)
 
 
@@ -115,52 +136,108 @@ def run_rank(
     args: tuple[Any, ...],
 ) -> None:
     """Join the job, call the function, and report; never returns."""
-    for signum in ENDING:  # they may come to all processes of the job: the parent decides
-        signal.signal(signum, signal.SIG_IGN)
+    leave_to_parent()
     line = Line(connection)
     # A server forked this process; the helpers it starts, such as a DataLoader's, begin as Python's
     # do by default, or each would begin with the script anew.
     multiprocessing.set_start_method(None, force=True)
     try:
         _join(info, listener)
-        with PULSE.doing("running"):
+        with PULSE.doing("the work"):
             result = function(*args)
-        sys.stdout.flush()
+        _flush(sys.stdout)  # nobody may read it
         line.send("result", ByValue(result))
         exit_code = 0
     except BaseException as error:
+        failure = _describe(info.rank, error)
+        if line.is_of_fork:
+            print(failure.text, file=sys.stderr)  # noqa: T201 - no one else tells it
         # Once another rank has failed, the parent listens no more.
         with suppress(OSError):
-            line.send("failure", _describe(info.rank, error))
-        exit_code = 1
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    line.may_leave.wait()
-    end_helpers()
+            line.send("failure", failure)
+        exit_code = failure.exit_code
+    flush_streams()
+    if not line.is_of_fork:
+        line.may_leave.wait()
+        end_helpers()
     # gloo's threads sometimes abort a process that succeeded while they are torn down.
     os._exit(exit_code)
 
 
+def _flush(stream: Any) -> None:
+    """Flush a standard stream, which a script may have closed."""
+    if stream is not None and not stream.closed:
+        stream.flush()
+
+
+def flush_streams() -> None:
+    """Flush the standard streams of a process that ends without the work that Python does then."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            _flush(stream)
+
+
 def end_helpers() -> None:
     """End the processes that this one has started, such as a DataLoader's, as Python would."""
-    for child in multiprocessing.active_children():
-        child.terminate()
+    helpers = multiprocessing.active_children()
+    for helper in helpers:
+        helper.terminate()
+    until_s = time.monotonic() + HELPERS_S
+    for helper in helpers:
+        helper.join(max(0.0, until_s - time.monotonic()))
+    for helper in helpers:
+        if helper.is_alive():
+            helper.kill()
+
+
+def remove_sockets() -> None:
+    """Remove the folder of multiprocessing's sockets, which Python does at a normal end alone.
+
+    That of a job's ranks is their parent's, which removes it unless it was killed.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.is_alive():
+        return
+    # Private, and set once such a folder is made; tests/launch/test_local.py pins it.
+    config: dict[str, Any] = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
+    if folder := config.get("tempdir"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _describe(rank: int, error: BaseException) -> Failure:
-    kind, text = None, traceback.format_exc()
+    kind, text, exit_code = None, shortened(traceback.format_exc()), 1
     if isinstance(error, PhalanxError):
         # The nearest class that every process knows: a user's own may be of a script.
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        text = message_of(error)
-    return Failure(rank, time.time(), text, kind, is_lost_peer(error))
+        text, exit_code = shortened(message_of(error)), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        exit_code = 128 + getattr(error, "signum", signal.SIGINT)
+    return Failure(rank, time.time(), text, kind, is_lost_peer(error), exit_code)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` says no more than that another rank did not come, or has left."""
+    """Return whether `error` says no more than that another rank did not come, or has left.
+
+    A script's own error may have the words of a network's: it comes of a `raise` that is neither
+    torch.distributed's nor ours. What C++ raises, a `work.wait()` in a script say, comes of none.
+    """
     # torch has no class for what gloo says; tests/launch/test_local.py pins its words.
-    return isinstance(error, (RuntimeError, PhalanxError)) and bool(_LOST.search(str(error)))
+    if not isinstance(error, (RuntimeError, PhalanxError)) or not _LOST.search(str(error)):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    from phalanx.debug.fingerprint import is_collective  # it loads torch
+
+    return is_collective(trace.tb_frame) or not _is_raise(trace)
+
+
+def _is_raise(trace: TracebackType) -> bool:
+    """Return whether the innermost frame of an error stands at a `raise` of Python."""
+    code = trace.tb_frame.f_code.co_code
+    return dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
 def is_reader_gone(error: BaseException) -> bool:

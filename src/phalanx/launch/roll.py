@@ -70,6 +70,10 @@ class Roll:
         self._told_silent.add(rank)
         return is_news
 
+    def stands(self) -> str:
+        """Return which checkpoint stands and how to resume from it, if a rank has said so."""
+        return next((beat.stands for beat, _ in self._beats.values() if beat.stands), "")
+
     def doing(self, rank: int) -> str:
         """Return what a rank was last heard to do."""
         return self._beats[rank][0].doing
@@ -88,7 +92,7 @@ class Roll:
         if longest_s < STILL_S:
             self._is_told = False
         # Before and after the steps one rank may work for long while the others wait.
-        is_stepping = any(beat.heeds_stop for beat in beats.values())
+        is_stepping = any(beat.is_stepping for beat in beats.values())
         limit_s = self._limit_s * (1 if is_stepping else PATIENCE)
         if longest_s < limit_s or self._is_told or len(beats) < 2:
             return None

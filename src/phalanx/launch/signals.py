@@ -6,6 +6,7 @@ terminal that is closed. A signal that is ignored already, as SIGHUP is under no
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -73,6 +74,66 @@ def ignore() -> None:
     if threading.current_thread() is threading.main_thread():  # no other may set handlers
         for signum in ENDING:
             signal.signal(signum, signal.SIG_IGN)
+
+
+def request(ask: Callable[[int], None]) -> None:
+    """Call `ask` for the first of the signals that comes; a second one ends the process.
+
+    Those that are ignored, or for which the program has a handler of its own, stay as they are.
+    """
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    taken = [signum for signum in ENDING if signal.getsignal(signum) in defaults]
+
+    def first(signum: int, frame: FrameType | None) -> None:
+        del frame
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
+        ask(signum)
+
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        for signum in taken:
+            signal.signal(signum, first)
+
+
+def named(signum: int) -> str:
+    """Return "SIGTERM" for 15."""
+    return signal.Signals(signum).name
+
+
+def leave_to_parent() -> None:
+    """Pay no heed to the signals: they may come to all processes of a job, and its parent decides.
+
+    SIGTERM gets a handler that does nothing, since what is ignored stays so in the programs and
+    forks that a script starts, and they are ended by SIGTERM.
+    """
+    for signum in ENDING:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _do_nothing)
+    if hasattr(signal, "siginterrupt"):
+        signal.siginterrupt(signal.SIGTERM, False)  # no call of a library is broken off
+        # Held back meanwhile, a signal that comes at once ends the fork too.
+        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_end_by_sigterm)
+
+
+_held = threading.local()
+
+
+def _do_nothing(signum: int, frame: FrameType | None) -> None:
+    del signum, frame
+
+
+def _hold() -> None:
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _let_go() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+
+
+def _end_by_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) is _do_nothing:  # and not a script's own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_go()
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class Supervisor:
             until_s = time.monotonic() + GRACE_S
             while self._going and (left_s := until_s - time.monotonic()) > 0:
                 self._receive(left_s)
-            raise self._failure()
+            raise self._advised(self._failure())
         for _, line in self._ranks:
             with suppress(OSError):  # it has ended already: what it returned is here
                 line.send(LEAVE)
@@ -118,7 +118,7 @@ class Supervisor:
             return
         signum = self._signals[0]
         if len(self._signals) > 1 or not self._roll.heeds_stop():
-            raise Interrupted(signum)
+            raise Interrupted(signum, self._roll.stands())
         self._is_asked_to_stop = True
         for line in self._going:
             with suppress(OSError):  # it has ended: the next look finds that out
@@ -152,9 +152,8 @@ class Supervisor:
                 "which compares the calls of the ranks"
             )
         if gone := self._roll.silent(self._timeout_s):
-            raise TrainingError(
-                f"{self._why_silent(gone[0])}; the timeout of {self._timeout_s:g} s is over"
-            )
+            over = f"the timeout of {self._timeout_s:g} s is over"
+            raise self._advised(TrainingError(f"{self._why_silent(gone[0])}; {over}"))
 
     def _check_even(self) -> None:
         """Blame the ranks that returned, if all others wait for them.
@@ -164,12 +163,11 @@ class Supervisor:
         going = sorted(self._going.values())
         if self._results and going and self._roll.in_collectives(going, UNEVEN_S):
             returned = named(sorted(self._results))
-            raise TrainingError(
-                self._roll.told(
-                    f"{returned} returned, and now nobody answers those that wait in a collective; "
-                    "each rank must make the same calls:"
-                )
+            told = self._roll.told(
+                f"{returned} returned, and now nobody answers those that wait in a collective; "
+                "each rank must make the same calls:"
             )
+            raise self._advised(TrainingError(told))
 
     def _failure(self) -> PhalanxError:
         """Return the error of the rank that failed first by itself, or say whom the ranks miss."""
@@ -179,14 +177,20 @@ class Supervisor:
         waited = f"{named([first.rank])} has waited in vain for another rank"
         if silent := [r for r in self._roll.silent(MISSED_S) if r in self._going.values()]:
             return TrainingError(f"{self._why_silent(silent[0])}; {waited}")
-        return TrainingError(self._roll.told(f"{waited}; all stood"))
+        return TrainingError(f"{self._roll.told(f'{waited}; all stood')}\n{first.text.rstrip()}")
+
+    def _advised(self, error: PhalanxError) -> PhalanxError:
+        """Add which checkpoint stands, as far as the ranks have said so."""
+        if stands := self._roll.stands():
+            error.add_note(stands)
+        return error
 
     def _why_silent(self, rank: int) -> str:
         """Say what is known of a rank that does not answer."""
         process, doing = self._ranks[rank][0], self._roll.doing(rank)
         for_s = f"for {self._roll.silence_s(rank):.0f} s"
         how = "has been stopped by a signal" if _is_stopped(process) else "has not answered"
-        return f"rank {rank} (process {process.pid}) {how} {for_s}, in {doing}"
+        return f"rank {rank} (process {process.pid}) {how} {for_s} (last heard of: {doing})"
 
 
 def tell(message: str) -> None:
@@ -210,10 +214,15 @@ def _death(rank: int, process: ForkServerProcess) -> Failure:
     if code is not None and code < 0:
         how = f"signal {signal.Signals(-code).name}"
     text = f"the process ended by {how}, without a Python traceback"
+    if code == -signal.SIGABRT:
+        text += (
+            "; gloo ends so a process whose collective does not match that of another rank, or is "
+            "called by one rank alone: --debug-comm, or phalanx.init(debug_comm=True), names it"
+        )
     if code == 1:  # what multiprocessing itself ends with if it cannot import or find the function
         text += (
             ' of its work; a script that starts ranks needs `if __name__ == "__main__":` before '
             "what it runs, and a function that can be imported from its file"
         )
     # What its peers say follows from it.
-    return Failure(rank, 0.0, text)
+    return Failure(rank, 0.0, text, exit_code=code if code is not None and code > 0 else 1)

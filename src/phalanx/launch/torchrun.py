@@ -19,13 +19,20 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
-from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of, named
-from phalanx.launch import interface, scratch, slurm
-from phalanx.launch.hosts import PeerFailed, Watch, kill_silent
+from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of, named, shortened
+from phalanx.launch import interface, slurm
+from phalanx.launch.hosts import PeerFailed, Watch, end_with_parent, kill_silent
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
-from phalanx.launch.rank import end_helpers, is_lost_peer, is_reader_gone, reader_has_left
+from phalanx.launch.rank import (
+    end_helpers,
+    flush_streams,
+    is_lost_peer,
+    is_reader_gone,
+    reader_has_left,
+    remove_sockets,
+)
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.signals import ENDING, answered, ignore
 from phalanx.launch.supervisor import tell
@@ -77,7 +84,7 @@ def run_here(
     from phalanx.comm.together import barrier
 
     with joined(prepare, facts, device=device, threads=threads, timeout_s=timeout_s) as job:
-        with PULSE.doing("running"):
+        with PULSE.doing("the work"):
             result = function(job.value)
             barrier()
     return result
@@ -106,6 +113,7 @@ def joined(
     from phalanx.comm import join
 
     env = read_rank_env()
+    end_with_parent()
     stopping = _Stopping(env.local_rank == 0)
     with answered(stopping):
         device = _use_device(env, device)
@@ -330,10 +338,14 @@ def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
 def leave(exit_code: int) -> NoReturn:
     """End this rank without tearing its threads down, which sometimes aborts what succeeded."""
     end_helpers()
-    scratch.remove()
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    remove_sockets()
+    flush_streams()
+    os._exit(exit_code)
+
+
+def leave_fork(exit_code: int) -> NoReturn:
+    """End a fork of this rank, whose helpers and job are the rank's."""
+    flush_streams()
     os._exit(exit_code)
 
 
@@ -360,7 +372,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     rank = os.environ["RANK"]
     if isinstance(error, PhalanxError):
         # There is no command line under torchrun.
-        print(f"rank {rank}: {message_of(error)}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"rank {rank}: {shortened(message_of(error))}", file=sys.stderr, flush=True)  # noqa: T201
         kill_silent()
         leave(error.exit_code)
     if isinstance(error, Exception):
@@ -369,6 +381,6 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         handler = get_error_handler()  # torchrun shows what this writes in its own summary
         handler.initialize()
         handler.record_exception(error)
-    print(f"rank {rank} failed:", file=sys.stderr)  # noqa: T201
-    traceback.print_exception(error)
+    text = shortened("".join(traceback.format_exception(error)))
+    print(f"rank {rank} failed:\n{text}", end="", file=sys.stderr)  # noqa: T201
     leave(1)

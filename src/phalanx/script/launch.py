@@ -11,17 +11,22 @@ import torch.distributed as dist
 
 from phalanx.errors import PhalanxError, ScriptError
 from phalanx.launch.attach import ASKED
+from phalanx.launch.exit_code import exit_code_of
+from phalanx.launch.pulse import PULSE
 from phalanx.script.loader import has_empty_batch
 from phalanx.script.run import STRATEGY
 
 
-def run_script(path: str, words: list[str], strategy: str | None) -> None:
+def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, str]:
     """Run a script to its end in this process, which has joined a job.
 
     Args:
         path: of the script.
         words: what it finds in `sys.argv` after its own name.
         strategy: for a `phalanx.init` that names none.
+
+    Returns:
+        The signal that it was told of and has ended by, or 0; and which checkpoint stands.
 
     Raises:
         ScriptError: it ended by `sys.exit` with a code other than 0.
@@ -30,12 +35,15 @@ def run_script(path: str, words: list[str], strategy: str | None) -> None:
         os.environ[STRATEGY] = strategy
     sys.argv = [path, *words]
     sys.path.insert(0, str(Path(path).resolve().parent))
+    PULSE.now("the script")
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:
         if stop.code not in (None, 0):
             said = stop.code if isinstance(stop.code, str) else f"exit code {stop.code}"
-            raise ScriptError(f"{path} ended by sys.exit: {said}") from None
+            error = ScriptError(f"{path} ended by sys.exit: {said}")
+            error.exit_code = exit_code_of(stop.code)
+            raise error from None
     except PhalanxError as error:
         if where := _line_of(error, path):
             error.add_note(f"at {where}")
@@ -54,6 +62,7 @@ def run_script(path: str, words: list[str], strategy: str | None) -> None:
             f"{path} never called phalanx.init, so {dist.get_world_size()} processes did the same "
             "work, each alone; call it, or start the script by python"
         )
+    return PULSE.obeyed, PULSE.stands
 
 
 def _line_of(error: BaseException, path: str) -> str:
