@@ -291,7 +291,7 @@ OF_DP: dict[str, Mutant] = {
     "a rate of the step after": (
         "llama",
         [(step, "learning_rate", lambda right: lambda config, n, num: right(config, n + 1, num))],
-        "embedding", "its update by the optimizer",
+        None, "the learning rate",
     ),
     "a loss that is not summed over ranks": (
         "llama", [(comm.Comm, "all_reduce", _local_loss)], None, "sum of the losses over ranks",

@@ -21,7 +21,7 @@ from phalanx.config.fields import Use, check_values, settings, value_at
 from phalanx.config.law import check_warmup
 from phalanx.config.load import Loaded, load_config
 from phalanx.errors import ConfigError
-from phalanx.verify.settings import VerifyConfig, VerifyTrainConfig
+from phalanx.verify.settings import QUANTITIES, VerifyConfig, VerifyTrainConfig
 
 if TYPE_CHECKING:
     from phalanx.models.shape import ModelShape
@@ -186,14 +186,15 @@ def show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
 def _errors(verdicts: Sequence[Verdict]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for quantity in verdicts[0].largest_errors():
+    found = {what for verdict in verdicts for what in verdict.largest_errors()}
+    quantities = [what for what in QUANTITIES if what in found]
+    for quantity in quantities:
         table.add_column(quantity, justify="right")
     for verdict in verdicts:
         wrong = {d.quantity for d in verdict.differences if not d.passes}
-        cells = [
-            Text("" if error is None else f"{error:.1e}", "bold red" if quantity in wrong else "")
-            for quantity, error in verdict.largest_errors().items()
-        ]
+        errors = verdict.largest_errors()
+        texts = {what: f"{error:.1e}" for what, error in errors.items()}
+        cells = [Text(texts.get(q, ""), "bold red" if q in wrong else "") for q in quantities]
         table.add_row(Text(f"{verdict.strategy} {verdict.case}"), *cells)
     return table
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import count
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.comm.axes import AXIS_SETS
 from phalanx.config import OptimizerConfig
@@ -21,7 +21,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import num_stages
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy
-from phalanx.train.objective import NextToken
+from phalanx.train.objective import NextToken, Objective
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.plain import PlainDecoder, PlainNextToken
 from phalanx.verify.record import Case
@@ -106,6 +106,12 @@ def plain(decoder: Callable[[ModelShape, int], Decoder], shape: ModelShape, seed
     return model
 
 
+def logits_of(objective: Objective, model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits of a decoder, [B, T, V]."""
+    del objective
+    return model(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
+
+
 def decoder_case(
     shape: ModelShape,
     batches: Sequence[Batch],
@@ -123,6 +129,7 @@ def decoder_case(
             functools.partial(plain, decoder, shape, seed),
             PlainNextToken(seed, shape.dropout),
         ),
+        infer=logits_of,
     )
 
 

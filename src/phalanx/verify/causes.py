@@ -8,32 +8,28 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from phalanx.errors import named
+from phalanx.parallel.dropout import can_be_keyed
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import Difference
-from phalanx.verify.record import RankFacts
+from phalanx.verify.record import Case, RankFacts
 
 
 def likely_causes(
-    model: nn.Module,
-    strategy: Strategy,
-    accumulation: int,
-    differences: Sequence[Difference],
-    facts: Sequence[RankFacts],
-    is_keyed: bool = False,
+    case: Case, strategy: Strategy, differences: Sequence[Difference], facts: Sequence[RankFacts]
 ) -> list[str]:
     """Return the likely causes of the differences, the surest first.
 
     Args:
-        model: as it is built.
+        case: what was run.
         strategy: how it is split.
-        accumulation: microbatches a step.
         differences: up to the step that differs.
         facts: of each rank after that step.
-        is_keyed: the masks of nn.Dropout belong to the sample.
     """
     wrong = [d for d in differences if not d.passes]
-    found = [*_from_values(wrong, facts), *_from_ratios(wrong, strategy, accumulation)]
-    return [*found, *_from_modules(model.train(), is_keyed)]
+    found = [*_from_values(wrong, facts), *_from_ratios(wrong, strategy, case.accumulation)]
+    is_keyed = case.dropout_seed is not None and can_be_keyed(strategy)
+    model = case.build().train()
+    return [*found, *_from_modules(model, is_keyed, case.batch_norm == "global")]
 
 
 def _from_values(wrong: Sequence[Difference], facts: Sequence[RankFacts]) -> Iterator[str]:
@@ -79,7 +75,7 @@ def _from_ratios(
         yield f"{found[0][0]} is zero"
 
 
-def _from_modules(model: nn.Module, is_keyed: bool) -> Iterator[str]:
+def _from_modules(model: nn.Module, is_keyed: bool, is_global: bool) -> Iterator[str]:
     """Name modules whose result depends on who else is in the batch, or on the rank's generator."""
     with_statistics: list[str] = []
     with_draws: list[str] = []
@@ -88,6 +84,8 @@ def _from_modules(model: nn.Module, is_keyed: bool) -> Iterator[str]:
             continue
         kind = type(module).__name__
         is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+        if is_batch_norm and is_global:
+            continue  # its statistics are of all rows, or the fault is in how they are taken
         if is_batch_norm or getattr(module, "running_mean", None) is not None:
             with_statistics.append(f"{name} ({kind})")
         elif is_keyed and type(module) is nn.Dropout:

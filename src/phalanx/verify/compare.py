@@ -6,12 +6,15 @@ divides instead: some gradients are zero but for rounding, such as that of the b
 keys, which softmax cancels.
 
 In float64 one limit holds for all. In narrower types the limit is a tensor's own: how far it moves
-when each weight of the reference moves by the type's epsilon (TTrace, arXiv 2506.09280, section 5).
+when each weight of the reference moves by the type's epsilon (TTrace, arXiv 2506.09280, section 5),
+the most of several such moves. See beside.py for what each step then begins with.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +28,14 @@ DTYPES = ("float64", "float32", "bfloat16")
 EXACT = 1e-10
 """Largest relative error in float64: what is left is the order of sums."""
 
-FACTOR = 16.0
+FACTOR = 8.0
 """How many times as far as under the perturbation a tensor may lie from the reference."""
 
-NUM_EPSILONS = 32.0
+NUM_EPSILONS = 16.0
 """Least limit in narrower types, in epsilons of the type relative to the largest element."""
 
-QUANTITIES = ("loss", "gradient", "norm", "first moment", "second moment", "weight")
-"""What is compared of a step."""
+UPDATE_EPSILONS = 4.0
+"""Limit of an update whose inputs are the same on both sides, relative to the largest element."""
 
 FLOOR = {"gradient": 1e-4, "first moment": 1e-4, "second moment": 1e-8, "weight": 1e-1}
 """Smallest divisor of an error, as a share of the largest magnitude in the whole model."""
@@ -45,7 +48,7 @@ class Difference:
     Attributes:
         step: number of the step, from 0.
         quantity: one of QUANTITIES, or "first weight" or "validation loss".
-        name: name of the parameter, or p of the norm; empty for the loss.
+        name: name of the parameter, or p of the norm; empty for what there is one of.
         error: relative error, infinite where one side is not finite or missing.
         limit: the largest error that passes.
         problem: what is wrong if it is no matter of size: "it is missing", "it is NaN, ...".
@@ -81,18 +84,30 @@ def compare_step(
     step: int,
     ours: StepRecord,
     reference: StepRecord,
-    moved: StepRecord | None = None,
+    moved: Sequence[StepRecord] = (),
     dtype: torch.dtype = torch.float64,
 ) -> list[Difference]:
-    """Compare all quantities of one step with the reference; `moved` is the perturbed one.
+    """Compare all quantities of one step with the reference; `moved` are the perturbed ones.
 
-    In float64 there is none.
+    In float64 there are none.
     """
     rows: list[Difference] = []
     for quantity, expected in reference.items():
-        other = None if moved is None else moved[quantity]
-        rows += compare_values(step, quantity, ours[quantity], expected, other, dtype)
+        others = [each[quantity] for each in moved]
+        rows += compare_values(step, quantity, ours[quantity], expected, others, dtype)
     return rows
+
+
+def compare_update(
+    step: int, ours: StepRecord, reference: StepRecord, dtype: torch.dtype
+) -> list[Difference]:
+    """Compare an update in a narrow type that has the same inputs on both sides."""
+    limit = UPDATE_EPSILONS * torch.finfo(dtype).eps
+    return [
+        dataclasses.replace(row, limit=limit, ratio=row.ratio if row.error > limit else None)
+        for quantity, expected in reference.items()
+        for row in compare_values(step, quantity, ours[quantity], expected)
+    ]
 
 
 def compare_values(
@@ -100,7 +115,7 @@ def compare_values(
     quantity: str,
     ours: Values,
     reference: Values,
-    moved: Values | None = None,
+    moved: Sequence[Values] = (),
     dtype: torch.dtype = torch.float64,
 ) -> list[Difference]:
     """Compare one quantity, gradients in the order of backward: the last parameters first."""
@@ -108,17 +123,15 @@ def compare_values(
     largest = max((_size(_wide(value)) for value in reference.values()), default=0.0)
     names = list(reference)[:: -1 if quantity == "gradient" else 1]
     for name in [*names, *(name for name in ours if name not in reference)]:
-        a, b, other = (
-            _wide(values[name]) if name in values else None
-            for values in (ours, reference, moved or {})
-        )
+        a, b = (_wide(values[name]) if name in values else None for values in (ours, reference))
         problem = _problem(a, b)
         if problem or a is None or b is None:
             rows.append(Difference(step, quantity, name, math.inf, problem=problem))
             continue
         scale = max(_size(b), FLOOR.get(quantity, 0.0) * largest) or 1.0
         error = _size(a - b) / scale
-        limit = EXACT if other is None else limit_of(b, other, dtype, scale) / scale
+        others = [_wide(values[name]) for values in moved if name in values]
+        limit = limit_of(b, others, dtype, scale) / scale if others else EXACT
         ratio = None if error <= limit else common_ratio(a, b)
         rows.append(Difference(step, quantity, name, error, limit, ratio=ratio))
     return rows
@@ -156,16 +169,18 @@ def _kind(tensor: Tensor) -> str:
     return "infinite" if bool(tensor.isinf().any()) else "finite"
 
 
-def limit_of(reference: Tensor, moved: Tensor, dtype: torch.dtype, least: float = 0.0) -> float:
+def limit_of(
+    reference: Tensor, moved: Sequence[Tensor], dtype: torch.dtype, least: float = 0.0
+) -> float:
     """Return the largest absolute error that passes.
 
     Args:
         reference: what should be.
-        moved: the same of the perturbed reference.
+        moved: the same of the perturbed references.
         dtype: of the arithmetic.
         least: smallest magnitude that the least limit is relative to.
     """
-    movement = _size(moved.double() - reference.double())
+    movement = max((_size(each.double() - reference.double()) for each in moved), default=0.0)
     relative = EXACT if dtype == torch.float64 else NUM_EPSILONS * torch.finfo(dtype).eps
     least = relative * max(least, _size(reference.double()))
     return max(FACTOR * movement, least) if math.isfinite(movement) else least

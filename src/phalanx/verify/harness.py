@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
-from phalanx.comm.together import broadcast_object, gather_on_first
+from phalanx.comm.together import broadcast_object, gather_objects, gather_on_first
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import tensors_of
 from phalanx.debug.check import CollectiveCheck
@@ -25,13 +26,13 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.batch_norm import Statistics
-from phalanx.parallel.dropout import can_be_keyed
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
 from phalanx.verify.batches import split
+from phalanx.verify.beside import Beside, worst
 from phalanx.verify.causes import likely_causes
-from phalanx.verify.compare import DTYPES, Difference, compare_step, compare_values
+from phalanx.verify.compare import DTYPES, Difference, compare_values
 from phalanx.verify.locate import locate
 from phalanx.verify.record import (
     Case,
@@ -41,7 +42,8 @@ from phalanx.verify.record import (
     full_tensors,
     unequal_ranks,
 )
-from phalanx.verify.reference import ReferenceRun
+from phalanx.verify.reference import StepRecord
+from phalanx.verify.settings import EVALUATION
 from phalanx.verify.verdict import Place, Sent, Verdict
 
 WAIT_S = 3600.0
@@ -160,47 +162,72 @@ def verify_on_ranks(
 
 def verify_case(case: Case, strategy: Strategy, comm: Ranks) -> Verdict:
     """Return the verdict on a case; every rank of `comm` calls this together."""
-    differences, unequal, facts, entries, sent = _compare_steps(case, strategy, comm)
+    differences, unequal, facts, entries, sent, begin = _compare_steps(case, strategy, comm)
     replicas = [f"step {each.step}: {each.what}" for each in unequal]
     verdict = Verdict(str(strategy), differences, replicas, sent, entries)
     if verdict.first is not None:
-        place = locate(case, strategy, comm, verdict.first)
+        place = locate(case, strategy, comm, verdict.first, begin=begin)
     elif unequal:
         place = unequal[0]
     else:
         return verdict
-    is_keyed = case.dropout_seed is not None and can_be_keyed(strategy)
-    model = case.build()
-    causes = likely_causes(model, strategy, case.accumulation, differences, facts, is_keyed)
+    causes = likely_causes(case, strategy, differences, facts)
     return dataclasses.replace(verdict, place=place, causes=causes)
 
 
-def _compare_steps(
-    case: Case, strategy: Strategy, comm: Ranks
-) -> tuple[list[Difference], list[Place], list[RankFacts], list[Entry], list[Sent]]:
-    """Compare step by step, to the end of the first that differs; all ranks return the same."""
+_Compared = tuple[
+    list[Difference], list[Place], list[RankFacts], list[Entry], list[Sent], StepRecord | None
+]
+
+
+def _compare_steps(case: Case, strategy: Strategy, comm: Ranks) -> _Compared:
+    """Compare step by step, to the end of the first that differs; all ranks return the same.
+
+    The last, with which the reference begins the step that differs, is rank 0's alone.
+    """
     run = SplitRun(case, strategy, comm)
-    ours = full_tensors(dict(run.model.named_parameters()), comm)
+    ours = {"weight": full_tensors(dict(run.model.named_parameters()), comm)}
     differences, unequal, facts = list[Difference](), list[Place](), list[RankFacts]()
-    expected = moved = None
-    if dist.get_rank() == 0:
-        reference = ReferenceRun(case, comm.device)
-        weights = {n: p.detach().cpu() for n, p in reference.model.named_parameters()}
-        differences += compare_values(0, "first weight", ours, weights)
-        expected = reference.steps()
-        if case.dtype != "float64":  # there the limit is fixed, and nothing has to be perturbed
-            moved = ReferenceRun(case, comm.device, perturbation=1).steps()
+    beside = Beside(case, comm.device) if dist.get_rank() == 0 else None
+    differences += beside.compare_first(ours) if beside else []
+    is_equal = True
     for step, (record, of_rank) in enumerate(run.steps()):
         facts = gather_on_first(of_rank)
-        if expected is not None:
+        if beside is not None:
             unequal += unequal_ranks(step, facts)
-            other = None if moved is None else next(moved)
-            differences += compare_step(step, record, next(expected), other, case.torch_dtype)
-        if broadcast_object(bool(unequal) or not all(d.passes for d in differences)):
+            differences += beside.compare(step, record)
+        is_equal = not unequal and all(d.passes for d in differences)
+        if not (is_equal := broadcast_object(is_equal)):
             break
+    if is_equal:
+        differences += _compare_evaluation(case, run, comm, beside)
     entries = run.ledger.entries()
-    sent = [] if expected is None else _sent(case, strategy, comm, entries)
-    return broadcast_object((differences, unequal, facts, entries, sent))
+    sent = _sent(case, strategy, comm, entries) if beside else []
+    found = broadcast_object((differences, unequal, facts, entries, sent))
+    return *found, beside and beside.begin
+
+
+def _compare_evaluation(
+    case: Case, run: SplitRun, comm: Ranks, beside: Beside | None
+) -> list[Difference]:
+    """Compare what the model gives in `eval()`; every rank calls this together."""
+    made = run.evaluate()
+    expected, moved = broadcast_object(beside.evaluated() if beside else (torch.empty(0), []))
+    if expected.ndim == 0:
+        total = torch.zeros((), dtype=torch.float64, device=comm.device)
+        made = comm.all_reduce(total if made is None else made.double().to(total), "loss")
+    else:
+        rows = run.evaluated_rows
+        expected, moved = expected[rows], [each[rows] for each in moved]
+    if made is None:
+        found = list[Difference]()
+    else:
+        others, step = [{"": each} for each in moved], len(case.batches) - 1
+        found = compare_values(
+            step, EVALUATION, {"": made.cpu()}, {"": expected}, others, case.torch_dtype
+        )
+    of_all = [each for of_rank in gather_objects(found) for each in of_rank]
+    return [worst(of_all)]
 
 
 def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry]) -> list[Sent]:

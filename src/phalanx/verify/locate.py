@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +24,10 @@ from phalanx.parallel.context.split import order_of
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
-from phalanx.verify.compare import Difference, limit_of
+from phalanx.verify.compare import NUM_EPSILONS, Difference, limit_of
 from phalanx.verify.record import Case, SplitRun, owner
-from phalanx.verify.reference import ReferenceRun
+from phalanx.verify.reference import ReferenceRun, StepRecord
+from phalanx.verify.settings import EVALUATION
 from phalanx.verify.trace import Aligner, Event, Key, Kind, Recorder, gap
 from phalanx.verify.verdict import Place
 
@@ -63,6 +63,7 @@ def locate(
     comm: Ranks,
     first: Difference,
     record: Callable[[int, str | None], Recorded] | None = None,
+    begin: StepRecord | None = None,
 ) -> Place:
     """Return where a difference arises; every rank calls this together.
 
@@ -73,6 +74,7 @@ def locate(
         first: the difference.
         record: runs the step of a number again on this rank; given the name of a parameter, it
             records its gradient too. As `SplitRun` takes the steps if None.
+        begin: what the reference begins that step with, on rank 0; its own steps if None.
     """
     step = first.step
     if first.quantity == "first weight":
@@ -81,47 +83,72 @@ def locate(
     suspect = first.name if first.quantity == "gradient" else None
     expected, gradient = list[Expected](), None
     if is_first:
-        expected, gradient = _expected(case, step, comm.device, suspect)
+        expected, gradient = _expected(case, first, comm.device, begin)
     expected = broadcast_object(expected)
-    recorded = (record or partial(_record, case, strategy, comm))(step, suspect)
+    recorded = record(step, suspect) if record else _of_split(case, strategy, comm, first)
     aligner = _aligner(case, strategy, comm, step)
     found: list[Found] = gather_objects(_compare(recorded, aligner, comm, expected))
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}
     place = _first_that_differs(expected, found, step, types)
-    return place or _outside(first, found, gradient, types)
+    limit = max(1e-6, NUM_EPSILONS * torch.finfo(case.torch_dtype).eps)
+    return place or _outside(first, found, gradient, limit, types)
 
 
 def _expected(
-    case: Case, step: int, device: torch.device, suspect: str | None
+    case: Case, first: Difference, device: torch.device, begin: StepRecord | None
 ) -> tuple[list[Expected], Tensor | None]:
-    """Record a step of the reference; return what should be, and the gradient of the suspect."""
+    """Record the reference where it differs; return what should be, and the suspect's gradient."""
     # One after the other: a model may draw from torch's own generator.
-    (recorder, record), (moved, _) = (
-        _recorded(ReferenceRun(case, device, perturbation=seed), step) for seed in (0, 1)
+    (recorder, gradients), (moved, _) = (
+        _of_reference(case, first, device, begin, seed) for seed in (0, 1)
     )
     others = {event.key: event.tensor for event in moved.events}
     expected = [
-        (e, limit_of(e.tensor, others.get(e.key, e.tensor), case.torch_dtype))
+        (e, limit_of(e.tensor, [others.get(e.key, e.tensor)], case.torch_dtype))
         for e in recorder.events
     ]
-    return expected, record["gradient"].get(suspect)
+    return expected, gradients.get(first.name)
 
 
-def _record(
-    case: Case, strategy: Strategy, comm: Ranks, step: int, suspect: str | None
-) -> Recorded:
-    run, copies = SplitRun(case, strategy, comm), strategy.tp.degree == 1
-    return _recorded(run, step, copies=copies, suspect=suspect)[0], run.rows(step)
+def _of_reference(
+    case: Case, first: Difference, device: torch.device, begin: StepRecord | None, seed: int
+) -> tuple[Recorder, Mapping[str, Any]]:
+    """Record a step of the reference, or its evaluation; return the step's gradients too."""
+    run = ReferenceRun(case, device, perturbation=seed)
+    recorder = Recorder(run.model)
+    is_evaluation = first.quantity == EVALUATION
+    if begin is not None:
+        run.begin_from(begin, seed)
+    else:
+        steps = run.steps(recorder.phase)
+        for _ in range(first.step + is_evaluation):
+            next(steps)
+    recorder.restart()
+    if is_evaluation:
+        run.evaluate(recorder.phase)
+        return recorder, {}
+    return recorder, run.compute(first.step, recorder.phase)["gradient"]
 
 
-def _recorded(run: ReferenceRun | SplitRun, step: int, **options: Any) -> tuple[Recorder, Any]:
-    """Take the steps up to one, and record that; return what it gives, too."""
-    recorder = Recorder(run.model, run.runner if isinstance(run, SplitRun) else None, **options)
+def _of_split(case: Case, strategy: Strategy, comm: Ranks, first: Difference) -> Recorded:
+    """Take the steps of this rank up to what differs, and record that."""
+    run = SplitRun(case, strategy, comm)
+    recorder = Recorder(
+        run.model,
+        run.runner,
+        copies=strategy.tp.degree == 1,
+        suspect=first.name if first.quantity == "gradient" else None,
+    )
     steps = run.steps(recorder.phase)
-    for _ in range(step):
+    is_evaluation = first.quantity == EVALUATION
+    for _ in range(first.step + is_evaluation):
         next(steps)
     recorder.restart()
-    return recorder, next(steps)
+    if is_evaluation:
+        run.evaluate(recorder.phase)
+        return recorder, [run.evaluated_rows]
+    next(steps)
+    return recorder, run.rows(first.step)
 
 
 def _aligner(case: Case, strategy: Strategy, comm: Ranks, step: int) -> Aligner:
@@ -225,23 +252,39 @@ def _named(name: str, types: Mapping[str, str]) -> str:
 
 
 def _outside(
-    first: Difference, found: Sequence[Found], gradient: Tensor | None, types: Mapping[str, str]
+    first: Difference,
+    found: Sequence[Found],
+    gradient: Tensor | None,
+    limit: float,
+    types: Mapping[str, str],
 ) -> Place:
-    """Say what is at fault where all modules agree, forward and backward."""
+    """Say what is at fault where all modules agree, forward and backward.
+
+    What the ranks made of a gradient adds up if it is off by at most `limit`, relative to it.
+    """
     agree = "every module's outputs and gradients agree"
     if first.quantity == "loss":
         return Place(None, f"{agree}, so it is the sum of the losses over ranks", first.step)
+    if first.quantity == EVALUATION:
+        return Place(None, f"{agree} in eval mode, so it is the sum over ranks", first.step)
+    if first.quantity == "learning rate":
+        return Place(None, "the learning rate of the step", first.step)
     if first.quantity == "norm":
         return Place(
             None, "the gradients agree, so it is their norm over shards and stages", first.step
         )
     module = owner(first.name)
+    if first.quantity == "buffer":
+        what = (
+            f"{_named(module, types)}: its outputs and gradients agree, and {first.name} does not"
+        )
+        return Place(module, what, first.step)
     what = f"{_named(module, types)}: the gradient of {first.name}"
     if first.quantity != "gradient":
         return Place(module, f"{what} agrees, so it is its update by the optimizer", first.step)
     made = [rank.contribution for rank in found if rank.contribution is not None]
     if gradient is not None and made and all(t.shape == gradient.shape for t in made):
-        if gap(torch.stack(made).sum(0), gradient) <= 1e-6 * float(gradient.abs().max()):
+        if gap(torch.stack(made).sum(0), gradient) <= limit * float(gradient.abs().max()):
             return Place(
                 module,
                 f"{_named(module, types)}: what the ranks themselves made of the gradient of "

@@ -6,8 +6,10 @@ its weights can be loaded and each module compared with its own. All arithmetic 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +55,64 @@ class Dropout(nn.Module):
         """Drop elements of x[B, T, D]."""
         if keys is None or not self.num_dropped:
             return x
-        with np.errstate(over="ignore"):
-            rows = _split_mix(keys.cpu().numpy().view(np.uint64), np.uint64(salt))
-            tokens = _split_mix(rows[:, None], np.arange(x.shape[1], dtype=np.uint64))
-            quads = np.arange((x.shape[2] + 3) // 4, dtype=np.uint64)
-            draws = _split_mix(tokens[:, :, None], quads).view(np.int16)[:, :, : x.shape[2]]
-        kept = torch.from_numpy(draws >= self.num_dropped - _LEVELS // 2).to(x.device)
-        return x * kept * (_LEVELS / (_LEVELS - self.num_dropped))
+        return _dropped(x, keys, salt, self.num_dropped)
+
+
+class Masks:
+    """Has each nn.Dropout of a module draw masks that belong to the sample, written anew.
+
+    An element's mask is SplitMix64 of (seed, module, step, row, how often the module has run on the
+    batch, place in the row). Without a seed, or where a tensor has other rows, torch draws.
+    """
+
+    def __init__(self, model: nn.Module, seed: int | None) -> None:
+        self._step, self._rows = 0, torch.empty(0)
+        self._calls: Counter[str] = Counter()
+        if seed is None:
+            return
+        for name, module in model.named_modules():
+            if type(module) is nn.Dropout:
+                drop: Any = functools.partial(self._drop, module, name, _key(seed, name))
+                module.forward = drop
+
+    def begin(self, step: int, rows: Tensor) -> None:
+        """Begin a forward on these rows, counted in the order of the samples."""
+        self._step, self._rows = step, rows
+        self._calls.clear()
+
+    def _drop(self, module: nn.Dropout, name: str, stream: int, x: Tensor) -> Tensor:
+        if not module.training or module.p == 0:
+            return x
+        if len(x) != len(self._rows) or x.ndim < 2:
+            return nn.Dropout.forward(module, x)
+        self._calls[name] += 1
+        num_dropped = min(round(module.p * _LEVELS), _LEVELS - 1)
+        keys = _row_keys(stream, self._step, self._rows)
+        flat = x.reshape(len(x), -1, x.shape[-1])
+        return _dropped(flat, keys, self._calls[name] - 1, num_dropped).view_as(x)
+
+
+def _dropped(x: Tensor, keys: Tensor, salt: int, num_dropped: int) -> Tensor:
+    with np.errstate(over="ignore"):
+        rows = _split_mix(keys.cpu().numpy().view(np.uint64), np.uint64(salt))
+        tokens = _split_mix(rows[:, None], np.arange(x.shape[1], dtype=np.uint64))
+        quads = np.arange((x.shape[2] + 3) // 4, dtype=np.uint64)
+        draws = _split_mix(tokens[:, :, None], quads).view(np.int16)[:, :, : x.shape[2]]
+    kept = torch.from_numpy(draws >= num_dropped - _LEVELS // 2).to(x.device)
+    return x * kept * (_LEVELS / (_LEVELS - num_dropped))
+
+
+def _key(*parts: int | str) -> int:
+    text = "".join(f"{type(part).__name__}:{len(str(part))}:{part};" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int(np.frombuffer(digest, dtype="<i8")[0])
+
+
+def _row_keys(seed: int, step: int, rows: Tensor) -> Tensor:
+    stream = np.array([_key(seed, "dropout", step)], dtype=np.int64).view(np.uint64)
+    with np.errstate(over="ignore"):
+        keys = _split_mix(stream, rows.cpu().numpy().astype(np.int64).view(np.uint64))
+    return torch.from_numpy(keys.view(np.int64)).to(rows.device)
 
 
 def _split_mix(stream: np.ndarray[Any, Any], index: Any) -> np.ndarray[Any, Any]:
@@ -163,11 +216,13 @@ class Head(nn.Module):
         size = (shape.vocab_size, shape.hidden)
         self.weight = None if shape.tied else nn.Parameter(torch.empty(size))
 
-    def forward(self, x: Tensor, labels: Tensor, tied: Tensor | None) -> Tensor:
-        """Return the sum over the tokens that count."""
+    def forward(self, x: Tensor, labels: Tensor | None, tied: Tensor | None) -> Tensor:
+        """Return the sum over the tokens that count; without labels, the logits."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None
         logits = F.linear(x, weight)
+        if labels is None:
+            return logits
         wide = logits.double() if x.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
 
@@ -189,13 +244,13 @@ class PlainDecoder(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        labels: Tensor,
+        labels: Tensor | None = None,
         *,
         positions_BT: Tensor,
-        documents_BT: Tensor | None,
-        dropout_keys_B: Tensor | None,
+        documents_BT: Tensor | None = None,
+        dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum of the losses."""
+        """Return the sum of the losses; without labels, the logits."""
         if not self.training:
             dropout_keys_B = None
         x = self.embedding(tokens)
@@ -271,20 +326,9 @@ class PlainNextToken:
             microbatch.labels_BT,
             positions_BT=microbatch.positions_BT,
             documents_BT=microbatch.documents_BT,
-            dropout_keys_B=self._keys(microbatch.rows_B, step) if self.dropout else None,
+            dropout_keys_B=_row_keys(self.seed, step, microbatch.rows_B) if self.dropout else None,
         )
 
     def num_valid(self, microbatch: Batch) -> int:
         """Count the labels that are not negative."""
         return int((microbatch.labels_BT >= 0).sum())
-
-    def _keys(self, rows: Tensor, step: int) -> Tensor:
-        text = "".join(
-            f"{kind}:{len(str(part))}:{part};"
-            for kind, part in (("int", self.seed), ("str", "dropout"), ("int", step))
-        )
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        stream = np.frombuffer(digest, dtype="<u8")
-        with np.errstate(over="ignore"):
-            keys = _split_mix(stream, rows.cpu().numpy().astype(np.int64).view(np.uint64))
-        return torch.from_numpy(keys.view(np.int64)).to(rows.device)

@@ -38,6 +38,11 @@ BitsKey = tuple[str, str, tuple[int, ...]]
 """Quantity, name of the parameter, and where the shard begins."""
 
 
+def loss_of(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
+    """Return the sum of the losses of a batch, as an evaluation takes it."""
+    return objective.loss_sum(model, batch, 0)
+
+
 @dataclass(frozen=True)
 class Case:
     """What is run, see `harness.verify`; every field can be pickled.
@@ -47,6 +52,8 @@ class Case:
             draws from the process's generator if None.
         reference: another build and objective for the reference, with the same names of parameters;
             those of the case itself if None.
+        infer: what is compared in `eval()` after the last step, of (objective, model, batch): a sum
+            over the rows, or a tensor whose first dimension they are.
     """
 
     build: Callable[[], nn.Module]
@@ -60,6 +67,7 @@ class Case:
     device: str = "cpu"
     batch_norm: Statistics | None = None
     dropout_seed: int | None = None
+    infer: Callable[[Objective, nn.Module, Any], Tensor] = loss_of
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -119,6 +127,33 @@ class SplitRun:
             nonfinite="skip",  # what is not finite is compared and named
         )
 
+    def evaluate(self, phase: Phase = no_phase) -> Tensor | None:
+        """Return what this rank's rows of the last batch give in `eval()`; all call this.
+
+        None on ranks that do not hold the last stage of a pipeline.
+        """
+        case, comm, model = self._case, self._step.comm, self.model
+        moved = cast_batch(case.batches[-1], case.torch_dtype, comm.device)
+        (own,) = split(moved, comm.coord("data"), comm.size("data"), 1)
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        self.runner.microbatch = 0
+
+        def forward(batch: Any) -> Tensor:
+            with phase("forward"):
+                return case.infer(case.objective, model, batch)
+
+        made = self.runner.infer(own, forward)
+        for module, is_training in modes.items():
+            module.training = is_training
+        return made
+
+    @property
+    def evaluated_rows(self) -> Tensor:
+        """The rows of the last batch that `evaluate` takes on this rank."""
+        rank, num_ranks, _ = self._shard
+        return rows_of(self._case.batches[-1], rank, num_ranks, 1)[0]
+
     def rows(self, step: int) -> list[Tensor]:
         """Return the rows of the global batch that are in each microbatch of this rank."""
         return rows_of(self._case.batches[step], *self._shard)
@@ -147,9 +182,10 @@ class SplitRun:
             nonfinite = [n for n, g in gradients.items() if not local_shard(g).isfinite().all()]
             result = step.apply_gradients(loss, num_valid)
             norms[f"{step.config.clip_p:g}"] = result.grad_norm
-            record: dict[str, Values] = {"loss": {"": result.loss}}
-            record |= {"gradient": before_clipping, "norm": norms}
-            for quantity, tensors in state_of(model, step.optimizer).items():
+            record: dict[str, Values] = {"loss": {"": result.loss}, "norm": norms}
+            record |= {"gradient": before_clipping, "learning rate": {"": result.learning_rate}}
+            kept = {"buffer": dict(model.named_buffers()), **state_of(model, step.optimizer)}
+            for quantity, tensors in kept.items():
                 bits |= _bits(quantity, tensors)
                 record[quantity] = full_tensors(tensors, step.comm)
             yield record, RankFacts(result.loss, norms, bits, nonfinite)

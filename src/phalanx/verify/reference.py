@@ -1,15 +1,15 @@
 """The reference: a training step in plain PyTorch, which shares no code with `train.step`.
 
-One process takes each global batch at once. The loss law, the norm, clipping and the schedule are
-written anew, AdamW is torch's own, and a decoder is `PlainDecoder`. So a fault that a strategy and
-one process of our trainer have in common is found too.
+One process takes each global batch at once. The loss law, the norm, clipping, the schedule and the
+masks of dropout are written anew, AdamW is torch's own, and a decoder is `PlainDecoder`. So a fault
+that a strategy and one process of our trainer have in common is found too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows
-from phalanx.parallel.dropout import Place, key_dropouts
+from phalanx.verify.plain import Masks
 
 if TYPE_CHECKING:
     from phalanx.verify.record import Case
@@ -33,7 +33,8 @@ Values = Mapping[str, Tensor | float]
 """A quantity of one step, by the names of the parameters; of norms by p, of the loss by ""."""
 
 StepRecord = Mapping[str, Values]
-"""What one step computed: `loss`, `gradient` and `norm` before clipping, both moments and `weight`.
+"""What one step computed: `loss`, `buffer`, `gradient` and `norm` before clipping, `learning rate`,
+both moments and `weight`.
 
 Tensors are full and on the CPU; quantities stand in the order in which a step makes them.
 """
@@ -48,8 +49,7 @@ class ReferenceRun:
         Args:
             case: what is run; its own model and objective unless it names a reference.
             device: where to compute.
-            perturbation: above 0, the seed by which each weight moves by at most the data type's
-                epsilon, relative to itself.
+            perturbation: see `begin_from`.
         """
         self._case = case
         self._device = device
@@ -59,48 +59,100 @@ class ReferenceRun:
         if perturbation:
             _perturb(self.model, perturbation)
         self._optimizer = _adamw(self.model, case.optimizer)
-        self._place = Place(0, torch.empty(0), {})
-        if case.dropout_seed is not None:
-            key_dropouts(self.model, case.dropout_seed, lambda: self._place)
+        self._masks = Masks(self.model, case.dropout_seed)
 
     def steps(self, phase: Phase = no_phase) -> Iterator[StepRecord]:
         """Take the steps one by one; `phase` is told of each forward, as the trainer does."""
-        for step, batch in enumerate(self._case.batches):
-            yield self._step(step, batch, phase)
+        for step in range(len(self._case.batches)):
+            made = self.compute(step, phase)
+            yield {**made, **self.update(step, made)}
 
-    def _step(self, step: int, batch: Any, phase: Phase) -> StepRecord:
+    def compute(self, step: int, phase: Phase = no_phase) -> StepRecord:
+        """Make the gradients of a step; return what comes before the update."""
+        batch = self._case.batches[step]
         moved = cast_batch(batch, self._dtype, self._device)
         num_valid = int(self._objective.num_valid(moved))
         self.model.zero_grad(set_to_none=True)
-        self._place = Place(step, torch.arange(count_rows(batch)), {})
+        self._masks.begin(step, torch.arange(count_rows(batch)))
         with phase("forward"):
             loss_sum = self._objective.loss_sum(self.model, moved, step)
         loss = loss_sum / max(1, num_valid)
         loss.backward()
-        value = float(loss.detach())
         gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        record: dict[str, Values] = {
-            "loss": {"": value},
+        return {
+            "loss": {"": float(loss.detach())},
+            "buffer": _copied(dict(self.model.named_buffers())),
             "gradient": _copied(gradients),
             "norm": {f"{p:g}": norm_of(list(gradients.values()), p) for p in NORMS},
         }
-        if math.isfinite(value) and math.isfinite(record["norm"]["2"]):
-            self._update(step, float(record["norm"][f"{self._case.optimizer.clip_p:g}"]))
-        states = {n: self._optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}
-        for quantity, key in MOMENTS.items():
-            record[quantity] = _copied({n: state[key] for n, state in states.items() if state})
-        record["weight"] = _copied(dict(self.model.named_parameters()))
-        return record
 
-    def _update(self, step: int, norm: float) -> None:
-        settings, num_steps = self._case.optimizer, len(self._case.batches)
-        if settings.clip_norm > 0 and norm > settings.clip_norm:
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad *= settings.clip_norm / (norm + 1e-6)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate_at(settings, step, num_steps)
-        self._optimizer.step()
+    def update(self, step: int, made: StepRecord) -> StepRecord:
+        """Clip the gradients that there are and step the optimizer; `made` has their norms."""
+        numbers = [made["loss"][""], made["norm"]["2"]]
+        rate = rate_at(self._case.optimizer, step, len(self._case.batches))
+        if all(math.isfinite(number) for number in numbers):
+            self._clip(float(made["norm"][f"{self._case.optimizer.clip_p:g}"]))
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        states = {n: self._optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}
+        moments = {
+            quantity: _copied({n: state[key] for n, state in states.items() if state})
+            for quantity, key in MOMENTS.items()
+        }
+        weights = _copied(dict(self.model.named_parameters()))
+        return {"learning rate": {"": rate}, **moments, "weight": weights}
+
+    @torch.no_grad()
+    def evaluate(self, phase: Phase = no_phase) -> Tensor:
+        """Return what the case makes of its last batch in `eval()`, see `Case.infer`."""
+        moved = cast_batch(self._case.batches[-1], self._dtype, self._device)
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        with phase("forward"):
+            made = self._case.infer(self._objective, self.model, moved)
+        for module, is_training in modes.items():
+            module.training = is_training
+        return made.cpu()
+
+    def state(self) -> StepRecord:
+        """Return the weights and buffers; of the optimizer there is nothing before a step."""
+        weights, buffers = self.model.named_parameters(), self.model.named_buffers()
+        return {"weight": _copied(dict(weights)), "buffer": _copied(dict(buffers))}
+
+    @torch.no_grad()
+    def begin_from(self, state: StepRecord, perturbation: int = 0) -> None:
+        """Set weights, buffers and moments to those after a step, or to those of `state`.
+
+        Above 0, `perturbation` is the seed by which each weight moves by at most the data type's
+        epsilon, relative to itself.
+        """
+        for name, tensor in {**state["weight"], **state["buffer"]}.items():
+            held = self.model.get_parameter if name in state["weight"] else self.model.get_buffer
+            held(name).copy_(torch.as_tensor(tensor))
+        self._optimizer.state.clear()
+        for name, parameter in self.model.named_parameters():
+            if name in state.get("first moment", {}):
+                moments = {
+                    key: torch.as_tensor(state[quantity][name]).to(parameter)
+                    for quantity, key in MOMENTS.items()
+                }
+                steps = torch.as_tensor(state["step counter"][name]).clone()
+                self._optimizer.state[parameter] = {"step": steps, **moments}
+        if perturbation:
+            _perturb(self.model, perturbation)
+
+    def take_gradients(self, gradients: Values) -> None:
+        """Have the next update take these, in place of what the model has made."""
+        for name, parameter in self.model.named_parameters():
+            given = gradients.get(name)
+            parameter.grad = None if given is None else torch.as_tensor(given).to(parameter)
+
+    def _clip(self, norm: float) -> None:
+        limit = self._case.optimizer.clip_norm
+        for parameter in self.model.parameters() if 0 < limit < norm else ():
+            if parameter.grad is not None:
+                parameter.grad *= limit / (norm + 1e-6)
 
 
 def in_training(model: nn.Module) -> nn.Module:

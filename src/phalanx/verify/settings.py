@@ -12,6 +12,23 @@ SEQ_LEN = 17
 """Tokens of a sample, if nothing is said; a run takes as many more as cp needs for equal shards."""
 
 
+EVALUATION = "eval output"
+"""What the model gives in `eval()` after the last step: its output, or a sum of losses."""
+
+QUANTITIES = (
+    "loss",
+    "buffer",
+    "gradient",
+    "norm",
+    "learning rate",
+    "first moment",
+    "second moment",
+    "weight",
+    EVALUATION,
+)
+"""What is compared of a step, and after the last."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerifyShape(ShapeConfig):
     """Sizes and layers that replace those of the shape; unset ones stay."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.comm.ledger import Entry
-from phalanx.verify.compare import QUANTITIES, Difference
+from phalanx.verify.compare import Difference
+from phalanx.verify.settings import QUANTITIES
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,12 @@ class Verdict:
         """Whether everything agrees."""
         return self.first is None and not self.replicas and not self.wrong_bytes
 
-    def largest_errors(self) -> dict[str, float | None]:
-        """Return the largest error of each quantity; None where it was not compared."""
+    def largest_errors(self) -> dict[str, float]:
+        """Return the largest error of each quantity that was compared."""
         errors = {
             what: [d.error for d in self.differences if d.quantity == what] for what in QUANTITIES
         }
-        return {what: max(found, default=None) for what, found in errors.items()}
+        return {what: max(found) for what, found in errors.items() if found}
 
     def __str__(self) -> str:
         return "\n".join([self.headline(), *self.details()])

@@ -63,6 +63,8 @@ class Witness(Watcher):
             "loss": {"": result.loss},
             "gradient": self._gradients if self._session.is_first else {},
             "norm": {f"{step.config.clip_p:g}": result.grad_norm},
+            "learning rate": {"": result.learning_rate},
+            "buffer": {},  # a decoder has none
             **self._state(),
         }
         self._weights = self._shards()
