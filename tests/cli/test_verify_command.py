@@ -16,6 +16,8 @@ from phalanx.cli.main import main
 from phalanx.strategy import Strategy
 from phalanx.verify.cases import awkward_shapes, splits, with_three
 
+CASES = ["llama", "gpt2", "windowed", "reused", "normed"]
+
 
 def document_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["verify", *words, "--json"]) == 0
@@ -35,14 +37,15 @@ def test_settings_reach_the_run_and_the_document_has_all(
         assert set(verdict["largest_errors"]) >= {"loss", "gradient", "norm", "weight"}
         assert all(error <= 1e-10 for error in verdict["largest_errors"].values())
         sent = {row["phase"]: row for row in verdict["sent"]}
-        assert sent["backward"]["counted"] == sent["backward"]["predicted"] > 0
-    assert [verdict["case"] for verdict in document["verdicts"]] == ["llama", "gpt2", "windowed"]
+        if verdict["case"] != "normed":  # whose statistics are sums in backward too
+            assert sent["backward"]["counted"] == sent["backward"]["predicted"] > 0
+    assert [verdict["case"] for verdict in document["verdicts"]] == CASES
 
 
 def test_an_axis_of_two_runs_with_three_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     document = document_of(capsys, "fsdp2:zero1", "--steps", "1", "--shape.num-layers", "1")
     strategies = [verdict["strategy"] for verdict in document["verdicts"]]
-    assert strategies == ["fsdp2:zero1"] * 3 + ["fsdp3:zero1"] * 3
+    assert strategies == ["fsdp2:zero1"] * len(CASES) + ["fsdp3:zero1"] * len(CASES)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +84,8 @@ def test_ranks_that_torchrun_started_verify_together() -> None:
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]  # of rank 0
     verdicts = json.loads(line)["verdicts"]
-    assert [(v["strategy"], v["case"], v["is_equal"]) for v in verdicts] == [
-        ("fsdp2", "llama", True), ("fsdp2", "gpt2", True), ("fsdp2", "windowed", True),
-    ]  # fmt: skip
+    found = [(v["strategy"], v["case"], v["is_equal"]) for v in verdicts]
+    assert found == [("fsdp2", case, True) for case in CASES]
 
 
 @pytest.mark.parametrize(

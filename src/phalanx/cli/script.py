@@ -113,7 +113,7 @@ def train(argv: list[str]) -> int:
 
 def verify(argv: list[str]) -> int:
     """Verify the job that the command line names; 1 if something differs."""
-    from phalanx.cli.verify import show_verdicts
+    from phalanx.cli.verify import print_verdicts, show_verdicts
     from phalanx.script.trainer import trainer_of
 
     config = read_command_line(argv, ScriptVerifyConfig, prog="phalanx verify --script")
@@ -124,7 +124,7 @@ def verify(argv: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         show_verdicts([verdict], screen())
         if config.json:
-            print_json({"is_equal": verdict.is_equal, "causes": verdict.causes})
+            print_verdicts([verdict])
     return 0 if verdict.is_equal else 1
 
 

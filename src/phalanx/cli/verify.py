@@ -65,8 +65,11 @@ def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
     is_equal = all(verdict.is_equal for verdict in verdicts)
     if os.environ.get("RANK", "0") == "0":
         show_verdicts(verdicts, screen())
+        if is_equal and (others := _beside(strategy)):
+            also = f"faults of two axes together show beside another: phalanx verify {others}"
+            screen().print(Text(also, "dim"))
         if loaded.json:
-            print_json({"is_equal": is_equal, "verdicts": [_as_dict(each) for each in verdicts]})
+            print_verdicts(verdicts)
     return 0 if is_equal else 1
 
 
@@ -126,16 +129,15 @@ def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Ver
 
 def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Console) -> list[Verdict]:
     """Compare the steps of the shapes that the configuration names."""
-    from phalanx.verify.cases import configured_case, shapes_to_verify
+    from phalanx.verify.cases import configured_cases, shapes_to_verify
     from phalanx.verify.harness import compare_cases
 
     verdicts: list[Verdict] = []
     for each in filter(None, (strategy, _wider(config, strategy))):
-        shapes = shapes_to_verify(config, each)
-        words = [_described(name, shape) for name, shape in shapes.items()]
+        cases, shapes = configured_cases(each, config), shapes_to_verify(config, each)
+        words = [_described(name, shapes[name]) if name in shapes else name for name in cases]
         console.print(Text(f"{each}: {', '.join(words)}", "dim"))
-        cases = {name: configured_case(shape, each, config) for name, shape in shapes.items()}
-        verdicts += compare_cases(cases, each, config.debug_comm)
+        verdicts += compare_cases(cases, each, config.debug_comm, report)
         if not all(verdict.is_equal for verdict in verdicts):
             break
     return verdicts
@@ -160,6 +162,13 @@ def _wider(config: VerifyConfig, strategy: Strategy) -> Strategy | None:
     return choose_strategy(TrainConfig(strategy=str(wider), device=config.device))[0]
 
 
+def _beside(strategy: Strategy) -> str:
+    """Return the strategy with another axis beside its one; nothing if it has several."""
+    if len([*strategy.axes()]) != 1:
+        return ""
+    return str(strategy.with_degree("dp" if strategy.data_ranks == 1 else "tp", 2))
+
+
 def _described(name: str, shape: ModelShape) -> str:
     heads = f"{shape.num_heads}/{shape.num_kv_heads} heads"
     return (
@@ -168,19 +177,30 @@ def _described(name: str, shape: ModelShape) -> str:
     )
 
 
+def report(verdict: Verdict, seconds: float) -> None:
+    """Print a line on a case that has been verified."""
+    word = "equal" if verdict.is_equal else "differs"
+    screen().print(Text(f"  {verdict.case}: {word}, {seconds:.1f} s", "dim"))
+
+
 def show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
     """Print the largest errors, what was sent, and each verdict."""
-    console.print("Largest errors against plain PyTorch in one process, relative, of all steps")
-    console.print(_errors(verdicts))
-    if (first := verdicts[0]).sent:
-        console.print(f"Sent in the last step of {first.strategy} {first.case}")
-        console.print(_bytes(first))
+    if any(verdict.differences for verdict in verdicts):
+        _show_errors(verdicts, console)
     for verdict in verdicts:
         style = "green" if verdict.is_equal else "bold red"
         name = f"{verdict.case}, " if verdict.case else ""
         console.print(Text(f"{name}{verdict.headline()}", style))
         for line in verdict.details():
             console.print(Text(f"  {line}"))
+
+
+def _show_errors(verdicts: Sequence[Verdict], console: Console) -> None:
+    console.print("Largest errors against plain PyTorch in one process, relative, of all steps")
+    console.print(_errors(verdicts))
+    if (first := verdicts[0]).sent:
+        console.print(f"Sent in the last step of {first.strategy} {first.case}")
+        console.print(_bytes(first))
 
 
 def _errors(verdicts: Sequence[Verdict]) -> Table:
@@ -214,6 +234,12 @@ def _bytes(verdict: Verdict) -> Table:
     return table
 
 
+def print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """Print all verdicts as one JSON document."""
+    is_equal = all(verdict.is_equal for verdict in verdicts)
+    print_json({"is_equal": is_equal, "verdicts": [_as_dict(each) for each in verdicts]})
+
+
 def _as_dict(verdict: Verdict) -> dict[str, Any]:
     first = verdict.first
     return {
@@ -226,5 +252,6 @@ def _as_dict(verdict: Verdict) -> dict[str, Any]:
         "place": None if verdict.place is None else dataclasses.asdict(verdict.place),
         "unequal_ranks": verdict.replicas,
         "causes": verdict.causes,
+        "failure": verdict.failure,
         "sent": [dataclasses.asdict(row) for row in verdict.sent],
     }

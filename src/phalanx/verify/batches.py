@@ -6,6 +6,7 @@ rows of the first data rank have none that count (if there are several ranks).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,16 +21,21 @@ from phalanx.models.shape import ModelShape
 def decoder_batches(
     shape: ModelShape,
     num_steps: int,
-    num_rows: int,
+    num_rows: int | Sequence[int],
     seq_len: int,
     num_data_ranks: int,
     seed: int = 0,
 ) -> list[Batch]:
-    """Return the global batch of each step, whose rows will be dealt to the data ranks."""
+    """Return the global batch of each step, whose rows will be dealt to the data ranks.
+
+    `num_rows` is of all steps, or of each.
+    """
+    counts = [num_rows] * num_steps if isinstance(num_rows, int) else num_rows
     generator = torch.Generator().manual_seed(seed)
     positions_T = torch.arange(seq_len)
     batches: list[Batch] = []
-    for step in range(num_steps):
+    first = 0
+    for step, num_rows in enumerate(counts[:num_steps]):
         tokens_BT = torch.randint(shape.vocab_size, (num_rows, seq_len + 1), generator=generator)
         labels_BT = tokens_BT[:, 1:].clone()
         num_ignored_B1 = torch.randint(seq_len, (num_rows, 1), generator=generator)
@@ -44,8 +50,9 @@ def decoder_batches(
             labels_BT=labels_BT,
             positions_BT=positions_T - starts_BT,
             documents_BT=begins_BT.cumsum(1),
-            rows_B=torch.arange(step * num_rows, (step + 1) * num_rows),
+            rows_B=torch.arange(first, first + num_rows),
         )
+        first += num_rows
         batches.append(batch)
     return batches
 

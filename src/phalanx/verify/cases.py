@@ -23,6 +23,7 @@ from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken, Objective
 from phalanx.verify.batches import decoder_batches
+from phalanx.verify.modules import module_cases
 from phalanx.verify.plain import PlainDecoder, PlainNextToken
 from phalanx.verify.record import Case
 from phalanx.verify.settings import VerifyConfig
@@ -133,11 +134,34 @@ def decoder_case(
     )
 
 
+def configured_cases(strategy: Strategy, config: VerifyConfig) -> dict[str, Case]:
+    """Return all that a configuration asks for: decoders, and modules as users have them."""
+    shapes = shapes_to_verify(config, strategy)
+    cases = {name: configured_case(shape, strategy, config) for name, shape in shapes.items()}
+    if config.model is None:
+        accumulation, num_rows = _sizes(strategy, config)
+        cases |= module_cases(strategy, config, num_rows, accumulation)
+    return cases
+
+
+def _sizes(strategy: Strategy, config: VerifyConfig) -> tuple[int, list[int]]:
+    """Return the microbatches of a step, and the rows of each step.
+
+    If nothing is said, data ranks have uneven shares. The second step has more rows, in uneven
+    microbatches: sizes come and go. On one data rank the others are even, so that one microbatch
+    can be taken for another.
+    """
+    # A pipeline is filled, runs and is emptied; elsewhere a microbatch has one before and after it.
+    accumulation = config.accumulation or (3 if strategy.pp.degree == 1 else strategy.pp.degree + 1)
+    least = accumulation * strategy.data_ranks
+    usual, more = 2 * least + (strategy.data_ranks > 1), 3 * least + 1
+    num_rows = [more if step == 1 else usual for step in range(config.steps)]
+    return accumulation, [config.global_size or rows for rows in num_rows]
+
+
 def configured_case(shape: ModelShape, strategy: Strategy, config: VerifyConfig) -> Case:
     """Return the case of a decoder that is asked for, on awkward batches."""
-    # A pipeline is filled, runs and is emptied.
-    accumulation = config.accumulation or (2 if strategy.pp.degree == 1 else strategy.pp.degree + 1)
-    num_rows = config.global_size or 3 * accumulation * strategy.data_ranks // 2 * 2 + 1
+    accumulation, num_rows = _sizes(strategy, config)
     batches = decoder_batches(
         shape, config.steps, num_rows, config.seq_len, strategy.data_ranks, config.seed
     )

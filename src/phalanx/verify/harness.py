@@ -8,6 +8,7 @@ differs, the step runs again, recorded, to find the module at fault (locate.py).
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,8 +23,9 @@ from phalanx.comm.together import broadcast_object, gather_objects, gather_on_fi
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import tensors_of
 from phalanx.debug.check import CollectiveCheck
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, RankFailed
 from phalanx.launch.local import run_ranks
+from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.parallel.plan import Plan
@@ -45,6 +47,10 @@ from phalanx.verify.record import (
 from phalanx.verify.reference import StepRecord
 from phalanx.verify.settings import EVALUATION
 from phalanx.verify.verdict import Place, Sent, Verdict
+from phalanx.verify.whereabouts import Whereabouts, failed
+
+Report = Callable[[Verdict, float], None]
+"""Is told the verdict on a case, and how many seconds it took."""
 
 WAIT_S = 3600.0
 """How long ranks may wait for rank 0, which computes the reference."""
@@ -109,24 +115,36 @@ def verify(
 
 
 def compare_cases(
-    cases: Mapping[str, Case], strategy: Strategy, debug_comm: bool = False
+    cases: Mapping[str, Case],
+    strategy: Strategy,
+    debug_comm: bool = False,
+    report: Report | None = None,
 ) -> list[Verdict]:
     """Run cases on one start of the ranks, and where one differs, on one rank too.
 
     In a job that others have started, its ranks run them, and all call this together. The cases, by
-    what they are called, are on one device; see `verify` for the rest.
+    what they are called, are on one device; see `verify` for the rest. A rank that dies ends all.
+
+    Args:
+        cases: what to run.
+        strategy: how to split it.
+        debug_comm: see `verify`.
+        report: called on the first rank after each case with its verdict and seconds; importable.
     """
     for case in cases.values():
         check_rows(case, strategy.data_ranks)
         Plan(strategy, case.build(), roles=case.roles)
     if dist.is_initialized():
-        return verify_on_ranks(cases, strategy, debug_comm)
+        return verify_on_ranks(cases, strategy, debug_comm, report)
     device = next(iter(cases.values())).device
-    verdicts: list[Verdict] = run_ranks(
-        verify_on_ranks, strategy.num_ranks, cases, strategy, debug_comm,
-        device=device, timeout_s=WAIT_S,
-    )[0]  # fmt: skip
-    if strategy.num_ranks == 1:
+    try:
+        verdicts: list[Verdict] = run_ranks(
+            verify_on_ranks, strategy.num_ranks, cases, strategy, debug_comm, report,
+            device=device, timeout_s=WAIT_S,
+        )[0]  # fmt: skip
+    except RankFailed as failure:
+        return [failed(str(strategy), failure)]
+    if strategy.num_ranks == 1 or is_under_torchrun():  # which has no rank to spare
         return verdicts
     return [_beside_one_process(verdict, cases[verdict.case]) for verdict in verdicts]
 
@@ -148,21 +166,32 @@ def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
 
 
 def verify_on_ranks(
-    cases: Mapping[str, Case], strategy: Strategy, debug_comm: bool = False
+    cases: Mapping[str, Case],
+    strategy: Strategy,
+    debug_comm: bool = False,
+    report: Report | None = None,
 ) -> list[Verdict]:
     """Return the verdict of each case; every rank of a job calls this together."""
     comm = Ranks(strategy, next(iter(cases.values())).device)
     verdicts: list[Verdict] = []
     for name, case in cases.items():
-        with CollectiveCheck(comm.mesh) if debug_comm else nullcontext():
-            verdict = verify_case(case, strategy, comm)
+        start_s = time.monotonic()
+        with Whereabouts(name) as at, CollectiveCheck(comm.mesh) if debug_comm else nullcontext():
+            verdict = verify_case(case, strategy, comm, at)
         verdicts.append(dataclasses.replace(verdict, case=name))
+        if report is not None and dist.get_rank() == 0:
+            report(verdicts[-1], time.monotonic() - start_s)
     return verdicts
 
 
-def verify_case(case: Case, strategy: Strategy, comm: Ranks) -> Verdict:
-    """Return the verdict on a case; every rank of `comm` calls this together."""
-    differences, unequal, facts, entries, sent, begin = _compare_steps(case, strategy, comm)
+def verify_case(
+    case: Case, strategy: Strategy, comm: Ranks, at: Whereabouts | None = None
+) -> Verdict:
+    """Return the verdict on a case; every rank of `comm` calls this together.
+
+    `at` is told where this rank stands.
+    """
+    differences, unequal, facts, entries, sent, begin = _compare_steps(case, strategy, comm, at)
     replicas = [f"step {each.step}: {each.what}" for each in unequal]
     verdict = Verdict(str(strategy), differences, replicas, sent, entries)
     if verdict.first is not None:
@@ -180,18 +209,23 @@ _Compared = tuple[
 ]
 
 
-def _compare_steps(case: Case, strategy: Strategy, comm: Ranks) -> _Compared:
+def _compare_steps(
+    case: Case, strategy: Strategy, comm: Ranks, at: Whereabouts | None
+) -> _Compared:
     """Compare step by step, to the end of the first that differs; all ranks return the same.
 
     The last, with which the reference begins the step that differs, is rank 0's alone.
     """
-    run = SplitRun(case, strategy, comm)
+    run, at = SplitRun(case, strategy, comm), at or Whereabouts()
+    at.follow(run.model)
     ours = {"weight": full_tensors(dict(run.model.named_parameters()), comm)}
     differences, unequal, facts = list[Difference](), list[Place](), list[RankFacts]()
     beside = Beside(case, comm.device) if dist.get_rank() == 0 else None
     differences += beside.compare_first(ours) if beside else []
     is_equal = True
-    for step, (record, of_rank) in enumerate(run.steps()):
+    at.step = 0
+    for step, (record, of_rank) in enumerate(run.steps(at.phase)):
+        at.step = step + 1
         facts = gather_on_first(of_rank)
         if beside is not None:
             unequal += unequal_ranks(step, facts)

@@ -41,6 +41,7 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
         "steps": 2 * STEPS,
         "epochs": None,
         "precision": "float64",
+        "nonfinite": "skip",  # what is not finite is compared and named
         "out": str(folder / "first"),
         "resume": None,
         "init": None,

@@ -51,8 +51,9 @@ class VerifyShape(ShapeConfig):
 class VerifyConfig:
     """Run a strategy beside plain PyTorch on one process, and compare every number of every step.
 
-    Without --model it runs three small decoders that between them have every layer of ours, on
-    uneven batches, and then again with three ranks on an axis that has two.
+    Without --model it runs three small decoders that between them have every layer of ours, and
+    modules as users have them, on uneven batches, and then again with three ranks on an axis that
+    has two.
     """
 
     strategy: Annotated[str, Positional("[STRATEGY]")] = "dp2"
@@ -64,9 +65,9 @@ class VerifyConfig:
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Data type of weights and arithmetic; float64 shows whether the strategy is exact."""
     global_size: Annotated[int | None, Range(1)] = None
-    """Sequences in one step; an odd number, so that shares are uneven, if unset."""
+    """Sequences in one step; if unset, data ranks have uneven shares, and the second step more."""
     accumulation: Annotated[int | None, Range(1)] = None
-    """Microbatches that each rank cuts its share into; 2 if unset, or one more than there are
+    """Microbatches that each rank cuts its share into; 3 if unset, or one more than there are
     ranks on pp."""
     seq_len: Annotated[int, Range(1)] = SEQ_LEN
     """Tokens of a sequence."""
@@ -115,6 +116,7 @@ class VerifyTrainConfig(TrainConfig):
     )
     """How text becomes samples."""
     optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=1)
+        # No warm-up: in the middle of a run, half a cosine is where a line is.
+        default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=0)
     )
     """AdamW, the learning rate and clipping."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import gather_objects, on_first_rank
 from phalanx.config import TrainConfig
-from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.errors import CheckpointError, PhalanxError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy
 from phalanx.train.job.resolve import Job, resolve
@@ -26,6 +26,7 @@ from phalanx.verify.history import History, reference_case, reference_history
 from phalanx.verify.record import owner
 from phalanx.verify.runs import STEPS, first_run, narrow_run, second_run
 from phalanx.verify.verdict import Place, Verdict
+from phalanx.verify.whereabouts import failed
 from phalanx.verify.witness import locate_rank, train_rank
 
 NARROW_ERROR = 5e-3
@@ -53,7 +54,10 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
         verdicts.append(_judged([first, _once(lambda: resolve(going_on))]))
     if verdicts[-1].is_equal:
         narrow = _once(lambda: resolve(narrow_run(config, given.precision)))
-        histories = _on_ranks(train_rank, narrow)
+        try:
+            histories = _on_ranks(train_rank, narrow)
+        except RankFailed as failure:
+            return [*verdicts, failed(_name([narrow]), failure)]
         verdicts.append(_once(lambda: compare_narrow(narrow, histories)))
     return verdicts
 
@@ -84,7 +88,10 @@ def _on_ranks(function: Callable[..., Value], job: Job, *args: Any) -> list[Valu
 def _judged(jobs: Sequence[Job]) -> Verdict:
     """Take the last of the runs, compare it, and find the module at fault where that can be."""
     job = jobs[-1]
-    histories = _on_ranks(train_rank, job)
+    try:
+        histories = _on_ranks(train_rank, job)
+    except RankFailed as failure:
+        return failed(_name(jobs), failure)
     verdict = _once(lambda: compare(jobs, histories))
     # A fault of the model shows in an evaluation first, and its step tells the module.
     wrong = (d for d in verdict.differences if not d.passes and d.quantity != "validation loss")
@@ -112,9 +119,13 @@ def compare(jobs: Sequence[Job], ranks: Sequence[History]) -> Verdict:
             differences += compare_values(done, "validation loss", left, right)
         if done in ours.records and done in expected.records:
             differences += compare_step(done, ours.records[done], expected.records[done])
-    before = "".join(f", going on from {job.strategy}" for job in jobs[:-1])
     problems = list(_problems(jobs[-1], ranks, expected))
-    return _verdict(f"training {jobs[-1].strategy}{before}", differences, problems)
+    return _verdict(_name(jobs), differences, problems)
+
+
+def _name(jobs: Sequence[Job]) -> str:
+    before = "".join(f", going on from {job.strategy}" for job in jobs[:-1])
+    return f"training {jobs[-1].strategy}{before}"
 
 
 def _problems(job: Job, ranks: Sequence[History], expected: History) -> Iterator[Place]:
@@ -131,7 +142,7 @@ def _problems(job: Job, ranks: Sequence[History], expected: History) -> Iterator
         if not history.is_kept:
             yield Place("", f"{where}: evaluation changes the weights")
         numbers, of_first = (
-            [(record["loss"], record["norm"]) for record in each.records.values()]
+            repr([(record["loss"], record["norm"]) for record in each.records.values()])
             for each in (history, ranks[0])
         )
         if numbers != of_first:

@@ -78,6 +78,7 @@ class Verdict:
         place: where the first difference arises, if something differs and it was looked for.
         causes: what it may come from, in sentences.
         case: what was run, in words; empty where there is only one.
+        failure: the traceback of the rank that failed first; empty if the run came to its end.
     """
 
     strategy: str
@@ -88,6 +89,7 @@ class Verdict:
     place: Place | None = None
     causes: list[str] = field(default_factory=list[str])
     case: str = ""
+    failure: str = field(default="", repr=False)
 
     @property
     def first(self) -> Difference | None:
@@ -102,7 +104,8 @@ class Verdict:
     @property
     def is_equal(self) -> bool:
         """Whether everything agrees."""
-        return self.first is None and not self.replicas and not self.wrong_bytes
+        is_whole = not self.failure and not self.wrong_bytes
+        return is_whole and self.first is None and not self.replicas
 
     def largest_errors(self) -> dict[str, float]:
         """Return the largest error of each quantity that was compared."""
@@ -116,6 +119,8 @@ class Verdict:
 
     def headline(self) -> str:
         """Return the verdict in a sentence."""
+        if self.failure:
+            return f"{self.strategy} does not come to its end, as one process does"
         if self.first is not None:
             return f"{self.strategy} differs from one process, first at {self.first}"
         if self.replicas:
@@ -134,7 +139,8 @@ class Verdict:
         lines = [] if self.place is None else [f"where: {self.place}"]
         lines += [f"ranks: {line}" for line in self.replicas[:3]]
         lines += [f"bytes: {row}" for row in self.wrong_bytes[:3]]
-        return lines + [f"likely cause: {cause}" for cause in self.causes]
+        lines += [f"likely cause: {cause}" for cause in self.causes]
+        return lines + self.failure.splitlines()
 
 
 def _share(difference: Difference) -> float:

@@ -25,15 +25,18 @@ from phalanx.verify.record import Case, full_tensors, gradients_of, state_of
 from phalanx.verify.reference import MOMENTS, StepRecord
 from phalanx.verify.trace import Recorder
 from phalanx.verify.verdict import Place
+from phalanx.verify.whereabouts import Whereabouts
 
 
 def train_rank(job: Job) -> History:
     """Train on this rank, and return what happened."""
-    session = open_session(job)
-    with session.loader, session.saver:
-        witness = Witness(session)
-        with session.step.watched(witness.phase):
-            take_steps(session, witness)
+    with Whereabouts() as at:
+        session = open_session(job)
+        with session.loader, session.saver:
+            witness = Witness(session)
+            at.follow(session.model)
+            with session.step.watched(witness.phase), session.step.watched(at.phase):
+                take_steps(session, witness)
     return witness.history
 
 
