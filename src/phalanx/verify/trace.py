@@ -25,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.context.order import Order
+from phalanx.parallel.pipeline.awaited import Awaited, received_for
 from phalanx.parallel.pipeline.stage import Absent
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import BatchShape, Spec
@@ -145,7 +146,8 @@ class Recorder:
         named, form = tree_flatten_with_path(values)
         leaves: list[Any] = [leaf for _, leaf in named]
         for index, (path, leaf) in enumerate(named):
-            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter | DTensor):
+            leaf = received_for(leaf)
+            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter | DTensor | Awaited):
                 continue
             note, note_gradient = (
                 self._noter(Key(name, call, kind, keystr(path)), caller) for kind in kinds

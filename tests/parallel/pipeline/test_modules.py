@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hub import NUM_WORDS, OPTIONS, small
 from marks import by_hand
@@ -148,6 +148,30 @@ class Trimmed(Tabled):
         return logits[torch.arange(len(logits)), lengths - 1]
 
 
+class Recomputed(Tabled):
+    """Recomputes each block, on what is computed between them."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.scale(self.words(input_ids))
+        for block in self.blocks:
+            x = checkpoint(block, x * 0.9, use_reentrant=False)
+        return self.head(x)
+
+
+class RecomputedTogether(Tabled):
+    """Recomputes blocks in one."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = checkpoint(self.run, self.words(input_ids), use_reentrant=False)
+        return self.head(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.scale(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Around(Tabled):
     """Adds what goes past a block to what it makes."""
 
@@ -230,6 +254,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "in place": (in_place, ("features",)),
     "normalised": (normalised, ("features",)),
     "tabled": (Tabled, ("input_ids",)),
+    "recomputed": (Recomputed, ("input_ids",)),
+    "around": (Around, ("input_ids",)),
     "trimmed": (Trimmed, ("input_ids", "attention_mask")),
     "turned": (turned, ("features",)),
     "channels last": (channels_last, ("pixel_values",)),
@@ -263,9 +289,9 @@ FAMILIES = ("mistral", "qwen3", "olmo2", "gemma2", "gemma3_text", "phi3", "vit")
 JOBS: dict[str, Sequence[str]] = {
     "pp2": [name for name in MODELS if name not in ("past", "frozen in front")],
     "pp2,cut:1+4": ["in place"],
-    "pp2,cut:3+2": ["in place"],
     "pp2:gpipe,cut:1+4": ["sequential", "tabled", "gpt2"],
-    "pp2:interleaved/2": ["sequential", "qwen2, tied", "llama", "frozen in front"],
+    "pp2,cut:3+2": ["in place", "around"],
+    "pp2:interleaved/2": ["sequential", "recomputed", "qwen2, tied", "llama", "frozen in front"],
     "pp2:zbv": ["tabled", "gpt2"],
     "pp2:zb/1": ["sequential", "turned"],
     "pp2:zb/2": ["frozen in front"],
@@ -405,46 +431,90 @@ def test_what_other_ranks_have_is_freed() -> None:
     assert list(plan.model.named_parameters())
 
 
-class Scaled(nn.Sequential):
-    """Divides by a norm of what went past two layers, without a gradient."""
+Code = Callable[..., Any]
+
+
+class Between(nn.Sequential):
+    """Runs code of its own between its first layer and the second, and after the second."""
+
+    def __init__(self, between: Code, after: Code = lambda y, of_x: y + of_x) -> None:
+        super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
+        self.between, self.after = between, after
+        self.register_buffer("seen", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        first = self[0](x)
-        return self[2](self[1](first)) / first.detach().norm()
+        x = self[0](x)
+        of_x = self.between(x)
+        return self[2](self.after(self[1](x), of_x))
 
 
-def loss_of_scaled() -> float:
-    comm = Ranks(Strategy.parse("pp2,cut:2+1"))
+def output_of_stages(model: nn.Module) -> Tensor:
+    """Run two stages, one after the other, on the same rank."""
+    stages = ModuleStages(model, links_of(model), [range(1), range(1, 3)], [0, 1])
+    stages.prepare()
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    sent = stages.run(0, None, lambda: model(x)).detach()
+    return stages.run(1, sent.requires_grad_(), lambda: model(x))
+
+
+def check_between(between: Code, *after: Code) -> None:
     torch.manual_seed(0)
-    model = Scaled(*(nn.Linear(12, 12) for _ in range(3)))
-    runner = Plan(Strategy.parse("pp2,cut:2+1"), model, pp_rank=comm.coord("pp")).build(comm)
-    output = runner.infer(torch.ones(2, 12), lambda batch: model(batch))
-    return 0.0 if output is None else float(output.detach().sum())
+    model = Between(between, *after)
+    expected = model(torch.linspace(-1, 1, 12).view(3, 4))
+    assert torch.equal(output_of_stages(model), expected)
 
 
-def evaluations_of_trimmed() -> list[Tensor | None]:
-    """Return what is made of batches of one shape, of which each leaves other positions."""
-    comm = Ranks(Strategy.parse("pp2"))
-    model = Trimmed().double()
-    whole = copy.deepcopy(model)
-    runner = Plan(Strategy.parse("pp2"), model, pp_rank=comm.coord("pp")).build(comm)
-    words = torch.arange(24).view(3, 8)
-    errors: list[Tensor | None] = []
-    for lengths in ([2, 3, 1], [8, 1, 1], [4, 4, 4]):
-        mask = (torch.arange(8)[None] < torch.tensor(lengths)[:, None]).long()
-        found = runner.infer((words, mask), lambda batch: model(*batch))
-        errors.append(None if found is None else (found - whole(words, mask)).abs().max().detach())
-    return errors
+USED = {
+    "a mask": lambda x: x.sum(1, keepdim=True) == 0,
+    "an index": lambda x: x.argmax(1, keepdim=True),
+    "an order": lambda x: x.sort(1)[1],
+    "a clamp": lambda x: x.nan_to_num(0).clamp(min=0),
+    "a maximum": lambda x: torch.maximum(x, torch.zeros(4)),
+    "a choice": lambda x: torch.where(x > 0, 1.0, 0.0),
+    "what is written": lambda x: torch.zeros(3, 4).copy_(x),
+    "what is filled": lambda x: torch.zeros(3, 4).masked_fill_(x > 0, 1.0),
+    "a norm": lambda x: x.detach().norm(),
+    "a size": lambda x: torch.full_like(x[:, 0], 2.0)[:, None] * x.std(),
+}
+READ = {
+    "item": lambda x: x.sum().item(),
+    "a branch": lambda x: 1.0 if (x > 0).any() else 2.0,
+    "tolist": lambda x: x.sum().tolist(),
+    "numpy": lambda x: float(x.detach().numpy().sum()),
+    "allclose": lambda x: float(torch.allclose(x, x)),
+    "the rows of a mask": lambda x: len(x[x > 0]),
+    "places": lambda x: len(x.nonzero()),
+    "a part of another": lambda x: torch.zeros(3, 4)[0].copy_(x[0]),
+}
+KNOWN = {
+    "shapes": lambda x: x.size(0) * x.shape[1] * torch.ones(x.shape, dtype=x.dtype),
+    "like": lambda x: torch.zeros_like(x) + x.new_ones(4) + torch.full_like(x, 2.0),
+    "to another": lambda x: torch.arange(4).type_as(x).expand_as(x),
+    "shown": lambda x: len(f"{x!r}") * 0.0,
+}
+"""Of what a layer has made, between two layers."""
 
 
-def test_what_stages_send_may_depend_on_more_than_the_shapes_of_a_batch() -> None:
-    first, last = run_ranks(evaluations_of_trimmed, 2, threads=1)
-    assert first == [None] * 3
-    assert max(last) < 1e-14
+@pytest.mark.parametrize("name", USED)
+def test_what_is_made_of_an_absent_layer_is_not_used_after_the_cut(name: str) -> None:
+    with pytest.raises(StrategyError, match="what stage 0 of Between makes is used after the mod"):
+        check_between(USED[name])
+    check_between(USED[name], lambda y, of_x: y)  # nothing needs it
 
 
-def test_what_goes_past_a_cut_without_a_gradient_is_not_a_number() -> None:
-    assert math.isnan(run_ranks(loss_of_scaled, 2, threads=1)[1])
+@pytest.mark.parametrize("name", READ)
+def test_numbers_of_an_absent_layer_are_not_read(name: str) -> None:
+    with pytest.raises(StrategyError, match="Between reads numbers of what stage 0 makes, by '"):
+        check_between(READ[name])
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_needs_no_number_of_an_absent_layer_is_right(name: str) -> None:
+    check_between(KNOWN[name])
+
+
+def test_an_input_of_a_stage_is_what_was_received_for_all_who_use_it() -> None:
+    check_between(lambda x: x, lambda y, x: y + x * (x > 0))
 
 
 def test_a_list_of_blocks_alone_is_a_chain_of_them() -> None:
@@ -506,9 +576,9 @@ def run_one(text: str, model: nn.Module, inputs: str) -> None:
             "pp2,cut:2+2",
             "what stage 0 of Past makes is used after the module that it is sent to",
         ),
+        (RecomputedTogether(), "pp2,cut:2+3", "recomputes layers of several stages together, of"),
+        (RecomputedTogether(), "pp2:interleaved/2", "recomputes layers of several stages together"),
         (with_detached(), "pp2,cut:1+3", "stage 1 gives no gradient to what it receives"),
-        (Around(), "pp2,cut:2+3", "what stage 0 of Around makes is used after the module"),
-        (Around(), "pp2,cut:3+2", "what stage 0 of Around makes is used after the module"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

@@ -15,7 +15,6 @@ an output: they are written for one process.
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -24,13 +23,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.pipeline.awaited import Awaited, StandIn, await_, received_for
 from phalanx.parallel.pipeline.stage import Absent, Stages
 
 Links = Sequence[Sequence[str]]
@@ -197,7 +195,6 @@ class ModuleStages(Stages):
         self._is_in_objective = False
         self._waits = False
         self._received: Tensor | None = None
-        self._given: list[tuple[Tensor, RemovableHandle | None]] = []
         self._left: _Left | None = None
         self._tied = self._find_tied()
         trained = (
@@ -290,7 +287,6 @@ class ModuleStages(Stages):
             finally:
                 self._is_in_objective = self._is_in_forward = False
                 self._received = self._left = None
-                self._given.clear()
         if stage < self.num_stages - 1:
             raise StrategyError(
                 f"pp: a forward of {type(self._model).__name__} did not come to the stage after "
@@ -358,69 +354,66 @@ class ModuleStages(Stages):
                 f"pp: {type(self._model).__name__} ran stage {stage} before {self._at_work}; its "
                 "chain is not in the order in which its modules run"
             )
+        args = [received_for(each) for each in args]
         _check_border(self._names(stage)[0], args)
+        if isinstance(args[0], Awaited):
+            args[0].check("send", False)
         raise _Left(args[0])
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Let the first module that runs of a stage take what the stage has received."""
-        if not self._waits:
-            return None
-        self._waits = False
-        if self._received is None:
-            return None
-        name = next(name for name, each in self._modules.items() if each is module)
         values = [*args, *kwargs.values()]
-        _check_border(name, values)
-        for tensor, refusal in self._given:
-            if tensor is values[0]:
-                tensor.data = self._received.detach()
-                if refusal is not None:
-                    refusal.remove()
+        if self._waits:
+            self._waits = False
+            if self._received is None:
                 return None
-        if values[0].requires_grad:
-            values[0].register_hook(functools.partial(self._refuse, self._stage_of[name] - 1))
-        received = _Given.apply(self._received, True)
+            name = next(name for name, each in self._modules.items() if each is module)
+            _check_border(name, values)
+            received = StandIn.apply(self._received, True)
+            if isinstance(values[0], Awaited):
+                values[0].received = received
+        else:  # it runs once more; in backward, where it is recomputed
+            received = received_for(values[0]) if values else None
         if args:
             return (received, *args[1:]), kwargs
-        first, *_ = kwargs
-        return args, {**kwargs, first: received}
+        first = next(iter(kwargs), None)
+        return (args, kwargs) if first is None else (args, {**kwargs, first: received})
 
     def _give(self, stage: int) -> Tensor:
         """Return what an absent module gives: like the input of the stage at work, and not numbers.
 
-        It becomes that input if it is what the stage's first module takes. A gradient that comes
-        back to it otherwise is of a model that is no chain.
+        It becomes that input if it is what the stage's first module takes.
         """
-        given = cast(Tensor, _Given.apply(self._received, False))
-        refuse = functools.partial(self._refuse, stage)
-        self._given.append((given, given.register_hook(refuse) if given.requires_grad else None))
-        return given
+        if self._received is None:
+            raise self._recomputed(stage)
+        given = cast(Tensor, StandIn.apply(self._received, False))
+        return await_(given, functools.partial(self._check_use, stage))
 
-    def _refuse(self, stage: int, gradient: Tensor) -> None:
-        raise StrategyError(
-            f"pp: what stage {stage} of {type(self._model).__name__} makes is used after the "
-            "module that it is sent to, and a stage sends one tensor to the next alone; choose "
-            "another cut, or put what is around a module, as `x + block(x)`, into it"
+    def _recomputed(self, stage: int) -> StrategyError:
+        """Return the error of a recomputation that needs another stage, which is not at work."""
+        return StrategyError(
+            f"pp: {type(self._model).__name__} recomputes layers of several stages together, of "
+            f"which stage {stage} is another rank's or has ended; recompute each layer by itself, "
+            "or choose another cut"
         )
 
-
-class _Given(Function):
-    """A tensor of its own with the gradient of another: with its numbers, or with none.
-
-    It is no view, so that what follows may change it in place, as it may what a layer returns.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor, has_numbers: bool) -> Tensor:
-        if not has_numbers:
-            return torch.full_like(received, math.nan)
-        given = received.new_empty(0)
-        given.data = received.detach()
-        return given
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
+    def _check_use(self, stage: int, operator: str, is_read: bool) -> None:
+        """Refuse an operator on what an absent stage gives, or on what was made of it."""
+        model = type(self._model).__name__
+        if self._received is None:
+            raise self._recomputed(stage)
+        if not self._waits:
+            raise StrategyError(
+                f"pp: what stage {stage} of {model} makes is used after the module that it is sent "
+                f"to, by '{operator}', and a stage sends one tensor to the next alone; choose "
+                "another cut, or put what is around a module, as `x + block(x)`, into it"
+            )
+        if is_read:
+            raise StrategyError(
+                f"pp: {model} reads numbers of what stage {stage} makes, by '{operator}', between "
+                "its layers, and the stages after it do not have them; choose another cut, put "
+                "that code into a layer, or use dp or fsdp"
+            )
 
 
 def _check_border(name: str, args: Sequence[Any]) -> None:
