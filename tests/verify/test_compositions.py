@@ -1,4 +1,7 @@
-"""Pipelines alone and beside other axes against plain PyTorch in float64; five steps by hand."""
+"""Pipelines alone and beside other axes against plain PyTorch in float64; five steps by hand.
+
+What the ranks call is held against the rules of NCCL, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from marks import by_hand
+from nccl_trace import traced
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
@@ -84,7 +88,7 @@ def verdicts_on_ranks(
         for count in counts:
             case = case_of(strategy, count, steps, tied=number % 2 == 0)
             try:
-                verdict = verify_case(case, strategy, Ranks(strategy))
+                verdict = traced(verify_case, case, strategy, Ranks(strategy))
             except Exception as error:
                 error.add_note(f"verifying {strategy}")
                 raise

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from marks import by_hand
+from nccl_trace import traced
 from phalanx.comm.axes import AXIS_SETS
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
@@ -94,7 +95,7 @@ def verdicts_on_ranks(pairs: Sequence[tuple[Case, Strategy]]) -> list[Verdict]:
     found: list[Verdict] = []
     for case, strategy in pairs:
         try:
-            found.append(verify_case(case, strategy, Ranks(strategy)))
+            found.append(traced(verify_case, case, strategy, Ranks(strategy)))
         except Exception as error:
             error.add_note(f"verifying {strategy}")
             raise
@@ -102,7 +103,7 @@ def verdicts_on_ranks(pairs: Sequence[tuple[Case, Strategy]]) -> list[Verdict]:
 
 
 def check_parity(subtests: pytest.Subtests, pairs: Sequence[tuple[Case, Strategy]]) -> None:
-    """Compare and count, all in one job."""
+    """Compare, count, and hold against the rules of NCCL, all in one job."""
     (num_ranks,) = {strategy.num_ranks for _, strategy in pairs}
     verdicts = run_ranks(verdicts_on_ranks, num_ranks, pairs)[0]
     for (case, strategy), verdict in zip(pairs, verdicts, strict=True):

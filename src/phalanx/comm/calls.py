@@ -105,10 +105,16 @@ def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ca
 def axes_by_ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """Map the ranks of this rank's groups to the names of their axes, several joined by "_".
 
-    The ranks of tp are the axis "tp", also where they stand in a grid of sub-axes.
+    The ranks of tp are the axis "tp", also where they stand in a grid of sub-axes; two neighbours
+    on pp are the axis "pp".
     """
     names = mesh.mesh_dim_names or ()
     groups = {tuple(dist.get_process_group_ranks(mesh.get_group(name))): name for name in names}
+    if "pp" in names:
+        of_pp = dist.get_process_group_ranks(mesh.get_group("pp"))
+        here = mesh.get_local_rank("pp")
+        for side in (here - 1, (here + 1) % len(of_pp)):
+            groups.setdefault(tuple(sorted((of_pp[here], of_pp[side]))), "pp")
     if sub_axes := axes_of("tp", names):
         groups.setdefault(tuple(mesh[sub_axes].mesh.flatten().tolist()), "tp")
     if "fsdp" in names and "cp" in names:

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from phalanx.comm import exchange
 from phalanx.comm.axes import axes_of
-from phalanx.comm.join import inner_mesh, open_mesh
+from phalanx.comm.join import OneWayGroups, inner_mesh, one_way_groups, open_mesh
 from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.waits import waiting
 from phalanx.comm.watch import Phases
@@ -235,6 +235,8 @@ class Ranks(Comm):
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
         super().__init__(split, coords, torch.device(here))
         self._groups = {axis: self.mesh.get_group(axis) for axis in split}
+        is_pipeline = self.axes.get("pp", 1) > 1
+        self._one_way: OneWayGroups = one_way_groups(self.mesh) if is_pipeline else {}
         if "tp_row" in split:
             # Rows and columns change places over all of tp. Made here, where every rank is.
             # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
@@ -252,9 +254,11 @@ class Ranks(Comm):
         elif op == "reduce":
             work = dist.reduce(out, group=group, group_dst=option, async_op=True)
         elif op == "send":
-            work = dist.isend(given, group=group, group_dst=option)
+            group, peer = self._message_group(axis, option, is_send=True)
+            work = dist.isend(given, group=group, group_dst=peer)
         elif op == "recv":
-            work = dist.irecv(out, group=group, group_src=option)
+            group, peer = self._message_group(axis, option, is_send=False)
+            work = dist.irecv(out, group=group, group_src=peer)
         elif op == "all_to_all":
             work = dist.all_to_all_single(out, given, group=group, async_op=True)
         elif op == "swap":  # an all-to-all of which all pieces but one are empty
@@ -270,6 +274,16 @@ class Ranks(Comm):
         else:
             exchange.reduce_scatter(out.view(-1), given.view(-1), group)
         return Pending(out, work)
+
+    def _message_group(
+        self, axis: str, peer: int, *, is_send: bool
+    ) -> tuple[dist.ProcessGroup, int]:
+        """Return the group for a message to or from a coordinate, and the peer's number in it."""
+        ends = (self.coord(axis), peer) if is_send else (peer, self.coord(axis))
+        if axis != "pp" or ends not in self._one_way:
+            return self._groups[axis], peer
+        group = self._one_way[ends]
+        return group, 1 - group.rank()
 
 
 class Counting(Comm, Phases):

@@ -11,6 +11,13 @@ So no rank first connects in the middle of a run, where gloo waits five times th
 that stands still, and where two sends that wait for each other's connection would wait for ever.
 The groups of all ranks are such, and those of dp, which only reduce and broadcast. The ranks of the
 other axes exchange with each other. NCCL connects for itself.
+
+[Note: One-way groups] NCCL runs the calls of a group one after another, and a send ends when its
+receive runs. Two neighbours in a pipeline that both send first (one an activation, the other a
+gradient) would wait for each other for ever in one group. So each two neighbours have a group for
+either direction: one rank only sends there, the other only receives, in the same order, and no
+schedule can stand still. The first and the last rank are neighbours too: chunks of a rank and tied
+weights go from one to the other. gloo needs none of this, and has the same groups.
 """
 
 from __future__ import annotations
@@ -46,6 +53,12 @@ _inner_meshes: dict[DeviceMesh, DeviceMesh] = {}
 """By the mesh that has pp, too."""
 
 _sharding_meshes: dict[DeviceMesh, DeviceMesh] = {}
+"""By the mesh of the job."""
+
+OneWayGroups = dict[tuple[int, int], dist.ProcessGroup]
+"""Coordinates on pp of the rank that sends and of the one that receives -> their group."""
+
+_one_way_groups: dict[DeviceMesh, OneWayGroups] = {}
 """By the mesh of the job."""
 
 
@@ -117,6 +130,8 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
         peers += [_few(size) if axis == "dp" else size - 1 for axis, size in axes.items()]
         if "fsdp" in axes and "cp" in axes:
             peers += [axes["fsdp"] * axes["cp"] - 1]
+        if axes.get("pp", 1) > 1:
+            peers += [1] * 2 * min(axes["pp"] - 1, 2)  # see [Note: One-way groups]
     return RESERVED_FILES + STORE_CONNECTIONS * num_ranks + sum(peers) + GROUP_FILES * len(peers)
 
 
@@ -233,6 +248,52 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
                 found = DeviceMesh._concatenate([mesh["dp"], found])  # pyright: ignore[reportPrivateUsage]
         _sharding_meshes[mesh] = found
     return _sharding_meshes[mesh]
+
+
+def one_way_groups(mesh: DeviceMesh) -> OneWayGroups:
+    """Return the groups in which this rank sends to its neighbours on pp, or they to it.
+
+    Every rank of a job that has pp calls this; see [Note: One-way groups].
+    """
+    if mesh not in _one_way_groups:
+        axis = (mesh.mesh_dim_names or ()).index("pp")
+        ranks = mesh.mesh.movedim(axis, 0).reshape(mesh.size(axis), -1).tolist()
+        here = mesh.get_local_rank("pp")
+        groups: OneWayGroups = {}
+        for pairs in neighbor_rounds(mesh.size(axis)):
+            split = [list(both) for a, b in pairs for both in zip(ranks[a], ranks[b], strict=True)]
+            forward, backward = (_split_job(split, mesh.device_type) for _ in range(2))
+            for a, b in pairs:
+                if here in (a, b):
+                    assert forward is not None and backward is not None, "this rank is in a pair"
+                    groups |= {(a, b): forward, (b, a): backward}
+        _one_way_groups[mesh] = groups
+    return _one_way_groups[mesh]
+
+
+def neighbor_rounds(size: int) -> list[list[tuple[int, int]]]:
+    """Return all pairs of neighbours on a ring, in rounds that have each rank at most once."""
+    pairs = [(at, (at + 1) % size) for at in range(size if size > 2 else size - 1)]
+    odd = [[pairs.pop()]] if size > 2 and size % 2 else []
+    return [each for each in (pairs[::2], pairs[1::2]) if each] + odd
+
+
+def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
+    """Make a group of each part of the job's ranks, which share none; return this rank's.
+
+    A rank waits in it for another as long as the job says.
+    """
+    # Private, and the only way to both; tests/comm/test_one_way_groups.py pins them.
+    job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+    timeout = job._get_backend(torch.device(device)).options._timeout
+    if job.bound_device_id is None:
+        made = [dist.new_group(part, timeout) for part in parts]
+        return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
+    # All at once, as DeviceMesh does. A rank without a part gets a group of its own: torch names a
+    # group after how many its rank has, and all ranks of a group must call it the same.
+    split = {rank for part in parts for rank in part}
+    alone = [[rank] for rank in range(dist.get_world_size()) if rank not in split]
+    return dist.split_group(split_ranks=[*parts, *alone], timeout=timeout)
 
 
 def _new_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:

@@ -171,8 +171,15 @@ class TiedReducer(GradientReducer):
         (weight,) = self.parameters
         assert weight.grad is not None, "both ends of a pipeline read the tied weight"
         mine = local_shard(weight.grad)
+        other = self._other
+        received, given = torch.empty_like(mine), mine.contiguous().clone()
         with phase("reduce"):
-            theirs = self.comm.recv_start(torch.empty_like(mine), "pp", self._other)
-            sent = self.comm.send_start(mine.contiguous().clone(), "pp", self._other)
+            # NCCL connects two ranks when they first speak: if both received first, it never would.
+            if self.comm.coord("pp") < other:
+                sent = self.comm.send_start(given, "pp", other)
+                theirs = self.comm.recv_start(received, "pp", other)
+            else:
+                theirs = self.comm.recv_start(received, "pp", other)
+                sent = self.comm.send_start(given, "pp", other)
             mine.add_(theirs.wait())
             sent.wait()

@@ -1,0 +1,164 @@
+"""Record what each rank calls over gloo, and hold it against the rules of NCCL (nccl_rules.py).
+
+gloo forgives what NCCL does not: it buffers sends, runs the calls of a group side by side, tells
+messages apart by tags and reduces tensors that are not contiguous. So a job runs over gloo inside
+`with Trace() as trace:`, and `trace.check()` says what NCCL would make of it. A trace sees every
+collective of its thread, whoever calls it, and which of them is waited for when. An exchange of
+comm.exchange counts as the one collective that NCCL runs in its place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nccl_rules import Broken, Call, Event, Message, Wait, check
+from phalanx.comm import calls, exchange
+from phalanx.comm.together import gather_objects
+from phalanx.comm.watch import Watch
+from phalanx.debug.fingerprint import Fingerprint, find_places, take
+
+DTYPES = {
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+}  # fmt: skip
+"""What NCCL knows and gloo, too."""
+
+REDUCTIONS = ("", "sum", "product", "min", "max", "avg")
+"""NCCL knows nothing of bits."""
+
+
+class _Awaited(dist.Work):
+    """A work of gloo's that notes when it is waited for."""
+
+    def __init__(self, work: dist.Work, trace: Trace, number: int) -> None:
+        super().__init__()
+        self._work, self._trace, self._number = work, trace, number
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        del timeout
+        self._trace.note_wait(self._number)
+        return self._work.wait()
+
+    def get_future(self) -> Any:
+        self._trace.note_wait(self._number)
+        return self._work.get_future()
+
+
+class Trace(Watch):
+    """Notes the calls that run inside `with Trace() as trace:`; every rank enters one.
+
+    Attributes:
+        events: what was noted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self._numbers = itertools.count()
+        self._works: list[_Awaited] = []
+
+    def check(self) -> None:
+        """Hold the calls of all ranks against the rules of NCCL; every rank calls this.
+
+        Raises:
+            Broken: they break one.
+        """
+        check(gather_objects(self.events))
+
+    def note_wait(self, number: int) -> None:
+        """Note that a call is waited for."""
+        self.events.append(Wait(number))
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the operator if it is a collective, and run it.
+
+        Raises:
+            Broken: NCCL knows no such call.
+        """
+        call = calls.read_call(func, args, kwargs)
+        if call is None or len(call.ranks) == 1:
+            return func(*args, **kwargs)
+        number = next(self._numbers)
+        self.events.append(_noted(number, call))
+        result = func(*args, **kwargs)
+        if func.namespace == "phalanx_comm":
+            # Whoever begins an exchange takes it over by its number, and waits for it.
+            transfer = exchange._BEGUN[result]
+            exchange._BEGUN[result] = exchange.Transfer([_Awaited(transfer, self, number)])
+        elif func.namespace == "c10d":
+            result = self._watched(result, number)
+        else:  # what is functional is waited for by whoever reads it; here, at once
+            self.note_wait(number)
+        return result
+
+    def _watched(self, result: Any, number: int) -> Any:
+        """Return the result of an operator with its work, if it has one, watched."""
+        if isinstance(result, tuple):
+            return tuple(self._watched(each, number) for each in result)
+        if not isinstance(result, torch.ScriptObject):
+            return result
+        work = _Awaited(dist.Work.unbox(result), self, number)
+        self._works.append(work)  # what is boxed does not hold the object of Python
+        return work.boxed()
+
+
+def traced(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function does on a rank of a job, all of whose calls NCCL would run.
+
+    Every rank calls this.
+
+    Raises:
+        Broken: NCCL would not.
+    """
+    with Trace() as trace:
+        result = function(*args)
+    trace.check()
+    return result
+
+
+def _noted(number: int, call: calls.Call) -> Call:
+    """Return a call in the words of the rules.
+
+    Raises:
+        Broken: NCCL knows no such call.
+    """
+    places, _ = find_places(inspect.currentframe())
+    what = take(call, tensor="", places=places, phase="")
+    group, rank = call.group.group_name, dist.get_rank()
+    if call.op != "barrier":
+        _refuse_tensors(call, what)
+    if call.op not in ("send", "recv"):
+        return Call(number, group, call.ranks, what)
+    is_send = call.op == "send"
+    peer = call.ranks[call.arguments["dst" if is_send else "src"]]
+    if peer == rank:
+        raise Broken(f"rank {rank} sends to itself: {what} at {' from '.join(places)}")
+    return Call(number, group, call.ranks, what, (Message(is_send, peer, what),))
+
+
+def _refuse_tensors(call: calls.Call, what: Fingerprint) -> None:
+    why = ""
+    if call.op == "recv_any_source":
+        why = "NCCL receives from a rank that is named"
+    if what.reduction not in REDUCTIONS:
+        why = "NCCL knows no such reduction"
+    for tensor in _flat([*call.inputs, *call.outputs]):
+        if tensor.layout != torch.strided:
+            why = "NCCL knows no sparse tensor"
+        elif tensor.dtype not in DTYPES:
+            why = f"NCCL knows no {tensor.dtype}"
+        elif not tensor.is_contiguous():
+            why = f"NCCL moves the bytes as they lie, and the strides are {tensor.stride()}"
+    if why:
+        raise Broken(f"{why}: {what} at {' from '.join(what.places)}")
+
+
+def _flat(tensors: list[Any]) -> list[torch.Tensor]:
+    return [one for each in tensors for one in (each if isinstance(each, list) else [each])]
