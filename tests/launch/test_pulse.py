@@ -8,7 +8,7 @@ from collections.abc import Generator
 import pytest
 
 from phalanx.launch import pulse
-from phalanx.launch.pulse import Pulse
+from phalanx.launch.pulse import Beat, Pulse
 
 
 class Held:
@@ -30,6 +30,22 @@ def test_a_look_keeps_nothing_that_the_main_thread_lets_go() -> None:
         assert looked_at(Pulse())() is None
     finally:
         gc.enable()
+
+
+def test_a_script_that_steps_says_so_and_which_checkpoint_stands() -> None:
+    one, told = Pulse(), list[Beat]()
+    one.on_change = lambda: told.append(one.beat())
+    with one.doing("the work"):
+        assert not one.beat().is_stepping
+        one.stepping(4)
+        with one.doing("the checkpoint after step 4"):
+            one.saved("step-4 stands")
+        assert one.beat().doing == "step 5" and one.beat().is_stepping
+    (beat,) = told
+    assert beat.doing == "the checkpoint after step 4" and beat.stands == one.advice()
+    one.heed()
+    one.heed()
+    assert [beat.heeds_stop for beat in told] == [False, True]
 
 
 def two_places() -> Generator[None]:

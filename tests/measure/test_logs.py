@@ -176,7 +176,7 @@ def test_a_narrow_terminal_loses_the_least_important_number(
 def test_a_disk_that_is_full_is_told_once(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     console, _ = plain_console()
-    words = f"cannot write the run's records to {tmp_path}: No space left on device"
+    words = f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device"
     with pytest.raises(TrainingError, match=words):
         with RunLog(tmp_path, console, 1) as log:
             log.note("environment", {})
@@ -192,7 +192,7 @@ def test_a_disk_that_fills_up_under_the_curves_is_told_once(
 
     console, _ = plain_console()
     before = threading.excepthook
-    words = f"cannot write the run's records to {tmp_path}: No space left on device"
+    words = f"cannot write {tmp_path / 'tensorboard'}: No space left on device"
     with pytest.raises(TrainingError, match=words), RunLog(tmp_path, console, 1) as log:
         monkeypatch.setattr(RecordWriter, "write", full)
         while True:

@@ -90,6 +90,35 @@ def test_what_a_script_ends_with_is_told(tmp_path: Path, word: str, error: str) 
     assert re.search(error, message_of(raised.value)), raised.value
 
 
+SAVES = """
+import os, signal, sys
+import phalanx
+import torch
+run = phalanx.init()
+model = torch.nn.Linear(1, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3):
+    run.backward(model(torch.full((1, 1), run.comm.coord("data") + 1.0)).sum(), 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 1:
+        run.save(sys.argv[1])
+if not run.is_first:
+    os.kill(os.getpid(), signal.SIGKILL)
+run.sum(1)
+"""
+
+
+def test_a_script_that_is_killed_says_what_stands_and_how_to_resume(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", str(tmp_path / "saved")
+    script.write_text(SAVES)
+    with pytest.raises(PhalanxError) as raised:
+        run_ranks(run_script, 2, str(script), [folder], None, threads=1)
+    stands = f"checkpoints/step-00000002 stands; run.resume({folder!r}) resumes from it"
+    assert "signal SIGKILL" in str(raised.value)
+    assert message_of(raised.value).endswith(f"{folder}/{stands}")
+
+
 STARTS = """
 import os, signal, subprocess, sys
 from multiprocessing import Process

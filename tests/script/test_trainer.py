@@ -154,9 +154,12 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
     options = phalanx.Options(out=str(tmp_path), threads=1)  # pyright: ignore[reportArgumentType]
     plain = dataclasses.replace(jobs.job(), validation=None, epochs=10_000)
     stopping = dataclasses.replace(plain, data=jobs.Stopping())
-    with pytest.raises(Interrupted, match=r"by SIGTERM; step \d+ is saved in ") as stopped:
+    with pytest.raises(Interrupted, match=r"by SIGTERM; step \d+ is done; ") as stopped:
         stopping.train("dp2", options)
     (step,) = map(int, re.findall(r"step (\d+) is", str(stopped.value)))
+    assert str(stopped.value).endswith(
+        f"stands; go on by: phalanx.Options(out={str(tmp_path)!r}, resume=True)"
+    )
     some = dataclasses.replace(plain, steps=step + 3)
     fitted = some.train("fsdp2", dataclasses.replace(options, resume=True))
     whole = some.train("dp1", dataclasses.replace(options, out=tmp_path / "whole"))
@@ -202,6 +205,17 @@ def test_the_words_of_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"checkpoint  {tmp_path}/checkpoints/step-00000010" in printed
     assert main(["train", "--resume", str(tmp_path)]) == 2
     assert "step-00000010 is of a training script" in capsys.readouterr().err
+
+
+def test_a_job_that_is_killed_says_what_stands_and_the_command_that_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"phalanx train --script {Path(__file__).parent}/jobs.py:dying"
+    words = f"--strategy dp2 --save-every 1 --threads 1 --out {tmp_path}"
+    assert main([*command.split()[1:], *words.split()]) == 1
+    said = capsys.readouterr().err.splitlines()
+    stands = f"{tmp_path}/checkpoints/step-00000003 stands"
+    assert said[-1] == f"{stands}; go on by: {command} --resume {tmp_path}"
 
 
 @pytest.mark.parametrize(("script", "words"), [

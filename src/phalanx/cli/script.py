@@ -20,6 +20,7 @@ from phalanx.measure.utilization import percent
 
 if TYPE_CHECKING:
     from phalanx.script.fit import Fitted
+    from phalanx.script.trainer import Options, Trainer
 
 
 def is_asked(argv: list[str]) -> bool:
@@ -79,6 +80,13 @@ class ScriptVerifyConfig:
 
 def train(argv: list[str]) -> int:
     """Train the job that the command line names, and print what was measured."""
+    from phalanx.launch.torchrun import run_verb
+
+    return run_verb(lambda: _settle(argv), lambda settled: _train(*settled))
+
+
+def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, str, Options]:
+    """Return what the command line says, the job, its strategy and how it is run."""
     from phalanx.script.trainer import Options, trainer_of
     from phalanx.train.job.request import choose
 
@@ -103,9 +111,13 @@ def train(argv: list[str]) -> int:
         timeout_s=config.timeout_s,
         debug_comm=config.debug_comm,
     )
-    fitted = trainer.train(strategy, options)
+    return config, trainer, str(strategy), options
+
+
+def _train(config: ScriptTrainConfig, trainer: Trainer, strategy: str, options: Options) -> int:
+    fitted = trainer.start(strategy, options, f"phalanx train --script {config.script} --resume")
     if os.environ.get("RANK", "0") == "0":
-        _show(fitted, out)
+        _show(fitted, options.out)
         if config.json:
             print_json(fitted)
     return 0
@@ -113,14 +125,25 @@ def train(argv: list[str]) -> int:
 
 def verify(argv: list[str]) -> int:
     """Verify the job that the command line names; 1 if something differs."""
-    from phalanx.cli.verify import print_verdicts, show_verdicts
+    from phalanx.launch.torchrun import run_verb
+
+    return run_verb(lambda: _judged_job(argv), lambda job: _verify(*job))
+
+
+def _judged_job(argv: list[str]) -> tuple[ScriptVerifyConfig, Trainer, str]:
+    """Return what the command line says, the job and the strategy to judge."""
     from phalanx.script.trainer import trainer_of
 
     config = read_command_line(argv, ScriptVerifyConfig, prog="phalanx verify --script")
     if config.strategy is None:
         raise ConfigError("STRATEGY is missing; expected: phalanx verify dp2 --script FILE:JOB")
-    trainer = trainer_of(config.script)
-    verdict = trainer.verify(config.strategy, steps=config.steps, dtype=config.dtype)
+    return config, trainer_of(config.script), config.strategy
+
+
+def _verify(config: ScriptVerifyConfig, trainer: Trainer, strategy: str) -> int:
+    from phalanx.cli.verify import print_verdicts, show_verdicts
+
+    verdict = trainer.verify(strategy, steps=config.steps, dtype=config.dtype)
     if os.environ.get("RANK", "0") == "0":
         show_verdicts([verdict], screen())
         if config.json:

@@ -170,6 +170,8 @@ def _heed_alone() -> None:
             if code := _end_of_stop():
                 torchrun.leave(code)
 
+    if not PULSE.heeds_stop:
+        return
     PULSE.on_change = lambda: None
     signals.request(_stop)
     atexit.register(end)

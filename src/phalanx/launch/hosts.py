@@ -53,7 +53,7 @@ def end_with_parent() -> None:
             time.sleep(1.0)
         if is_first:
             gone = f"torchrun (process {parent}) has ended, and its ranks on this host end with it"
-            tell(_advised(gone))
+            tell(advised(gone))
         end_helpers()
         remove_sockets()
         os._exit(1)
@@ -193,7 +193,7 @@ class Watch:
         """End this process, whatever its main thread waits for."""
         if self._last_word.acquire(blocking=False):
             if self._speaks():
-                print(f"rank {self._rank}: {_advised(message)}", file=sys.stderr, flush=True)  # noqa: T201
+                print(f"rank {self._rank}: {advised(message)}", file=sys.stderr, flush=True)  # noqa: T201
                 self._give_up_silent(self._timeout_s)
                 kill_silent()
             else:
@@ -275,7 +275,7 @@ class Watch:
         if not message:
             message = self._roll.told(f"rank {self._rank} has waited in vain; all stood")
         self._give_up_silent(limit_s)
-        judged = TrainingError(_advised(message))
+        judged = TrainingError(advised(message))
         judged.__cause__ = error if isinstance(error, PhalanxError) else None
         return judged
 
@@ -290,13 +290,13 @@ def kill_silent() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _advised(message: str) -> str:
-    """Close a message with what to do, unless the disk is lost too."""
+def advised(message: str) -> str:
+    """Close a message with what to do, unless it says that or the disk is lost too."""
     advice: list[str] = []
     asked = threading.Thread(target=lambda: advice.append(PULSE.advice()), daemon=True)
     asked.start()
     asked.join(WORDS_S)
-    return "\n".join([message, *filter(None, advice)])
+    return "\n".join([message, *(text for text in advice if text and text not in message)])
 
 
 def _is_there(pid: int) -> bool:

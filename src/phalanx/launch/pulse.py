@@ -59,7 +59,8 @@ class Pulse:
         is_stepping: whether the main thread takes steps.
         stands: which checkpoint stands and how to resume from it; empty where there is none.
         advice: says what to do about a job that has ended, to close a message with.
-        on_change: called when what it heeds has changed, so that the watcher knows at once.
+        on_change: called when what it heeds, or what stands, has changed, so that the watcher knows
+            at once.
     """
 
     def __init__(self) -> None:
@@ -117,6 +118,11 @@ class Pulse:
         if not self.heeds_stop:
             self.heeds_stop = True
             self.on_change()
+
+    def saved(self, stands: str) -> None:
+        """Note which checkpoint stands and how to resume from it, so that the watcher knows."""
+        self.stands = stands
+        self.on_change()
 
     def now(self, what: str) -> None:
         """Note what the main thread does from now on, until the end of a block of `doing`."""

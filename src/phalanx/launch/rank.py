@@ -92,7 +92,7 @@ class Line:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self.may_leave = threading.Event()
-        PULSE.on_change = self._beat
+        PULSE.on_change = self._beat_now
         threading.Thread(target=self._serve, name="pulse", daemon=True).start()
 
     @property
@@ -109,6 +109,10 @@ class Line:
 
     def _beat(self) -> None:
         self.send("beat", PULSE.beat())
+
+    def _beat_now(self) -> None:
+        with suppress(OSError):  # the parent has gone, and the thread ends this process
+            self._beat()
 
     def _serve(self) -> None:
         """Send a beat now and then, and obey the parent; without a parent, end at once."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of, named, shortened
 from phalanx.launch import interface, slurm
-from phalanx.launch.hosts import PeerFailed, Watch, end_with_parent, kill_silent
+from phalanx.launch.hosts import PeerFailed, Watch, advised, end_with_parent, kill_silent
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
@@ -372,7 +372,9 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     rank = os.environ["RANK"]
     if isinstance(error, PhalanxError):
         # There is no command line under torchrun.
-        print(f"rank {rank}: {shortened(message_of(error))}", file=sys.stderr, flush=True)  # noqa: T201
+        message = shortened(message_of(error))
+        message = advised(message) if isinstance(error, TrainingError) else message
+        print(f"rank {rank}: {message}", file=sys.stderr, flush=True)  # noqa: T201
         kill_silent()
         leave(error.exit_code)
     if isinstance(error, Exception):
@@ -381,6 +383,6 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         handler = get_error_handler()  # torchrun shows what this writes in its own summary
         handler.initialize()
         handler.record_exception(error)
-    text = shortened("".join(traceback.format_exception(error)))
-    print(f"rank {rank} failed:\n{text}", end="", file=sys.stderr)  # noqa: T201
+    text = advised(shortened("".join(traceback.format_exception(error)).rstrip()))
+    print(f"rank {rank} failed:\n{text}", file=sys.stderr)  # noqa: T201
     leave(1)

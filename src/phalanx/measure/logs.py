@@ -189,17 +189,19 @@ class RunLog:
             self._file.write(json_text(line) + "\n")
             self._file.flush()
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._unwritten(METRICS_FILE, error) from error
 
     def _draw(self, curve: str, value: float, step: int) -> None:
         """Add a point to a curve of TensorBoard."""
         try:
             self._writer.add_scalar(curve, value, step)
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._unwritten("tensorboard", error) from error
 
-    def _unwritten(self, error: OSError) -> TrainingError:
-        return TrainingError(f"cannot write the run's records to {self.folder}: {error.strerror}")
+    def _unwritten(self, name: str, error: OSError) -> TrainingError:
+        unwritten = TrainingError(f"cannot write {self.folder / name}: {error.strerror}")
+        unwritten.exit_code = 2  # as where the checkpoint is what does not fit on a full disk
+        return unwritten
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         """Keep the thread that writes for TensorBoard quiet: the next point raises what it met."""

@@ -9,13 +9,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sized
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx.config.fields import check_value, settings, value_at
+from phalanx.config.fields import (
+    SEED,
+    TIMEOUT_S,
+    Range,
+    check_value,
+    settings,
+    value_at,
+)
+from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.script.optimizer import DRY_SHAPE, check_kind, dry_state
 from phalanx.script.states import encoded
@@ -25,20 +34,44 @@ _FOREIGN = ("objective", "data", "validation")
 """Values of types that no setting has."""
 
 
-def check_settings(config: Any) -> None:
+def check_settings(config: Any, name: str = "") -> None:
     """Refuse a value of a `Trainer`, or of its `Options`, of another type or out of range.
+
+    Args:
+        config: a dataclass of settings.
+        name: by which a message names it; after its class if empty.
 
     Raises:
         ConfigError: names the value, what was expected and the nearest legal value.
     """
-    name = type(config).__name__
+    name = name or f"phalanx.{type(config).__name__}"
     for setting in settings(type(config)):
         if setting.key in _FOREIGN:
             continue
         try:
             check_value(setting, value_at(config, setting.key))
         except ConfigError as error:
-            raise ConfigError(f"phalanx.{name}: {error}") from None
+            raise ConfigError(f"{name}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Init:
+    """The arguments of `phalanx.init` that are plain values."""
+
+    accumulation: Annotated[int, Range(1, MOST_ROWS, "[]")]
+    seed: Annotated[int, SEED]
+    device: Literal["auto", "cpu", "cuda"]
+    timeout_s: Annotated[float | None, TIMEOUT_S]
+
+
+def check_init(accumulation: Any, seed: Any, device: Any, timeout_s: Any) -> None:
+    """Refuse an argument of `phalanx.init` of another type or out of range.
+
+    Raises:
+        ConfigError: names the argument, what was expected and the nearest legal value.
+    """
+    given = _Init(accumulation=accumulation, seed=seed, device=device, timeout_s=timeout_s)
+    check_settings(given, "init")
 
 
 def check_objective(objective: Any) -> None:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +68,7 @@ class Fitted:
         mfu: share of the rate of matrix products that the model's FLOPs took; None if unknown.
         checkpoint: folder of the last one.
         stop_signal: the signal that ended the run before its last step, or 0.
+        resume_by: the command that resumes the run, or what to say in Python.
     """
 
     steps_done: int
@@ -78,16 +80,20 @@ class Fitted:
     mfu: float | None
     checkpoint: str
     stop_signal: int = 0
+    resume_by: str = ""
 
 
-def fit(trainer: Trainer, strategy: Strategy, options: Options) -> Fitted:
-    """Train on this rank, with the others of the job."""
+def fit(trainer: Trainer, strategy: Strategy, options: Options, command: str = "") -> Fitted:
+    """Train on this rank, with the others of the job.
+
+    `command` is the command line, but for the folder, that resumes the run; empty if none does.
+    """
     # A folder named after the time must have one name.
     out = on_first_rank(lambda: options.out, f"cannot write to {options.out}")
     options = dataclasses.replace(options, out=out)
     stages = strategy.pp.degree
     with Saver(out, timeout_s=options.timeout_s, num_stages=stages) as saver:
-        run = _Fit(trainer, strategy, options, saver)
+        run = _Fit(trainer, strategy, options, saver, command)
         with run.records:
             return run.run()
 
@@ -96,7 +102,12 @@ class _Fit:
     """What one rank works with."""
 
     def __init__(
-        self, trainer: Trainer, strategy: Strategy, options: Options, saver: Saver
+        self,
+        trainer: Trainer,
+        strategy: Strategy,
+        options: Options,
+        saver: Saver,
+        command: str,
     ) -> None:
         self.trainer, self.strategy, self.options = trainer, strategy, options
         self.saver = saver
@@ -122,6 +133,9 @@ class _Fit:
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle)
         self._calls: dict[int, dict[str, int]] = {}
         self._saved = ""
+        self.resume_by = f"phalanx.Options(out={str(options.out)!r}, resume=True)"
+        if command:
+            self.resume_by = f"{command} {options.out}"
         pieces = trainer.accumulation if is_cut_first else 1
         self.loader = RankLoader(plain, comm, self.draws, pieces=pieces)
         self.step = Step(
@@ -183,7 +197,7 @@ class _Fit:
         is_due = pace.is_save_due or pace.stop_signal > 0
         if is_last or is_due or (options.save_every and done % options.save_every == 0):
             with PULSE.doing(f"the checkpoint after step {done}"):
-                self._saved = str(self._save())
+                self._note_saved(self._save())
             pace.saved()
             self.records.timer.begin_step()  # without the save
 
@@ -257,7 +271,12 @@ class _Fit:
             schedulers=[] if self.scheduler is None else [self.scheduler.state_dict()],
         )
 
-    def _save(self) -> Any:
+    def _note_saved(self, where: Path) -> None:
+        """Have the run's end, and whoever ends it early, name a checkpoint."""
+        self._saved = str(where)
+        PULSE.saved(f"{where} stands; go on by: {self.resume_by}")
+
+    def _save(self) -> Path:
         return checkpoint.save(self.saver, self.step.model, [self.optimizer], self._standing())
 
     def _resume(self) -> None:
@@ -269,7 +288,7 @@ class _Fit:
                 f"cannot go on from {self.options.out}: there is no checkpoint in it"
             )
         where, standing = found
-        self._saved = str(where)
+        self._note_saved(where)
         self.step.steps_done = standing["steps_done"]
         self.draws.state = checkpoint.from_text(standing["draws"])
         self.loader.set_state(standing["loaders"][0])
@@ -406,6 +425,7 @@ class _Records:
             mfu=None if step_s is None else self._mfu(step_s),
             checkpoint=saved,
             stop_signal=stop_signal,
+            resume_by=self._run.resume_by,
         )
 
     def _mfu(self, step_s: float) -> float | None:

@@ -32,12 +32,14 @@ from torch.utils.data import DataLoader
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
-from phalanx.errors import ConfigError, ScriptError, StrategyError
+from phalanx.errors import ScriptError, StrategyError
 from phalanx.launch.attach import attach
+from phalanx.launch.pulse import PULSE
 from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
+from phalanx.script.checks import check_init
 from phalanx.script.gather import gather_rows
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.mean_loss import MeanLoss, own_number
@@ -59,7 +61,7 @@ def init(
     accumulation: int = 1,
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
     debug_comm: bool = False,
 ) -> Run:
     """Join the job of `phalanx run`, torchrun or Slurm; without one, be a job of one process.
@@ -71,7 +73,8 @@ def init(
             step of a pass over the data may have fewer.
         seed: of the masks of dropout.
         device: what to compute on, "cuda" where there is a GPU if "auto".
-        timeout_s: longest wait for another rank in one collective, in seconds.
+        timeout_s: longest wait for another rank in one collective, in seconds; that of
+            `phalanx run --timeout-s` if None, else 600.
         debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
 
     Raises:
@@ -79,8 +82,7 @@ def init(
             pipelines or context parallelism, which need a trainer's loop; or the job is incomplete.
     """
     parsed = _strategy(strategy)
-    if accumulation < 1:
-        raise ConfigError(f"init: accumulation is {accumulation}; expected at least 1")
+    check_init(accumulation, seed, device, timeout_s)
     facts = {"strategy": parsed and str(parsed), "accumulation": accumulation, "seed": seed}
     kind = attach(facts, device=device, timeout_s=timeout_s)
     num_ranks = dist.get_world_size()
@@ -339,7 +341,10 @@ class Run:
                 )
         saver = self._saver(self._folders[wanted])
         saver.keep = keep
-        return checkpoint.save(saver, model, self._optimizers, self._standing())
+        with PULSE.doing(f"the checkpoint after step {self.steps_done}"):
+            saved = checkpoint.save(saver, model, self._optimizers, self._standing())
+        self._tell_standing(self._folders[wanted], saved)
+        return saved
 
     def resume(self, folder: str | Path) -> bool:
         """Go on from the latest checkpoint in `folder`, if there is one; all ranks call this.
@@ -367,6 +372,7 @@ class Run:
         for scheduler, state in zip(self._schedulers, standing["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         step.reset()
+        self._tell_standing(Path(folder), where)
         self.print(f"goes on from {where}, after step {self.steps_done}")
         return True
 
@@ -420,6 +426,10 @@ class Run:
                 "run.prepare(model, optimizer, loader) first, with the model among them"
             )
         return self._model, self._step
+
+    def _tell_standing(self, folder: Path, where: Path) -> None:
+        """Have whoever ends the job say how to resume."""
+        PULSE.saved(f"{where} stands; run.resume({str(folder)!r}) resumes from it")
 
     def _warn_of_schedules(self) -> None:
         """Say once that a checkpoint lacks a schedule that moves the rate of an optimizer."""

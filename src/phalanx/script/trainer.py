@@ -130,12 +130,16 @@ class Trainer:
             PhalanxError: the strategy does not split the model, or the run went wrong.
             Interrupted: a signal ended it; the step that it was at is saved.
         """
+        return self.start(strategy, options)
+
+    def start(self, strategy: str | Strategy, options: Options | None, command: str = "") -> Fitted:
+        """Train as `train`; `command` is the command line that resumes, but for the folder."""
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         options = options or Options(out=Path("runs") / "job")
         is_new = not options.out.exists()
         try:
             results: list[Fitted] = run_ranks(
-                fit, parsed.num_ranks, self, parsed, options,
+                fit, parsed.num_ranks, self, parsed, options, command,
                 device=options.device, threads=options.threads, timeout_s=options.timeout_s,
             )  # fmt: skip
         except PhalanxError:
@@ -146,7 +150,8 @@ class Trainer:
         if fitted.stop_signal:
             raise Interrupted(
                 fitted.stop_signal,
-                f"step {fitted.steps_done} is saved in {fitted.checkpoint}; resume goes on from it",
+                f"step {fitted.steps_done} is done; {fitted.checkpoint} stands; "
+                f"go on by: {fitted.resume_by}",
             )
         return fitted
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
+from phalanx.launch.pulse import PULSE
 from phalanx.parallel.accumulate import Runner
 from phalanx.script.buffers import warn_of_buffers
 from phalanx.script.loss import check_sum
@@ -145,6 +146,7 @@ class UserStep:
         """Note the step."""
         self.steps_done += not self._stepped
         self._stepped.add(id(optimizer))
+        PULSE.stepping(self.steps_done)
 
     def _begin(self, loss: Tensor) -> None:
         """Clear what the step before has left, and see that all is as it was prepared."""
@@ -160,6 +162,7 @@ class UserStep:
         self._totals = torch.zeros_like(self._totals)
         self.state = State.ACCUMULATING
         self._stepped.clear()
+        PULSE.stepping(self.steps_done)
 
     def _add_up(self, loss: Tensor, count: float | Tensor) -> Tensor:
         """Return the loss and count of this microbatch, summed over the ranks."""
