@@ -113,6 +113,43 @@ def a_step_of_one_rank() -> None:
         script.optimizer.zero_grad()
 
 
+def a_rate_of_one_rank() -> None:
+    script = Script()
+    script.optimizer.param_groups[0]["lr"] = 0.1 + script.run.comm.coord("dp")
+    script.run.save("runs/nowhere")
+
+
+def a_clip_of_one_rank() -> None:
+    script = Script()
+    script.backward()
+    if script.run.is_first:
+        script.run.clip(0.1)
+    script.optimizer.step()
+    script.optimizer.zero_grad()
+    for _ in range(2):
+        script.backward()
+
+
+def gradients_clipped_on_one_rank() -> None:
+    script = Script()
+    script.backward()
+    if script.run.is_first:
+        nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
+    script.optimizer.step()
+    script.run.state_dict()
+
+
+def weights_loaded_on_one_rank() -> None:
+    script = Script()
+    if script.run.is_first:
+        script.model.load_state_dict(perceptron().state_dict())
+    script.backward()
+    script.optimizer.step()
+    with torch.no_grad():
+        for x, _ in script.run.prepare(DataLoader(Numbers(), 8)):
+            script.run.sum(len(x))
+
+
 def saved_within_a_step() -> None:
     script = Script(accumulation=3)
     script.backward()
@@ -309,7 +346,13 @@ MISTAKES: dict[Callable[[], None], str] = {
     zeroed_too_early: r"zero_grad\(\) came between run.backward and the step",
     two_backwards: r"gradients already that no optimizer.step\(\) has used.*accumulation=N",
     a_loss_beside: r"gradients already that no optimizer.step\(\) has used",
-    a_step_of_one_rank: r"after \d steps of this rank, others have taken more or fewer",
+    a_step_of_one_rank: r"rank 0 has taken \d steps and rank 1 has taken \d, so their weights",
+    a_rate_of_one_rank: r"save: lr of group 0 of SGD is 0.1 on rank 0 and 1.1 on rank 1; every",
+    a_clip_of_one_rank: r"backward: run.clip was called 1 times on rank 0 and 0 times on rank 1",
+    gradients_clipped_on_one_rank: r"state_dict: 0.weight differs: its elements add up to .*; 6 "
+    r"gradients were changed after run.backward on rank 0 and 0 on rank 1: clip them on every rank",
+    weights_loaded_on_one_rank: r"sum: 0.weight differs: .* weights were written 6 times more on "
+    r"rank 0: call load_state_dict, and all else that sets weights, on every rank",
     saved_within_a_step: r"save: between run.backward and optimizer.step\(\)",
     an_optimizer_of_whole_parameters: r"LBFGS takes no shards of parameters.*use dp, or one of",
     a_dropout_that_is_recomputed_with_other_draws: "dropout '1' is recomputed.*preserve_rng_state",

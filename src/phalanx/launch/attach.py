@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final
@@ -28,6 +28,19 @@ ASKED: list[bool] = []
 """Has something once this process has been asked to join."""
 
 _attached: list[_Attached] = []
+_ending: list[tuple[int, Callable[[], None]]] = []
+
+
+def at_end(check: Callable[[], None]) -> None:
+    """Have `check_end` make a check, in place of the one before."""
+    _ending[:] = [(os.getpid(), check)]
+
+
+def check_end() -> None:
+    """Make the check of a script that has ended normally, which may refuse the end."""
+    for process, check in _ending:
+        if process == os.getpid():  # a fork that the script has made speaks for no rank
+            check()
 
 
 def attach(
@@ -150,6 +163,7 @@ class _Attached:
             return  # by a sys.exit that was looked up before phalanx was: Python knows its code
         if not code:
             try:
+                check_end()
                 barrier()
             except Exception as error:
                 torchrun.leave_failed(self.judged(error))

@@ -14,13 +14,16 @@ from phalanx.data.rows import map_batch, tensors_of
 from phalanx.errors import ScriptError
 
 
-def gather_rows(batch: Any, comm: Comm, num_rows: int | None) -> Any:
-    """Return the rows of all ranks, see `Run.gather`.
+def gather_rows(
+    batch: Any, comm: Comm, num_rows: int | None, is_check_due: bool
+) -> tuple[Any, bool]:
+    """Return the rows of all ranks, see `Run.gather`, and whether a check is due on any.
 
     Args:
         batch: this rank's rows.
         comm: the ranks.
         num_rows: of this rank in the batch that it has read last; None if it has read none.
+        is_check_due: whether one is due on this rank.
 
     Raises:
         ScriptError: a tensor has no rows, or other rows than the batch.
@@ -38,11 +41,11 @@ def gather_rows(batch: Any, comm: Comm, num_rows: int | None) -> Any:
             "process, and put those results together"
         )
     # Ranks that differ on tp alone have the same rows.
-    parts = gather_objects((comm.coord("data"), own))
-    by_rank = {number: tensors_of(part) for number, part in parts}
+    parts = gather_objects((comm.coord("data"), own, is_check_due))
+    by_rank = {number: tensors_of(part) for number, part, _ in parts}
     pieces = [by_rank[number] for number in sorted(by_rank)]
     wholes = iter([_rows_of_all(each) for each in zip(*pieces, strict=True)])
-    return map_batch(own, lambda _: next(wholes))
+    return map_batch(own, lambda _: next(wholes)), any(is_due for *_, is_due in parts)
 
 
 def _rows_of_all(pieces: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.errors import PhalanxError, ScriptError
-from phalanx.launch.attach import ASKED
+from phalanx.launch.attach import ASKED, at_end, check_end
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.pulse import PULSE
 from phalanx.script.loader import has_empty_batch
@@ -36,6 +36,7 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
     sys.argv = [path, *words]
     sys.path.insert(0, str(Path(path).resolve().parent))
     PULSE.now("the script")
+    at_end(lambda: None)  # not for what this process may have run before
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:
@@ -57,6 +58,7 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
                 "the script cannot take one; give the DataLoader drop_last=True, or a reshape no -1"
             )
         raise
+    check_end()
     if dist.get_world_size() > 1 and not ASKED:
         raise ScriptError(
             f"{path} never called phalanx.init, so {dist.get_world_size()} processes did the same "

@@ -15,19 +15,22 @@ class Reading:
         last: the loader of the last batch, of training or evaluation; None before the first.
         trained: the loader of the last batch read with gradients enabled; None before the first.
         num_batches: batches read with gradients enabled.
+        is_evaluation: whether the last batch was read with gradients disabled.
     """
 
     def __init__(self) -> None:
         self.last: RankLoader | None = None
         self.trained: RankLoader | None = None
         self.num_batches = 0
+        self.is_evaluation = False
         self._leading: RankLoader | None = None
         self._calls: dict[str, int] = {}
 
     def note(self, loader: RankLoader) -> None:
         """Record that `loader` has yielded a batch."""
         self.last = loader
-        if torch.is_grad_enabled():  # a batch of an evaluation ends no pass of the training
+        self.is_evaluation = not torch.is_grad_enabled()
+        if not self.is_evaluation:  # a batch of an evaluation ends no pass of the training
             self.trained, self._calls = loader, {}
             if self._leading is None:  # of several read in turns the first
                 self._leading = loader

@@ -16,6 +16,8 @@ all that reads them (clipping, a scheduler, an optimizer of any kind) stays as i
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import sys
 import warnings
@@ -33,7 +35,7 @@ from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ScriptError, StrategyError
-from phalanx.launch.attach import attach
+from phalanx.launch.attach import at_end, attach
 from phalanx.launch.pulse import PULSE
 from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
@@ -53,6 +55,8 @@ from phalanx.train.clip import gradient_norm, scale_to
 
 STRATEGY: Final = "PHALANX_STRATEGY"
 """Variable in which `phalanx run --strategy` hands the strategy to the script."""
+
+_NUMBERS = itertools.count()
 
 
 def init(
@@ -94,6 +98,7 @@ def init(
             f"start the script by: phalanx run {Path(sys.argv[0]).name} --nproc {parsed.num_ranks}"
         )
     run = Run(Ranks(parsed, kind), parsed, accumulation, seed)
+    at_end(functools.partial(run._check_end, next(_NUMBERS)))  # pyright: ignore[reportPrivateUsage]
     if debug_comm:
         CollectiveCheck(run.comm.mesh).__enter__()  # for as long as the process lasts
     return run
@@ -253,6 +258,7 @@ class Run:
             )
         gradients = step.gradients()
         norm = gradient_norm(gradients, self.comm, p)
+        step.replicas.count_clip(max_norm, p)
         if (value := float(norm)) > max_norm:
             scale_to(gradients, value, max_norm)
         return norm
@@ -265,11 +271,15 @@ class Run:
         self._own_rows.add_up()
         own = own_number("sum", value, self.comm)
         # A rank without rows may have the integer 0 where others have a number.
-        is_float = torch.tensor(own.is_floating_point(), dtype=torch.uint8, device=own.device)
-        is_float = bool(self.comm.all_reduce(is_float, "data", "max"))
-        return self.comm.all_reduce(
+        asks = [own.is_floating_point(), self._is_check_due()]
+        asks = torch.tensor(asks, dtype=torch.uint8, device=own.device)
+        is_float, is_due = self.comm.all_reduce(asks, "job", "max").tolist()
+        total = self.comm.all_reduce(
             own.to(torch.float64 if is_float else torch.int64, copy=True), "data"
         )
+        if is_due:
+            self._check_replicas("sum")
+        return total
 
     def mean(self, value_sum: float | Tensor, count: float | Tensor) -> Tensor:
         """Return a mean over the samples of all ranks; every rank calls this together.
@@ -286,8 +296,12 @@ class Run:
             ScriptError: one of them is no number, or is of all ranks already.
         """
         self._own_rows.add_up()
-        own = [own_number("mean", each, self.comm).double() for each in (value_sum, count)]
-        total, counted = self.comm.all_reduce(torch.stack(torch.broadcast_tensors(*own)), "data")
+        given = (value_sum, count, self._is_check_due())
+        own = [own_number("mean", each, self.comm).double() for each in given]
+        found = self.comm.all_reduce(torch.stack(torch.broadcast_tensors(*own)), "data")
+        total, counted, is_due = found
+        if is_due.any():
+            self._check_replicas("mean")
         return total / counted
 
     def gather(self, batch: Any) -> Any:
@@ -302,7 +316,11 @@ class Run:
         """
         self._own_rows.add_up()
         last = self._reading.last
-        return gather_rows(batch, self.comm, None if last is None else len(last.rows))
+        num_rows = None if last is None else len(last.rows)
+        rows, is_due = gather_rows(batch, self.comm, num_rows, self._is_check_due())
+        if is_due:
+            self._check_replicas("gather")
+        return rows
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole weights and buffers on the CPU; every rank calls this together.
@@ -314,6 +332,7 @@ class Run:
             ScriptError: no model is prepared.
         """
         state = self._prepared("state_dict")[0].state_dict()
+        self._check_replicas("state_dict")
         whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
         return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
 
@@ -331,6 +350,7 @@ class Run:
         (model, step), wanted = self._prepared("save"), Path(folder)
         step.refuse_unused()
         self._own_rows.warn()
+        self._check_replicas("save")
         self._warn_of_schedules()
         if wanted not in self._folders:
             self._folders[wanted] = checkpoint.free_folder(wanted)
@@ -391,8 +411,9 @@ class Run:
         self._before = {p: name for name, p in model.named_parameters()}
         settle_batch_norms(model, self.comm, batch_norm)
         plan = Plan(self.strategy, model.to(self.comm.device), roles=roles)
+        runner = plan.build(self.comm)
         self._step = UserStep(
-            model, plan.build(self.comm), self.comm, self.accumulation, self._reading
+            model, runner, self.comm, self.accumulation, self._reading, self._optimizers
         )
         self._model = model
         if can_be_keyed(self.strategy):
@@ -418,6 +439,19 @@ class Run:
             f"prepare: cannot prepare a {type(each).__name__}; expected an nn.Module, optimizers, "
             "schedulers and DataLoaders"
         )
+
+    def _is_check_due(self) -> bool:
+        """Return whether the ranks are to be compared in an evaluation."""
+        step = self._step
+        return step is not None and self._reading.is_evaluation and not step.replicas.is_checked
+
+    def _check_replicas(self, call: str) -> None:
+        step = self._prepared(call)[1]
+        step.replicas.check(call, step.steps_done)
+
+    def _check_end(self, number: int) -> None:
+        if self._step is not None:
+            self._step.replicas.check_end(number, self._step.steps_done)
 
     def _prepared(self, call: str) -> tuple[nn.Module, UserStep]:
         if self._model is None or self._step is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -28,6 +28,7 @@ from phalanx.script.buffers import warn_of_buffers
 from phalanx.script.loss import check_sum
 from phalanx.script.mean_loss import MeanLoss
 from phalanx.script.reading import Reading
+from phalanx.script.replicas import Replicas
 
 
 class State(enum.Enum):
@@ -44,10 +45,17 @@ class UserStep:
     Attributes:
         state: of which batches the gradients are.
         steps_done: steps that an optimizer has taken, those before a resume too.
+        replicas: compares what must be alike on all ranks.
     """
 
     def __init__(
-        self, model: nn.Module, runner: Runner, comm: Comm, accumulation: int, reading: Reading
+        self,
+        model: nn.Module,
+        runner: Runner,
+        comm: Comm,
+        accumulation: int,
+        reading: Reading,
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self.state = State.IDLE
         self.steps_done = 0
@@ -59,9 +67,9 @@ class UserStep:
         # Those that optimizers know: in the middle of a step, FSDP2 has gathered ones in the model.
         self._parameters = dict(model.named_parameters())
         self._kept = _kept(self._parameters)
+        self.replicas = Replicas(comm, self._parameters, optimizers)
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
         self._divisor = self._totals[1]
-        self._agreed = torch.ones(2, dtype=torch.bool)
         self._num_begun = self._num_backwards = 0
         self._stepped: set[int] = set()
         self._made: list[weakref.ref[Tensor]] = []
@@ -126,6 +134,7 @@ class UserStep:
             )
         is_whole = self.state is State.WHOLE
         if is_whole and id(optimizer) not in self._stepped:
+            self.replicas.note_use(self.gradients())
             if not self.gradients():
                 raise ScriptError(
                     "optimizer.step() without a gradient: zero_grad() came between run.backward "
@@ -147,10 +156,11 @@ class UserStep:
         self.steps_done += not self._stepped
         self._stepped.add(id(optimizer))
         PULSE.stepping(self.steps_done)
+        self.replicas.note_step()
 
     def _begin(self, loss: Tensor) -> None:
         """Clear what the step before has left, and see that all is as it was prepared."""
-        self._check_agreed()
+        self.replicas.judge()
         if self.steps_done < 2 and self._reading.trained is None:
             self._check_own_batches(float(loss))
         self._check_kept()
@@ -166,14 +176,14 @@ class UserStep:
 
     def _add_up(self, loss: Tensor, count: float | Tensor) -> Tensor:
         """Return the loss and count of this microbatch, summed over the ranks."""
-        own = self._totals.new_tensor([self.steps_done, self._reading.num_batches])
-        found = torch.cat([torch.zeros_like(own), own])
+        words = self.replicas.words(self.steps_done, self._reading.num_batches)
+        found = torch.cat([torch.zeros_like(self._totals), words])
         found[1] = count
         # The mean over no row, times 0 rows, is not a number.
         found[0] = torch.where(found[1] > 0, loss.double(), 0.0)
         self._comm.all_reduce(found, "data")
         self._totals += found[:2]
-        self._agreed = found[2:] == own * self._comm.size("data")
+        self.replicas.take(found[2:])
         return found[:2]
 
     def _own_counts(self, count: float | Tensor) -> tuple[float | Tensor, ...]:
@@ -191,26 +201,11 @@ class UserStep:
                 local_shard(gradient).mul_(factor)
         self._num_backwards, self.state = 0, State.WHOLE
         self._made = [weakref.ref(gradient) for gradient in self.gradients()]
+        self.replicas.note_made(self.gradients())
 
     def _clear(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
-
-    def _check_agreed(self) -> None:
-        """Refuse ranks that have taken unlike numbers of steps or batches."""
-        has_steps, has_batches = self._agreed.tolist()  # of the step before: no GPU is waited for
-        if not has_batches:
-            raise ScriptError(
-                "backward: the ranks have read unlike numbers of batches before the last one, so "
-                "that rows of several global batches were added up; each rank must read, or leave "
-                "out, a batch when the others do"
-            )
-        if not has_steps:
-            raise ScriptError(
-                f"backward: after {self.steps_done} steps of this rank, others have taken more or "
-                "fewer, so their weights differ; each rank must step, or skip a step, when the "
-                "others do"
-            )
 
     def _check_kept(self) -> None:
         """Refuse parameters that are not as they were prepared."""

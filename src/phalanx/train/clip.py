@@ -31,7 +31,7 @@ def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0)
     """
     by_axes: dict[tuple[str, ...] | None, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
-        axes = _sharded_axes(gradient) if isinstance(gradient, DTensor) else None
+        axes = sharded_axes(gradient) if isinstance(gradient, DTensor) else None
         by_axes[axes].append(local_shard(gradient))
     norms: list[torch.Tensor] = []
     for axes, locals_ in by_axes.items():
@@ -63,7 +63,7 @@ def scale_to(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> No
         torch._foreach_mul_(shards, factor)  # pyright: ignore[reportPrivateUsage]
 
 
-def _sharded_axes(gradient: DTensor) -> tuple[str, ...]:
+def sharded_axes(gradient: DTensor) -> tuple[str, ...]:
     """Return the names of the axes over which the shards of `gradient` are different elements."""
     names = gradient.device_mesh.mesh_dim_names
     assert names is not None, "the axes of a mesh have names"

@@ -1,0 +1,373 @@
+"""Whether the ranks of a script still train one model: what must be alike is compared, and named.
+
+    each backward       counts and settings, as words of the all-reduce that it makes anyway
+    now and then        the bits of the weights, as often as takes at most `SHARE` of the time
+    save, state_dict, an evaluation, the end of the script      all of it
+
+Ranks that hold the same shard of a parameter hold replicas of it. They apply the same gradient, so
+replicas stay equal to the last bit, which a sum of their bits shows. Words of 11 bits are added up
+over the ranks in float64 together with their squares, exactly for up to 2**15 ranks: N words are
+alike if and only if N (sum of squares) = (sum)^2, so every rank learns of a difference.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm.comm import Comm, local_shard
+from phalanx.comm.join import job_store
+from phalanx.comm.together import gather_objects
+from phalanx.errors import ScriptError
+from phalanx.script.drift import BATCHES, CLIPS, STEPS, Digest, Facts, first_difference
+from phalanx.train.clip import sharded_axes
+
+SHARE: Final = 0.005
+"""Of the time of a run: what comparing the bits of weights may take."""
+
+_WORD_BITS: Final = 11
+_MIX: Final = -0x61C8864680B583EB
+"""Odd, of mixed ones and zeros: by its multiples parameters that change places are noticed."""
+
+
+class _Held(NamedTuple):
+    """A tensor of which other ranks may hold replicas.
+
+    Attributes:
+        tensor: it, or this rank's shard.
+        axes: over which ranks hold the same.
+        place: which shard it is, in words.
+    """
+
+    tensor: Tensor
+    axes: tuple[str, ...]
+    place: str
+
+
+class Replicas:
+    """Compares what must be alike on all ranks of a job; see `Facts` for what that is.
+
+    Attributes:
+        is_checked: whether `check` has run since the step under way began.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Watch `parameters`, as `optimizers` know them, to which more may be added."""
+        self._comm = comm
+        self._size = comm.size("job")
+        self._optimizers = optimizers
+        self._weights = {name: _held(p, p, comm) for name, p in parameters.items()}
+        self._clips: tuple[int, str] = 0, ""
+        self._counts: dict[str, int] = {}
+        self._settings: dict[str, str] = {}
+        self._found: Tensor | None = None
+        self._apart = torch.zeros((), dtype=torch.float64, device=comm.device)
+        self._began_s: float | None = None
+        self._spent_s = self._last_s = 0.0
+        self.is_checked = self._is_rounding = False
+        self._made: list[tuple[weakref.ref[Tensor], int]] = []
+        self._gradient_writes = 0
+        self._first_version = self._version = self._versions()
+
+    def judge(self) -> None:
+        """Refuse what the last backward found to differ; compare the weights where it is time.
+
+        Raises:
+            ScriptError: the ranks differ.
+        """
+        self.is_checked = False
+        if self._found is None:
+            return
+        found = self._found.tolist()  # of the step before: no GPU is waited for
+        words, (apart, due) = found[:-2], found[-2:]
+        half = len(words) // 2
+        if apart or any(
+            self._size * squares != total**2
+            for total, squares in zip(words[:half], words[half:], strict=True)
+        ):
+            self._name("backward")
+        if due == self._size:
+            began_s = self._now()
+            self._apart = self._spread_of(self._weights).double()
+            self._last_s = self._now() - began_s
+            self._spent_s += self._last_s
+        else:
+            self._apart = torch.zeros_like(self._apart)
+
+    def words(self, steps_done: int, num_batches: int) -> Tensor:
+        """Return what an all-reduce of a backward is to add up over the job; float64, on device."""
+        if self._size == 1:
+            return self._apart.new_zeros(0)
+        self._began_s = self._began_s or time.perf_counter()
+        self._counts = {STEPS: steps_done, BATCHES: num_batches, CLIPS: self._clips[0]}
+        self._settings = self._settings_now()
+        words = [*_words(repr(self._settings)), *(n % 2**_WORD_BITS for n in self._counts.values())]
+        allowed_s = SHARE * (time.perf_counter() - self._began_s)
+        is_due = self._spent_s + self._last_s <= allowed_s
+        sent = self._apart.new_tensor([*words, *(word**2 for word in words), 0.0, is_due])
+        sent[-2] = self._apart
+        return sent
+
+    def take(self, found: Tensor) -> None:
+        """Take the sum of `words` over the data ranks."""
+        if self._size > 1:
+            self._found = self._comm.all_reduce(found, "tp")
+
+    def check(self, call: str, steps_done: int) -> None:
+        """Refuse ranks that differ now; every rank calls this together.
+
+        Raises:
+            ScriptError: the ranks differ; it begins with `call`.
+        """
+        if self._size == 1:
+            return
+        self._counts = {STEPS: steps_done, CLIPS: self._clips[0]}
+        self._settings = self._settings_now()
+        words = self._apart.new_tensor(_words(repr((self._settings, self._counts))))
+        apart = self._spread(words, tuple(self._comm.axes)) | self._spread_of(
+            self._weights | self._states()
+        )
+        apart = self._comm.all_reduce(apart.to(torch.uint8), "job", "max")
+        if bool(apart):
+            self._name(call)
+        self.is_checked = True
+
+    def check_end(self, number: int, steps_done: int) -> None:
+        """Refuse to end a script whose ranks differ; waits for no rank, some may work on.
+
+        Args:
+            number: of the run among those of this process.
+            steps_done: steps taken.
+
+        Raises:
+            ScriptError: this rank is not as one that has ended.
+        """
+        if self._size == 1 or self._found is None:
+            return
+        self._counts = {STEPS: steps_done, CLIPS: self._clips[0]}
+        self._settings = self._settings_now()
+        facts = self._facts()
+        weights = {} if self._is_written() or self._is_rounding else facts.weights
+        store = job_store()
+        for place in dict.fromkeys(["", *(digest.place for digest in weights.values())]):
+            here = {name: each for name, each in weights.items() if each.place == place}
+            mine = replace(facts, weights=here)
+            key = f"phalanx/end/{number}/{place}"
+            theirs = Facts.of_text(store.compare_set(key, "", mine.to_text()).decode())
+            if not (here and theirs.weights):  # weights were written after the last step
+                mine, theirs = (replace(each, weights={}, states={}) for each in (mine, theirs))
+            if (found := first_difference([theirs, mine])) is not None:
+                raise ScriptError(f"the script ends with ranks that differ: {found.words}")
+
+    def count_clip(self, max_norm: float, p: float) -> None:
+        """Note a call of `run.clip`."""
+        self._clips = self._clips[0] + 1, f"{max_norm!r}, p={p!r}"
+
+    def note_made(self, gradients: Sequence[Tensor]) -> None:
+        """Note the gradients as the last backward of a step leaves them."""
+        if self._size > 1:
+            self._made = [(weakref.ref(g), _version(g)) for g in gradients]
+
+    def note_use(self, gradients: Sequence[Tensor]) -> None:
+        """Note what has changed the gradients that an optimizer is about to use."""
+        made = {id(ref()): version for ref, version in self._made}
+        kept = sum(made.get(id(gradient)) == _version(gradient) for gradient in gradients)
+        self._gradient_writes += max(len(made), len(gradients)) - kept
+
+    def note_step(self) -> None:
+        """Note that an optimizer has written weights."""
+        if self._size > 1:
+            self._version = self._versions()
+
+    # Parts of the above.
+
+    def _now(self) -> float:
+        """Return the time when the device has done all that it was given."""
+        if self._comm.device.type == "cuda":
+            torch.cuda.synchronize(self._comm.device)
+        return time.perf_counter()
+
+    def _versions(self) -> int:
+        return sum([_version(held.tensor) for held in self._weights.values()])
+
+    def _is_written(self) -> bool:
+        """Return whether weights have been written since the last step, for export perhaps."""
+        return self._versions() != self._version
+
+    def _settings_now(self) -> dict[str, str]:
+        """Return the settings of the optimizers by their names, as text."""
+        found: dict[str, str] = {}
+        for number, optimizer in enumerate(self._optimizers):
+            kind = type(optimizer).__name__
+            found[f"the kind of optimizer {number}"] = kind
+            for at, group in enumerate(optimizer.param_groups):
+                of = f"of group {at} of {kind}"
+                for name, value in group.items():
+                    if name == "params":
+                        found[f"the number of parameters {of}"] = str(len(value))
+                    elif text := _text(value):
+                        found[f"{name} {of}"] = text
+        if self._clips[0]:
+            found["the arguments of run.clip"] = self._clips[1]
+        return found
+
+    def _states(self) -> dict[str, _Held]:
+        """Return the tensors that the optimizers keep of each parameter."""
+        return {
+            f"{key} of {name}": weight._replace(tensor=value.to(self._comm.device))
+            for optimizer in self._optimizers
+            for name, weight in self._weights.items()
+            if weight.tensor in optimizer.state
+            for key, value in optimizer.state[weight.tensor].items()
+            if isinstance(value, Tensor)
+        }
+
+    @torch.no_grad()
+    def _spread_of(self, tensors: Mapping[str, _Held]) -> Tensor:
+        """Return whether replicas differ, on this rank or another that holds some; bool, 0-d."""
+        alike: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+        for held in tensors.values():
+            alike[held.axes].append(local_shard(held.tensor))
+        apart = torch.zeros((), dtype=torch.bool, device=self._comm.device)
+        for axes, shards in sorted(alike.items()):
+            if self._num_replicas(axes) > 1:
+                bits = torch.stack([bits_of(shard) for shard in shards])
+                odd = 2 * torch.arange(len(shards), device=bits.device) + 1
+                total = (bits * (odd * _MIX)).sum()
+                shifts = torch.arange(0, 64, _WORD_BITS, device=bits.device)
+                words = (total >> shifts) & (2**_WORD_BITS - 1)
+                apart = apart | self._spread(words.double(), axes)
+        return apart
+
+    def _spread(self, words: Tensor, axes: Sequence[str]) -> Tensor:
+        """Return whether ranks along axes have unlike words; bool, 0-d."""
+        sums = torch.cat([words, words**2])
+        for axis in axes:
+            self._comm.all_reduce(sums, axis)
+        total, squares = sums.chunk(2)
+        return (self._num_replicas(axes) * squares != total**2).any()
+
+    def _num_replicas(self, axes: Sequence[str]) -> int:
+        number = 1
+        for axis in axes:
+            number *= self._comm.axes[axis]
+        return number
+
+    def _facts(self) -> Facts:
+        return Facts(
+            dist.get_rank(),
+            self._counts,
+            self._settings,
+            {name: _digest(held) for name, held in self._weights.items()},
+            {name: _digest(held) for name, held in self._states().items()},
+            self._gradient_writes,
+            self._version - self._first_version,
+        )
+
+    def _name(self, call: str) -> None:
+        """Refuse ranks that differ, by what differs; every rank calls this together.
+
+        Raises:
+            ScriptError: what differs is more than rounding.
+        """
+        found = first_difference(gather_objects(self._facts()))
+        if found is None:  # alike again
+            return
+        if found.kind not in ("weights", "states") or not self._differ_by_rounding():
+            raise ScriptError(f"{call}: {found.words}")
+        if not self._is_rounding and dist.get_rank() == 0:
+            warnings.warn(
+                f"{found.words}; they differ by no more than rounding, as on hosts of unlike "
+                "processors",
+                stacklevel=2,
+            )
+        self._is_rounding = True
+
+    @torch.no_grad()
+    def _differ_by_rounding(self) -> bool:
+        """Return whether all replicas are within rounding; every rank calls this together."""
+        worst = torch.zeros((), dtype=torch.float64, device=self._comm.device)
+        for held in (self._weights | self._states()).values():
+            own = local_shard(held.tensor)
+            first = own.clone()
+            for axis in held.axes:
+                self._comm.broadcast(first, axis)
+            if own.numel() and own.is_floating_point():
+                scale = first.abs().max().double() * torch.finfo(own.dtype).eps
+                gap = (own - first).abs().max().double()
+                gap = torch.where(gap == 0, 0.0, gap / scale).nan_to_num(nan=float("inf"))
+                worst = torch.maximum(worst, gap)
+            else:
+                worst = torch.maximum(worst, (own != first).any() * float("inf"))
+        return bool(self._comm.all_reduce(worst, "job", "max") <= 4)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits, in pieces of 64, as int64 that wraps; 0-d."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.data_ptr() % 8:  # a part of a buffer, whose bits would be cut elsewhere than others'
+        flat = flat.clone()
+    per_piece = 8 // flat.element_size()
+    num_whole = len(flat) // per_piece * per_piece
+    total = flat[:num_whole].view(torch.int64).sum()
+    if num_whole < len(flat):
+        rest = flat.new_zeros(per_piece)
+        rest[: len(flat) - num_whole] = flat[num_whole:]
+        total = total + rest.view(torch.int64)[0]
+    return total
+
+
+def _held(tensor: Tensor, parameter: nn.Parameter, comm: Comm) -> _Held:
+    split = sharded_axes(parameter) if isinstance(parameter, DTensor) else ()
+    over = {member for axis in split for member in comm.axes_of(axis)}
+    axes = tuple(axis for axis in comm.axes if axis not in over)
+    place = ",".join(f"{axis}={comm.coord(axis)}" for axis in comm.axes if axis in over)
+    return _Held(tensor, axes, place)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how many times a tensor, or this rank's shard by itself, has been written."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor._version + tensor.to_local()._version
+    return tensor._version
+
+
+def _digest(held: _Held) -> Digest:
+    shard = local_shard(held.tensor.detach())
+    numbers = shard.real if shard.is_complex() else shard
+    return Digest(held.place, int(bits_of(shard)), float(numbers.double().sum()))
+
+
+def _text(value: Any) -> str:
+    """Return a setting as text; empty for what cannot be compared at little cost."""
+    if isinstance(value, Tensor):
+        return repr(value.item()) if value.ndim == 0 and value.device.type == "cpu" else ""
+    if isinstance(value, list | tuple):
+        parts = [_text(each) for each in value]
+        return f"({', '.join(parts)})" if all(parts) else ""
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else ""
+
+
+def _words(text: str) -> list[int]:
+    """Return a checksum of a text, as words."""
+    checksum = zlib.crc32(text.encode())
+    return [checksum >> shift & (2**_WORD_BITS - 1) for shift in range(0, 32, _WORD_BITS)]
