@@ -18,6 +18,9 @@ from phalanx.storage import open_regular
 MAX_JSON_BYTES: Final = 1 << 28
 """Largest JSON file that is read: Python takes some ten times its size in memory."""
 
+MAX_JSON_MARKS: Final = 1 << 24
+"""Most brackets and commas of a JSON file: each may become an object of some 60 bytes."""
+
 MAX_JSON_DEPTH: Final = 16
 """Deepest nesting of a JSON file; what is deeper may not even be copied or printed."""
 
@@ -37,8 +40,10 @@ def read_json(path: Path) -> dict[str, Any]:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
                 raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
-            text = file.readall().decode()
-        content: Any = json.loads(text, object_pairs_hook=_named)
+            text = file.readall()
+        if sum(map(text.count, (b"[", b"{", b","))) > MAX_JSON_MARKS:
+            raise ValueError(f"it has more than {MAX_JSON_MARKS:,} values")
+        content: Any = json.loads(text.decode(), object_pairs_hook=_named)
         check_plain(content)
     except FileNotFoundError:
         raise
@@ -94,10 +99,12 @@ def write_json(path: Path, content: Mapping[str, Any], indent: int | None = None
         OSError: the disk is full, say.
     """
     text = json.dumps(content, indent=indent) + "\n"
-    if len(text) > MAX_JSON_BYTES:
+    marks = sum(map(text.count, "[{,"))
+    if len(text) > MAX_JSON_BYTES or marks > MAX_JSON_MARKS:
         raise CheckpointError(
-            f"{path.name} would have {len(text):,} bytes, and none of more than "
-            f"{MAX_JSON_BYTES:,} is read; save with fewer tensors, or on fewer ranks"
+            f"{path.name} would have {len(text):,} bytes and {marks:,} values, and none of more "
+            f"than {MAX_JSON_BYTES:,} or {MAX_JSON_MARKS:,} is read; save with fewer tensors, or "
+            "on fewer ranks"
         )
     path.write_text(text, encoding="utf-8")
 

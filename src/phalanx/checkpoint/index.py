@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -95,7 +95,8 @@ class _Content:
     """What the file holds."""
 
     layouts: tuple[Layout, ...]
-    tensors: dict[str, tuple[str, int]]
+    tensors: dict[str, Any]
+    """Checked one by one below, since there may be a million."""
 
 
 def _index(content: _Content, files: Mapping[str, Checksum]) -> Index:
@@ -104,12 +105,19 @@ def _index(content: _Content, files: Mapping[str, Checksum]) -> Index:
             raise ValueError(f"a layout of shape {brief(list(layout.shape))}: {problem}")
     fitting: set[tuple[int, int]] = set()
     index: Index = {}
-    for name, (dtype_name, number) in content.tensors.items():
-        if dtype_name not in DTYPES or number >= len(content.layouts):
-            raise ValueError(
-                f"tensor {brief(name)} is {brief([dtype_name, number])}, expected a data type and "
-                f"the number of one of {len(content.layouts)} layouts"
-            )
+    for name, entry in content.tensors.items():
+        match entry:
+            case [str(dtype_name), int(number)] if (
+                dtype_name in DTYPES
+                and not isinstance(number, bool)
+                and 0 <= number < len(content.layouts)
+            ):
+                pass
+            case _:
+                raise ValueError(
+                    f"tensor {brief(name)} is {brief(entry)}, expected a data type and the number "
+                    f"of one of {len(content.layouts)} layouts"
+                )
         dtype, layout = DTYPES[dtype_name], content.layouts[number]
         if (number, dtype.itemsize) not in fitting:
             for shard in layout.shards:

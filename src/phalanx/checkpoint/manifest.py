@@ -29,6 +29,7 @@ from phalanx.checkpoint.foreign import (
     read_json,
     write_json,
 )
+from phalanx.checkpoint.standing import ScriptStanding
 from phalanx.config import Part
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
@@ -67,8 +68,7 @@ class Manifest:
         stream: what fixes the order of the samples, by name.
         parts: earlier parts of the run, whose samples had other lengths.
         settings: what else the run was told that a run which goes on should keep, by name.
-        script: where a loop of one's own stands, as phalanx.script.checkpoint has it; None for a
-            run of `phalanx train`.
+        script: where a training script stands; None for a run of `phalanx train`.
         scaler: state of the scaler of the loss, or None if the precision needs none.
         has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one
             with weights alone can only begin a run.
@@ -87,7 +87,7 @@ class Manifest:
     stream: dict[str, Any]
     parts: tuple[Part, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    script: dict[str, Any] | None = None
+    script: ScriptStanding | None = None
     scaler: dict[str, float] | None = None
     has_optimizer: bool = True
     is_passing: bool = False

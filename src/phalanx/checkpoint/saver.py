@@ -32,7 +32,7 @@ from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.progress import SaveProgress
 from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
-from phalanx.checkpoint.state import Held, held_by, held_once_trained, is_of_job
+from phalanx.checkpoint.state import AnyOptimizer, Held, held_by, held_once_trained, is_of_job
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of
 from phalanx.errors import CheckpointError
@@ -118,7 +118,7 @@ class Saver:
             f"{left}; training will wait while checkpoints are written"
         )
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: Manifest) -> None:
+    def begin(self, model: nn.Module, optimizer: AnyOptimizer, about: Manifest) -> None:
         """Copy the state and begin to write it; it may change as soon as this returns.
 
         The `files` of the manifest are filled in when they are written.

@@ -10,6 +10,7 @@ one tensor under one name. A tie has the first of its names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from phalanx.checkpoint import index, manifest
+from phalanx.checkpoint.dry_step import dry_state
 from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.index import Index
@@ -40,7 +42,20 @@ class Held(NamedTuple):
     local: torch.Tensor
 
 
-def held_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Held]:
+class Together:
+    """Several optimizers as one, as far as a checkpoint looks at one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        """Take their groups and states, as they are now."""
+        self.parts = parts
+        self.param_groups = [group for each in parts for group in each.param_groups]
+        self.state = {p: held for each in parts for p, held in each.state.items()}
+
+
+AnyOptimizer = torch.optim.Optimizer | Together
+
+
+def held_by(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Held]:
     """Return what this rank holds of a checkpoint: the tensors themselves, not copies.
 
     Raises:
@@ -50,7 +65,7 @@ def held_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Hel
     return held | _rows(_generators(model))
 
 
-def held_once_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Held]:
+def held_once_trained(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Held]:
     """Return `held_by` as it will be when each parameter has its moments.
 
     Those that are not there yet stand as the parameter itself, which is as large.
@@ -73,7 +88,7 @@ def is_of_job(name: str) -> bool:
     return name.startswith("generators.")
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def state_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.Tensor]:
     """Return the weights and the optimizer's state: the tensors themselves, not copies.
 
     A parameter that no step has used yet has no state in the optimizer, and none here.
@@ -101,7 +116,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return state
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(folder: Path, model: nn.Module, optimizer: AnyOptimizer) -> None:
     """Load weights, optimizer state and generators; every rank calls this together.
 
     Settings of the optimizer (betas, decay and the like) stay as they are. Generators belong to
@@ -121,7 +136,9 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     def make_room() -> dict[str, torch.Tensor]:
         about.check_optimizer()
         _check_weights(tensors, weights, elsewhere)
-        return _empty_moments(tensors, trained, optimizer, elsewhere)
+        moments = _empty_moments(tensors, trained, optimizer, elsewhere)
+        _check_whole(moments, trained, optimizer)
+        return moments
 
     moments = all_or_none(make_room, doing)
     state = {f"model.{name}": tensor for name, tensor in weights.items()} | moments
@@ -178,9 +195,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for tensor, name in names.items()}
 
 
-def _trained(
-    weights: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
+def _trained(weights: dict[str, torch.Tensor], optimizer: AnyOptimizer) -> dict[str, torch.Tensor]:
     """Return the parameters that the optimizer updates, of all its groups, by name."""
     names = {tensor: name for name, tensor in weights.items()}
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -222,7 +237,7 @@ def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
     about = on_first_rank(lambda: manifest.read(folder), doing)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     all_or_none(lambda: verify(folder, about, rank, num_ranks), doing)
-    return about, on_first_rank(lambda: index.read(folder, about.files), doing)
+    return about, on_first_rank(lambda: _named(index.read(folder, about.files)), doing)
 
 
 def _read(folder: Path, tensors: Index, held: dict[str, Held], doing: str) -> None:
@@ -239,6 +254,20 @@ def _elsewhere(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:
     if first_object("some" if missing else None) is None:
         return set()
     return set[str]().union(*gather_objects(list(weights))).difference(weights)
+
+
+def _named(tensors: Index) -> Index:
+    """Return the tensors of a checkpoint, all of which have names that a run gives.
+
+    Raises:
+        CheckpointError: names one that has not.
+    """
+    for name in tensors:
+        kind, _, rest = name.partition(".")
+        is_known = rest in ("cpu", "cuda") if kind == "generators" else bool(rest)
+        if kind not in ("model", "optimizer", "generators") or not is_known:
+            raise CheckpointError(f"it is of no run: it has the tensor {brief(name)}")
+    return tensors
 
 
 def _check_weights(tensors: Index, weights: dict[str, torch.Tensor], elsewhere: set[str]) -> None:
@@ -276,7 +305,7 @@ def _check_tensor(tensors: Index, stored_name: str, what: str, tensor: torch.Ten
 def _empty_moments(
     tensors: Index,
     trained: dict[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     elsewhere: set[str],
 ) -> dict[str, torch.Tensor]:
     """Return room for the optimizer's state that the checkpoint has, split as the parameters are.
@@ -313,6 +342,36 @@ def _empty_moments(
             moments[stored_name] = torch.zeros_like(parameter, requires_grad=False)
         _check_tensor(tensors, stored_name, f"{key} of {name}", moments[stored_name])
     return moments
+
+
+def _check_whole(
+    moments: Mapping[str, torch.Tensor],
+    trained: Mapping[str, torch.Tensor],
+    optimizer: AnyOptimizer,
+) -> None:
+    """Refuse a part of what the optimizer keeps of a parameter, or more than it keeps.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    found: dict[str, set[str]] = {}
+    for stored_name in moments:
+        name, key = _parameter_and_key(stored_name)
+        found.setdefault(name, set()).add(key)
+    names = {parameter: name for name, parameter in trained.items()}
+    parts = optimizer.parts if isinstance(optimizer, Together) else [optimizer]
+    for part, group in [(each, group) for each in parts for group in each.param_groups]:
+        if (kept := dry_state(part, group)) is None:
+            continue
+        keys = {key for key, value in kept.items() if value is not None}
+        for name in (names[parameter] for parameter in group["params"]):
+            if (has := found.get(name)) is not None and has != keys:
+                wrong = next(iter(sorted(has ^ keys)))
+                lacks = "has a" if wrong in has else "lacks the"
+                raise CheckpointError(
+                    f"it is of another optimizer: its state of {name} {lacks} {brief(wrong)}, and "
+                    f"this run's {type(part).__name__} keeps {', '.join(sorted(keys))}"
+                )
 
 
 def _parameter_and_key(stored_name: str) -> tuple[str, str]:

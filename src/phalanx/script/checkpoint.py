@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.checkpoint import manifest, state
+from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.standing import LoaderStanding, ScriptStanding
+from phalanx.checkpoint.state import Together
 from phalanx.comm.together import on_first_rank
 from phalanx.errors import CheckpointError
+from phalanx.script.states import encoded, load_scheduler, load_settings, settings_of
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a loop stands, apart from tensors; plain values for JSON but for `draws`.
+    """Where a loop stands, apart from tensors.
 
     Attributes:
         strategy: text of it.
         steps_done: steps taken.
         draws: state of the generator that the loaders share, or None.
         loaders: `RankLoader.state` of each.
-        schedulers: `state_dict` of each.
+        schedulers: the schedules themselves.
     """
 
     strategy: str
     steps_done: int
     draws: Tensor | None
-    loaders: Sequence[Mapping[str, Any]]
-    schedulers: Sequence[Mapping[str, Any]]
-
-
-class _Together:
-    """Several optimizers as one, as far as a checkpoint looks at one."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.param_groups = [group for each in optimizers for group in each.param_groups]
-        self.state = {p: held for each in optimizers for p, held in each.state.items()}
+    loaders: Sequence[LoaderStanding]
+    schedulers: Sequence[Any]
 
 
 def save(
@@ -62,11 +57,17 @@ def save(
     final = manifest.folder_of(saver.run, standing.steps_done)
     if on_first_rank((final / manifest.NAME).exists, f"cannot save in {saver.run}"):
         return final  # by this run, which has taken no step since
-    values = vars(standing) | {
-        "schedulers": [_encoded(each) for each in standing.schedulers],
-        "draws": to_text(standing.draws),
-        "groups": [[_settings(group) for group in each.param_groups] for each in optimizers],
-    }
+    script = ScriptStanding(
+        draws=to_text(standing.draws),
+        loaders=tuple(standing.loaders),
+        schedulers=tuple(
+            encoded(each.state_dict(), type(each).__name__) for each in standing.schedulers
+        ),
+        groups=tuple(
+            tuple(settings_of(group, type(each).__name__) for group in each.param_groups)
+            for each in optimizers
+        ),
+    )
     about = Manifest(
         steps_done=standing.steps_done,
         num_steps=standing.steps_done,
@@ -75,10 +76,9 @@ def save(
         strategy=standing.strategy,
         shape={},
         stream={},
-        script=_plain(values),
+        script=script,
     )
-    together = cast(torch.optim.Optimizer, _Together(optimizers))
-    saver.begin(model, together, about)
+    saver.begin(model, Together(optimizers), about)
     saver.finish()
     return final
 
@@ -115,48 +115,57 @@ def check_unused(folder: Path) -> None:
 
 def load(
     folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], standing: Standing
-) -> tuple[Path, dict[str, Any]] | None:
+) -> tuple[Path, Standing] | None:
     """Load the latest checkpoint, if there is one; every rank calls this together.
 
+    The model, the optimizers and the schedules of `standing` are then as they were.
+
     Returns:
-        Where it is, and what `save` was told of the loop.
+        Where it is, and where the loop stood.
 
     Raises:
         CheckpointError: it is damaged, or of another model, optimizer or script.
     """
 
-    def find() -> tuple[Path, dict[str, Any]] | None:
+    def find() -> tuple[Path, Manifest] | None:
         found = manifest.whole(folder)
         if not found:
             return None
         where = found[max(found)]
-        script = manifest.read(where).script
-        if script is None:
+        about = manifest.read(where)
+        if about.script is None:
             raise CheckpointError(f"{where} is of `phalanx train`, which goes on by --resume")
-        return where, script
+        return where, about
 
     found = on_first_rank(find, f"cannot go on from {folder}")
     if found is None:
         return None
-    where, script = found
+    where, about = found
+    script = about.script
+    assert script is not None, "it has been found"
     for what in ("loaders", "schedulers"):
-        was, is_now = len(script[what]), len(getattr(standing, what))
+        was, is_now = len(getattr(script, what)), len(getattr(standing, what))
         if was != is_now:
             raise CheckpointError(
                 f"{where} is of a script that prepared {was} {what}, and this one prepared "
                 f"{is_now}; prepare the same"
             )
-    _check_groups(where, script["groups"], optimizers)
-    together = _Together(optimizers)
-    state.load(where, model, cast(torch.optim.Optimizer, together))
-    for optimizer, groups in zip(optimizers, script["groups"], strict=True):
+    _check_groups(where, script.groups, optimizers)
+    stood = dataclasses.replace(
+        standing, steps_done=about.steps_done, draws=from_text(script.draws), loaders=script.loaders
+    )
+    for optimizer, groups in zip(optimizers, script.groups, strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
-            for parameter in group["params"]:
-                if parameter in together.state:
-                    optimizer.state[parameter] = together.state[parameter]
-    script["schedulers"] = [_decoded(each) for each in script["schedulers"]]
-    return where, script
+            load_settings(optimizer, group, settings)
+    together = Together(optimizers)
+    state.load(where, model, together)
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter in together.state:
+                optimizer.state[parameter] = together.state[parameter]
+    for scheduler, saved in zip(standing.schedulers, script.schedulers, strict=True):
+        load_scheduler(scheduler, saved)
+    return where, stood
 
 
 def to_text(generator: Tensor | None) -> str:
@@ -165,29 +174,21 @@ def to_text(generator: Tensor | None) -> str:
 
 
 def from_text(text: str) -> Tensor | None:
-    """Return the state of a generator from what `to_text` made of it."""
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) if text else None
+    """Return the state of a generator from what `to_text` made of it.
 
-
-def _encoded(value: Any) -> Any:
-    """Return a value as JSON has it, with what it has not: keys that are no text, and counts."""
-    if isinstance(value, Mapping):
-        pairs = [[key, _encoded(each)] for key, each in cast("Mapping[Any, Any]", value).items()]
-        return {"counter" if isinstance(value, Counter) else "pairs": pairs}
-    if isinstance(value, list | tuple):
-        return [_encoded(each) for each in cast("Sequence[Any]", value)]
-    return float(value) if isinstance(value, Tensor) and value.ndim == 0 else value
-
-
-def _decoded(value: Any) -> Any:
-    """Return what `_encoded` was given, tuples as lists."""
-    if isinstance(value, dict):
-        ((kind, pairs),) = cast("dict[str, Any]", value).items()
-        found = {key: _decoded(each) for key, each in pairs}
-        return Counter(found) if kind == "counter" else found
-    if isinstance(value, list):
-        return [_decoded(each) for each in cast("list[Any]", value)]
-    return value
+    Raises:
+        CheckpointError: it is no state of a generator.
+    """
+    if not text:
+        return None
+    try:
+        state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        torch.Generator().set_state(state)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"its state of a generator, {brief(text)}, is none: {brief(error)}"
+        ) from error
+    return state
 
 
 def _check_groups(
@@ -200,26 +201,3 @@ def _check_groups(
             f"{where} is of optimizers with {was} parameter groups, and this script's have {now}; "
             "make the same optimizers"
         )
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group."""
-    return {
-        name: float(value) if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as JSON has them.
-
-    Raises:
-        CheckpointError: one is nothing for JSON.
-    """
-    try:
-        return json.loads(json.dumps(values))
-    except TypeError as error:
-        raise CheckpointError(
-            f"cannot save the state of a scheduler or optimizer: {error}; expected numbers and text"
-        ) from error

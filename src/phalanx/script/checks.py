@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from phalanx.checkpoint.dry_step import DRY_SHAPE, dry_state
 from phalanx.config.fields import (
     SEED,
     TIMEOUT_S,
@@ -26,7 +27,7 @@ from phalanx.config.fields import (
 )
 from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
-from phalanx.script.optimizer import DRY_SHAPE, check_kind, dry_state
+from phalanx.script.optimizer import check_kind
 from phalanx.script.states import encoded
 from phalanx.train.objective import Objective
 

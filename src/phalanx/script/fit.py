@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.state import state_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.together import on_first_rank
@@ -189,6 +190,7 @@ class _Fit:
         PULSE.steps_done = done = step.steps_done
         if len(self.records.losses) == 1:
             warn_of_buffers(step.model, self.comm)
+            state_of(step.model, self.optimizer)  # refuses what could not be saved at the end
         pace.after_step(can_save=True)
         is_last = done == self.num_steps
         is_asked = options.eval_every and done % options.eval_every == 0
@@ -268,7 +270,7 @@ class _Fit:
             steps_done=self.step.steps_done,
             draws=self.draws.state,
             loaders=[self.loader.state()],
-            schedulers=[] if self.scheduler is None else [self.scheduler.state_dict()],
+            schedulers=[] if self.scheduler is None else [self.scheduler],
         )
 
     def _note_saved(self, where: Path) -> None:
@@ -287,13 +289,10 @@ class _Fit:
             raise CheckpointError(
                 f"cannot go on from {self.options.out}: there is no checkpoint in it"
             )
-        where, standing = found
+        where, stood = found
         self._note_saved(where)
-        self.step.steps_done = standing["steps_done"]
-        self.draws.state = checkpoint.from_text(standing["draws"])
-        self.loader.set_state(standing["loaders"][0])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(standing["schedulers"][0])
+        self.step.steps_done, self.draws.state = stood.steps_done, stood.draws
+        self.loader.set_state(stood.loaders[0])
 
     def _place(self) -> Place | None:
         number = self.step.run.microbatch

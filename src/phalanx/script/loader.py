@@ -29,10 +29,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from phalanx.checkpoint.standing import LoaderStanding
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.data.rows import count_rows, map_batch, map_tensors, tensors_of
-from phalanx.errors import ConfigError, DataError, ScriptError
+from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
+from phalanx.script.checkpoint import from_text, to_text
 
 
 class Draws:
@@ -173,21 +175,40 @@ class RankLoader:
         self.epoch, self.batches_done = self.epoch + 1, 0
         self.is_last = self.is_at_empty = False
 
-    def state(self) -> dict[str, Any]:
-        """Return where the loader stands, for JSON."""
-        before = {name: state.numpy().tobytes().hex() for name, state in self._before.items()}
-        position = {"epoch": self.epoch, "row": self._first_row, "order": self._digest}
-        return position | {"batches": self._skip or self.batches_done, "generators": before}
+    def state(self) -> LoaderStanding:
+        """Return where the loader stands."""
+        return LoaderStanding(
+            epoch=self.epoch,
+            row=self._first_row,
+            batches=self._skip or self.batches_done,
+            order=self._digest,
+            generators={name: to_text(state) for name, state in self._before.items()},
+        )
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Stand where a loader stood, so that the next pass is the rest of that one."""
-        self.epoch, self._skip = state["epoch"], state["batches"]
-        self._first_row, self._digest = state["row"], state["order"]
+    def set_state(self, state: LoaderStanding) -> None:
+        """Stand where a loader stood, so that the next pass is the rest of that one.
+
+        Raises:
+            CheckpointError: a pass over this loader cannot stand there.
+        """
+        before = {name: from_text(text) for name, text in state.generators.items()}
+        if self._fetcher is not None and state.batches:
+            needed = {"draws", *_generators(self.plain)}
+            if {*before} != needed or None in before.values():
+                raise CheckpointError(
+                    f"the loader stood at batch {state.batches} of a pass drawn from generators "
+                    f"{sorted(before)}, and this one draws from {sorted(needed)}; make the same "
+                    "DataLoader"
+                )
+            if state.batches > len(self.plain):
+                raise CheckpointError(
+                    f"the loader stood after batch {state.batches} of a pass, and this one has "
+                    f"{len(self.plain)} batches; give the same samples in batches of the same size"
+                )
+        self.epoch, self._skip = state.epoch, state.batches
+        self._first_row, self._digest = state.row, state.order
         self.batches_done = 0
-        self._before = {
-            name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-            for name, text in state["generators"].items()
-        }
+        self._before = {name: each for name, each in before.items() if each is not None}
 
     def _of_dataset(self, fetcher: _Fetcher) -> Iterator[_Fetched]:
         first = self.batches_done

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +21,6 @@ ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.ASGD),
 )
 """Optimizers whose step of a shard is the shard of their step."""
-
-DRY_SHAPE: Final = (3, 2)
-"""Shape of the parameter that `dry_state` steps; a factored state of it has another."""
 
 Names = Mapping[nn.Parameter, str]
 """The parameters of a model before it was split, and their names."""
@@ -84,28 +79,6 @@ def check_kind(
             f"{where}: {type(optimizer).__name__} takes no shards of parameters, which are what a "
             f"rank has under this strategy; use dp, or one of {names}"
         )
-
-
-def dry_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what an optimizer keeps of a parameter of DRY_SHAPE in a group, after a step.
-
-    The optimizer, its parameters and its own state stay as they are.
-
-    Returns:
-        The state by name; None if the optimizer cannot take such a step, as one that needs sparse
-        gradients, or that keeps more than torch's own do.
-    """
-    like = next(iter(group["params"]), torch.zeros(()))
-    parameter = nn.Parameter(torch.zeros(DRY_SHAPE, dtype=like.dtype, device=like.device))
-    parameter.grad = torch.ones_like(parameter)
-    dry = copy.copy(optimizer)
-    dry.state = defaultdict(dict)
-    dry.param_groups = [{**group, "params": [parameter]}]
-    try:
-        dry.step()
-    except Exception:  # whatever a user's optimizer does with a parameter that it does not know
-        return None
-    return dict(dry.state[parameter])
 
 
 def _split(value: Any, parameter: nn.Parameter) -> Any:

@@ -384,13 +384,10 @@ class Run:
             self.print(f"no checkpoint in {folder} yet: begins anew")
             return False
         self._folders[Path(folder)] = Path(folder)
-        where, standing = found
-        step.steps_done = standing["steps_done"]
-        self._draws.state = checkpoint.from_text(standing["draws"])
-        for loader, state in zip(self._loaders, standing["loaders"], strict=True):
+        where, stood = found
+        step.steps_done, self._draws.state = stood.steps_done, stood.draws
+        for loader, state in zip(self._loaders, stood.loaders, strict=True):
             loader.set_state(state)
-        for scheduler, state in zip(self._schedulers, standing["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
         step.reset()
         self._tell_standing(Path(folder), where)
         self.print(f"goes on from {where}, after step {self.steps_done}")
@@ -497,5 +494,5 @@ class Run:
             steps_done=self.steps_done,
             draws=self._draws.state,
             loaders=[loader.state() for loader in self._loaders],
-            schedulers=[scheduler.state_dict() for scheduler in self._schedulers],
+            schedulers=self._schedulers,
         )

@@ -7,6 +7,7 @@ before anything of it is written.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections import Counter
@@ -14,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
+from torch import nn
 
+from phalanx.checkpoint.dry_step import DRY_SHAPE, dry_state
 from phalanx.checkpoint.foreign import brief, check_plain
 from phalanx.errors import CheckpointError
 
@@ -68,10 +71,11 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
     kind = type(scheduler).__name__
     try:
         state, own = _decoded(saved), _decoded(encoded(scheduler.state_dict(), kind))
-        is_torchs = type(scheduler).__module__.startswith("torch.optim.")
+        if type(scheduler).__module__.startswith("torch.optim."):
+            _check_schedule(own, state)
         # One of the user's own may have learned a name since; none may hide a method.
-        later = [n for n in state if not (is_torchs or n in own or hasattr(scheduler, n))]
-        _check_schedule(own, state, later)
+        elif hidden := [name for name in state if name not in own and hasattr(scheduler, name)]:
+            raise ValueError(f"it has the unknown entry {brief(hidden[0])}")
         scheduler.load_state_dict(state)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(
@@ -89,12 +93,15 @@ def settings_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
     return encoded(own, f"{what}, its settings")
 
 
-def load_settings(group: dict[str, Any], saved: Mapping[str, Any], what: str) -> None:
-    """Give a parameter group the settings that it had.
+def load_settings(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
+) -> None:
+    """Give a parameter group of an optimizer the settings that it had.
 
     Raises:
         CheckpointError: they are of an optimizer of another kind, or none at all.
     """
+    what = type(optimizer).__name__
     try:
         settings, own = _decoded(saved), _decoded(settings_of(group, what))
         for name, value in settings.items():
@@ -105,11 +112,30 @@ def load_settings(group: dict[str, Any], saved: Mapping[str, Any], what: str) ->
                 raise ValueError(f"{name} is {brief(value)}, expected at least 0")
         if "lr" in own and "lr" not in settings:
             raise ValueError("it has no 'lr'")
-    except (ValueError, TypeError) as error:
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+        _check_taken(optimizer, group, settings)
+    except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"its settings are not those of {what}: {brief(error, 200)}; make the same optimizer"
         ) from error
-    group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+    group.update(settings)
+
+
+def _check_taken(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """Refuse settings with which the optimizer cannot be made, or cannot step as it could before.
+
+    Raises:
+        ValueError: says why.
+    """
+    kind: type[Any] = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):  # whose arguments are settings
+        given = {n: settings[n] for n in inspect.signature(kind).parameters if n in settings}
+        kind([nn.Parameter(torch.zeros(DRY_SHAPE))], **given)
+    after = dry_state(optimizer, {**group, **settings})
+    if after is None and dry_state(optimizer, group) is not None:
+        raise ValueError("it cannot step with them")
 
 
 def _encoded(value: Any) -> Any:
@@ -135,17 +161,19 @@ def _decoded(value: Any) -> Any:
     if {*entries} not in ({_PAIRS}, {_COUNTER}):
         return {name: _decoded(each) for name, each in entries.items()}
     ((kind, pairs),) = entries.items()
-    found = {key: _decoded(each) for key, each in pairs}
+    if not isinstance(pairs, list):
+        raise ValueError(f"its {kind} are {brief(pairs)}")
+    found = {key: _decoded(each) for key, each in cast("list[Any]", pairs)}
     return Counter(found) if kind == _COUNTER else found
 
 
-def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], later: Sequence[str]) -> None:
-    """Refuse the state of another schedule; it may have the names of `later` beside its own.
+def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse the state of another schedule of torch.
 
     Raises:
         ValueError: names the entry.
     """
-    if unknown := [name for name in saved if name not in own and name not in later]:
+    if unknown := [name for name in saved if name not in own]:
         raise ValueError(f"it has the unknown entry {brief(unknown[0])}")
     for name in _COUNTS:
         count = saved.get(name)
@@ -159,8 +187,8 @@ def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], later: Seq
 def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -> None:
     """Refuse a value of another type than the one that this run has in its place.
 
-    A number may be whole or not. What this run has not set yet may be anything, or, of a setting,
-    any one value.
+    A number may be whole or not. What this run has not set yet may be anything, or, of a setting, a
+    switch.
 
     Raises:
         ValueError: names the value.
@@ -175,17 +203,21 @@ def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -
         case dict(), dict():
             mine, theirs = cast("dict[Any, Any]", own), cast("dict[Any, Any]", saved)
             if _COUNTS[0] in mine:  # of a schedule within a schedule
-                _check_schedule(mine, theirs, ())
-            for name in () if _COUNTS[0] in mine else mine.keys() & theirs.keys():
-                _check_alike(mine[name], theirs[name], brief(name))
+                _check_schedule(mine, theirs)
+            elif mine:  # whose names are those of the script, or steps
+                usual = next(iter(mine.values()))
+                for name, value in theirs.items():
+                    _check_alike(mine.get(name, usual), value, brief(name))
         case _:
             pass
 
 
 def _is_alike(own: Any, saved: Any, is_setting: bool) -> bool:
     """Return whether two values are of one type, whatever lies in them."""
-    if own is None or saved is None:
-        return own is saved or not (is_setting and isinstance(saved, list | dict | str))
+    if own is None:
+        return saved is None or isinstance(saved, bool) or not is_setting
+    if saved is None:
+        return is_setting and isinstance(own, bool)  # left to torch where it was saved
     if isinstance(own, bool) or isinstance(saved, bool):
         return type(own) is type(saved)
     if isinstance(own, int | float):

@@ -1,0 +1,45 @@
+"""Where a training script stands, as the manifest of its checkpoint has it: plain values for JSON.
+
+The manifest itself has the steps done and the strategy; files of tensors have all that is large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderStanding:
+    """Where a loader stands.
+
+    Attributes:
+        epoch: passes that have ended.
+        row: rows of the passes before.
+        batches: batches yielded in the pass under way.
+        order: digest of the samples of each batch of that pass.
+        generators: states of the generators that it drew that order from, in hexadecimal digits.
+    """
+
+    epoch: int
+    row: int
+    batches: int
+    order: str
+    generators: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptStanding:
+    """Where a training script stands, apart from tensors.
+
+    Attributes:
+        draws: state of the generator that the loaders share, in hexadecimal digits, or empty.
+        loaders: of each loader.
+        schedulers: state of each schedule, see phalanx.script.states.
+        groups: of each optimizer the settings of each of its parameter groups, likewise.
+    """
+
+    draws: str
+    loaders: tuple[LoaderStanding, ...]
+    schedulers: tuple[dict[str, Any], ...]
+    groups: tuple[tuple[dict[str, Any], ...], ...]
