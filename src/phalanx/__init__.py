@@ -67,3 +67,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'phalanx' has no attribute '{name}'")
     module, attribute = homes[name]
     return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

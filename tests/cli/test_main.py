@@ -54,8 +54,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["doctr", "--json"], "(did you mean 'doctor'?)"),
         (
             ["plan", "--help"],
-            "'plan' is not built yet; the verbs are train, run, verify",
+            "'plan' is not built yet; today phalanx train refuses before it starts what cannot fit",
         ),
+        (["sho"], "'sho' is not a verb (did you mean 'show', which is not built yet?); the"),
         (["--json"], "'--json' is not a verb"),
     ],
 )

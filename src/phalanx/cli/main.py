@@ -29,8 +29,15 @@ VERBS: Final[Mapping[str, str]] = {
 }
 """The verbs that are built, each in phalanx.cli.<verb> with `run(argv) -> exit code`."""
 
-NOT_BUILT: Final = ("plan", "report", "show", "generate", "serve")
-"""Verbs that will come; named so that asking for one is answered clearly."""
+NOT_BUILT: Final[Mapping[str, str]] = {
+    "plan": "phalanx train refuses before it starts what cannot fit, and phalanx bench scaling "
+    "times strategies in turns",
+    "report": "phalanx train --report prints where time, bytes and memory went",
+    "show": "phalanx bench pipeline --out FOLDER draws a schedule as planned and as run",
+    "generate": "phalanx convert writes a folder from which transformers generates",
+    "serve": "phalanx convert writes a folder that servers of transformers models load",
+}
+"""Verbs that will come, and what does a part of it today."""
 
 READER_LEFT: Final = 128 + signal.SIGPIPE
 """The exit code after `| head` and the like, where nobody reads the rest."""
@@ -116,12 +123,14 @@ def _dispatch(words: list[str]) -> int:
         print(f"phalanx {phalanx.__version__}")
         return 0
     if verb in NOT_BUILT:
-        raise ConfigError(f"'{verb}' is not built yet; the verbs are {', '.join(VERBS)}")
-    if verb not in VERBS:
         raise ConfigError(
-            f"'{verb}' is not a verb{nearest(verb, [*VERBS, *NOT_BUILT])}; the verbs are "
-            f"{', '.join(VERBS)}"
+            f"'{verb}' is not built yet; today {NOT_BUILT[verb]}; the verbs are {', '.join(VERBS)}"
         )
+    if verb not in VERBS:
+        meant = nearest(verb, VERBS)
+        if not meant and (meant := nearest(verb, NOT_BUILT)):
+            meant = f"{meant.removesuffix('?)')}, which is not built yet?)"
+        raise ConfigError(f"'{verb}' is not a verb{meant}; the verbs are {', '.join(VERBS)}")
     try:
         with server_stopped():
             return import_module(f"phalanx.cli.{verb}").run(rest)
@@ -148,6 +157,7 @@ def _usage() -> str:
         "",
         "  phalanx train                                the demo: a small decoder on real text",
         "  phalanx train --strategy dp2 --data notes/   your own text over two processes",
+        "  phalanx train --script my.py:job             your own model: train --script --help",
         '  phalanx verify "dp2"                         every gradient against one process',
     ]
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,16 @@ from rich.text import Text
 
 from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
-from phalanx.config.fields import MINUTES, STEPS, THREADS, TIMEOUT_S, Positional, Range
+from phalanx.config.fields import (
+    MINUTES,
+    STEPS,
+    THREADS,
+    TIMEOUT_S,
+    Positional,
+    Range,
+    Schema,
+    settings,
+)
 from phalanx.errors import ConfigError
 from phalanx.measure.utilization import percent
 
@@ -26,6 +36,19 @@ if TYPE_CHECKING:
 def is_asked(argv: list[str]) -> bool:
     """Return whether a command line names a script."""
     return any(word.partition("=")[0] == "--script" for word in argv)
+
+
+def script_help(verb: str, schema: type) -> str:
+    """Return the lines of `verb --help` on its form for a job of one's own."""
+    keys = [setting.key for setting in settings(schema) if setting.positional is None]
+    options = " ".join(f"--{key.replace('_', '-')}" for key in keys)
+    about = f"phalanx {verb} --script FILE.py:FUNCTION: {schema.__doc__} Its options are {options};"
+    return textwrap.fill(f"{about} phalanx {verb} --script --help says more.", 78)
+
+
+def _read(argv: list[str], schema: type[Schema], *, prog: str) -> Schema:
+    is_help = {"-h", "--help"}.intersection(argv)  # though --script has no value yet
+    return read_command_line(["--help"] if is_help else argv, schema, prog=prog)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +113,7 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, str, Options]:
     from phalanx.script.trainer import Options, trainer_of
     from phalanx.train.job.request import choose
 
-    config = read_command_line(argv, ScriptTrainConfig, prog="phalanx train --script")
+    config = _read(argv, ScriptTrainConfig, prog="phalanx train --script")
     trainer = trainer_of(config.script)
     if config.steps is not None:
         trainer = dataclasses.replace(trainer, steps=config.steps)
@@ -134,7 +157,7 @@ def _judged_job(argv: list[str]) -> tuple[ScriptVerifyConfig, Trainer, str]:
     """Return what the command line says, the job and the strategy to judge."""
     from phalanx.script.trainer import trainer_of
 
-    config = read_command_line(argv, ScriptVerifyConfig, prog="phalanx verify --script")
+    config = _read(argv, ScriptVerifyConfig, prog="phalanx verify --script")
     if config.strategy is None:
         raise ConfigError("STRATEGY is missing; expected: phalanx verify dp2 --script FILE:JOB")
     return config, trainer_of(config.script), config.strategy

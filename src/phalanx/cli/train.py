@@ -35,7 +35,8 @@ def run(argv: list[str]) -> int:
             loaded = load_config(argv, TrainConfig)
         except SystemExit:
             if {"-h", "--help"}.intersection(argv):
-                print(f"{strategy_help()}\n\n{preset_help()}")
+                of_scripts = script.script_help("train", script.ScriptTrainConfig)
+                print(f"{of_scripts}\n\n{strategy_help()}\n\n{preset_help()}")
             raise
         return loaded, settle(loaded.config)
 

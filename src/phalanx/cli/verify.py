@@ -39,7 +39,12 @@ def run(argv: list[str]) -> int:
 
     def prepare() -> tuple[Loaded[AnyConfig], Strategy]:
         schema = VerifyTrainConfig if "--train" in argv else VerifyConfig
-        loaded: Loaded[AnyConfig] = load_config(argv, schema, prog="phalanx verify")
+        try:
+            loaded: Loaded[AnyConfig] = load_config(argv, schema, prog="phalanx verify")
+        except SystemExit:
+            if {"-h", "--help"}.intersection(argv):
+                print(script.script_help("verify STRATEGY", script.ScriptVerifyConfig))
+            raise
         if loaded.config.train != (schema is VerifyTrainConfig):
             raise ConfigError(
                 "train is set otherwise than by the word --train alone, which decides what else "

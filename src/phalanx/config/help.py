@@ -97,7 +97,7 @@ def _flags(setting: Setting) -> str:
 
 def _default(value: Any) -> str:
     """Return the words for a default; what an unset value means stands in the text."""
-    if value is None or value is False or value == []:
+    if value is None or value is False or value in ([], ""):
         return ""
     text = " ".join(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else str(value)
     return f" (default: {'true' if value is True else text})"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.text import Text
 
 PATIENCE_S = 2.0
 """How long a person waits without a word."""
@@ -20,13 +19,17 @@ def said_if_long(what: str) -> Generator[None]:
     if dist.get_rank() != 0:
         yield
         return
-    # A console of its own prints above the bar of the display, which takes over standard output.
-    timer = threading.Timer(
-        PATIENCE_S, lambda: Console().print(Text(f"{what} ..."), soft_wrap=True)
-    )
+    timer = threading.Timer(PATIENCE_S, lambda: _say(f"{what} ..."))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def _say(line: str) -> None:
+    # The display of a run takes over standard output, and prints what comes there above its bar; a
+    # console of our own would write to the terminal itself, within the line of the bar.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
