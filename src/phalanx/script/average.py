@@ -13,22 +13,28 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
-from phalanx.launch.attach import attach
+from phalanx.launch.attach import at_end, attach
 from phalanx.parallel.reduce import sum_in_buckets
+from phalanx.script.replicas import Replicas, are_alike, words_of
 
-_seen: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What has been found to be alike on all ranks."""
+_averaging: weakref.WeakKeyDictionary[nn.Module, _Averaging] = weakref.WeakKeyDictionary()
+"""Of the models whose gradients have been averaged."""
+
+_NUMBERS = itertools.count()
 
 
 def average_gradients(model: nn.Module, count: int | None = None) -> None:
@@ -37,19 +43,25 @@ def average_gradients(model: nn.Module, count: int | None = None) -> None:
     A parameter that only some ranks used has a gradient of zeros on the others; one that no rank
     used keeps none. The process joins the job that it was started for, if it has not.
 
+    Under a GradScaler call it before `scaler.unscale_` and `scaler.step`, so that all ranks skip
+    the same steps.
+
     Args:
         model: each rank has computed gradients of the mean loss of its own samples.
         count: of these samples, where ranks have unlike numbers; each counts alike if None.
 
     Raises:
-        ScriptError: the ranks began with other weights.
+        ScriptError: the ranks began with other weights, average other models, or have drifted
+            apart.
     """
     comm = _comm()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if model not in _seen:
-        _check_alike([*model.parameters(), *model.buffers()])  # frozen ones too
-        _seen.add(model)
-    _average(parameters, comm, count)
+    if model not in _averaging:
+        tensors = [*model.parameters(), *model.buffers()]  # frozen ones too
+        _averaging[model] = _Averaging(
+            "average_gradients", comm, tensors, dict(model.named_parameters())
+        )
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    _averaging[model].average(parameters, count)
 
 
 def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -57,24 +69,158 @@ def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
 
     Its parameters become those of the first rank on all ranks; what it does not step, frozen parts
     and buffers, has to be alike before. The learning rate stays: a batch of N
-    ranks is N times as large, and its gradient a mean.
+    ranks is N times as large, and its gradient a mean. A closure given to `step` is followed by the
+    average each time that it is called, and returns the mean of the ranks' losses.
 
     Returns:
         The optimizer itself.
+
+    Raises:
+        ScriptError: in a step: the ranks have drifted apart, or a GradScaler makes it.
     """
     comm = _comm()
-    for parameter in _parameters_of(optimizer):
+    parameters = _parameters_of(optimizer)
+    for parameter in parameters.values():
         comm.broadcast(parameter, "job")
+    averaging = _Averaging("DistributedOptimizer", comm, [], parameters, [optimizer])
 
-    def average(own: torch.optim.Optimizer, *_: Any) -> None:
-        _average(_parameters_of(own), comm, None)
+    def before(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        _refuse_scaler()
+        if not any(callable(each) for each in (*args[1:], *kwargs.values())):
+            averaging.average(_parameters_of(own), None)
+            return None
 
-    optimizer.register_step_pre_hook(average)
+        def averaged(closure: Any) -> Any:
+            if not callable(closure):
+                return closure
+
+            def compute() -> Any:
+                loss = closure()
+                averaging.average(_parameters_of(own), None)
+                return _mean(loss, comm)
+
+            return compute
+
+        wrapped = {name: averaged(each) for name, each in kwargs.items()}
+        return (*args[:1], *map(averaged, args[1:])), wrapped
+
+    def after(*_: Any) -> None:
+        averaging.replicas.note_step()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
     return optimizer
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+class _Averaging:
+    """Averages gradients over ranks, and compares what must be alike on them."""
+
+    def __init__(
+        self,
+        call: str,
+        comm: Ranks,
+        first: Sequence[Tensor],
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
+        """Watch parameters; `first` are tensors that have to be alike at the first call."""
+        self.replicas = Replicas(comm, parameters, optimizers)
+        self._call = call
+        self._comm = comm
+        self._first = first or None
+        self._num_calls = 0
+        at_end(functools.partial(self._check_end, next(_NUMBERS)))
+
+    @torch.no_grad()
+    def average(self, parameters: Mapping[str, nn.Parameter], count: int | None) -> None:
+        """Average the gradients of parameters."""
+        comm = self._comm
+        own = 1.0 if count is None else count
+        total = self._agree(parameters, own)
+        used = torch.tensor([p.grad is not None for p in parameters.values()], device=comm.device)
+        used = comm.all_reduce(used.byte(), "job", "max")
+        gradients: dict[torch.dtype, list[Tensor]] = {}
+        for parameter, is_used in zip(parameters.values(), used.tolist(), strict=True):
+            if is_used:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = grad * (own / total).to(grad)
+                gradients.setdefault(parameter.dtype, []).append(parameter.grad)
+        for alike in gradients.values():
+            sum_in_buckets(alike, comm, comm.axes)
+        self._num_calls += 1
+
+    def _agree(self, parameters: Mapping[str, nn.Parameter], own: float) -> Tensor:
+        """Return the count of all ranks, where they average the gradients of one model.
+
+        What is sent has one size whatever a rank averages, so that unlike models are named.
+        """
+        comm = self._comm
+        self.replicas.judge(self._call)
+        form = repr([(tuple(p.shape), str(p.dtype)) for p in parameters.values()])
+        words = words_of(form)
+        is_new = self._first is not None
+        given = [own, is_new, *words, *(word**2 for word in words)]
+        found = torch.tensor(given, dtype=torch.float64, device=comm.device)
+        found = torch.cat([found, self.replicas.words(self._num_calls, 0)])
+        comm.all_reduce(found, "job")
+        num_words = 2 * len(words)
+        total, num_new = found[0], float(found[1])
+        if not are_alike(found[2 : 2 + num_words].tolist(), comm.size("job")):
+            size = sum(parameter.numel() for parameter in parameters.values())
+            shapes = ", ".join(
+                str(tuple(p.shape)) for p in itertools.islice(parameters.values(), 3)
+            )
+            forms = gather_objects(
+                f"{len(parameters)} parameters of {size} elements ({shapes}, ...)"
+            )
+            odd = next(rank for rank, each in enumerate(forms) if each != forms[0])
+            raise ScriptError(
+                f"{self._call}: rank {odd} averages {forms[odd]} and rank 0 {forms[0]}; give the "
+                "same model on every rank, in the same order of calls"
+            )
+        self.replicas.take(found[2 + num_words :])
+        if num_new:
+            _check_alike(self._call, self._first or ())
+            self._first = None
+        return torch.where(total > 0, total, 1.0)
+
+    def _check_end(self, number: int) -> None:
+        self.replicas.check_end(f"average {number}", self._num_calls)
+
+
+def _mean(loss: Any, comm: Comm) -> Any:
+    """Return the mean of the ranks' losses, by which all take the same decisions."""
+    if loss is None:
+        return None
+    own = torch.as_tensor(loss, dtype=torch.float64, device=comm.device).detach().clone()
+    mean = comm.all_reduce(own, "job") / comm.size("job")
+    return mean.to(loss) if isinstance(loss, Tensor) else float(mean)
+
+
+def _refuse_scaler() -> None:
+    """Refuse a step that a GradScaler makes: each rank's would skip steps of its own.
+
+    Raises:
+        ScriptError: one of the callers is a scaler.
+    """
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_globals.get("__name__") == GradScaler.__module__:
+            raise ScriptError(
+                "DistributedOptimizer: a GradScaler makes this step, and would skip it on the "
+                "ranks whose own gradients overflow; call phalanx.average_gradients(model) after "
+                "backward and leave DistributedOptimizer out, or use run.prepare"
+            )
+        frame = frame.f_back
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer, by their group and their number in it."""
+    return {
+        f"parameter {number} of group {at}": parameter
+        for at, group in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(group["params"])
+    }
 
 
 def _comm() -> Ranks:
@@ -87,25 +233,7 @@ def _ranks(num_ranks: int, device: str) -> Ranks:
     return Ranks({"dp": num_ranks}, device)
 
 
-@torch.no_grad()
-def _average(parameters: Sequence[nn.Parameter], comm: Comm, count: int | None) -> None:
-    used = torch.tensor([p.grad is not None for p in parameters], device=comm.device)
-    used = comm.all_reduce(used.byte(), "job", "max")
-    own = torch.tensor(1.0 if count is None else count, dtype=torch.float64, device=comm.device)
-    total = comm.all_reduce(own.clone(), "job")
-    share = own / torch.where(total > 0, total, 1.0)
-    gradients: dict[torch.dtype, list[Tensor]] = {}
-    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
-        if is_used:
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * share
-            )
-            gradients.setdefault(parameter.dtype, []).append(parameter.grad)
-    for alike in gradients.values():
-        sum_in_buckets(alike, comm, comm.axes)
-
-
-def _check_alike(parameters: Iterable[Tensor]) -> None:
+def _check_alike(call: str, parameters: Iterable[Tensor]) -> None:
     digest = hashlib.blake2b()
     for parameter in parameters:
         digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -113,6 +241,6 @@ def _check_alike(parameters: Iterable[Tensor]) -> None:
     odd = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
     if odd is not None:
         raise ScriptError(
-            f"average_gradients: rank {odd} has other weights than rank 0, and averaged gradients "
+            f"{call}: rank {odd} has other weights than rank 0, and averaged gradients "
             "do not make them equal; call torch.manual_seed(0) before the model is made"
         )

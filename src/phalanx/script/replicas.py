@@ -85,8 +85,8 @@ class Replicas:
         self._gradient_writes = 0
         self._first_version = self._version = self._versions()
 
-    def judge(self) -> None:
-        """Refuse what the last backward found to differ; compare the weights where it is time.
+    def judge(self, call: str = "backward") -> None:
+        """Refuse what the last step found to differ; compare the weights where it is time.
 
         Raises:
             ScriptError: the ranks differ.
@@ -96,12 +96,8 @@ class Replicas:
             return
         found = self._found.tolist()  # of the step before: no GPU is waited for
         words, (apart, due) = found[:-2], found[-2:]
-        half = len(words) // 2
-        if apart or any(
-            self._size * squares != total**2
-            for total, squares in zip(words[:half], words[half:], strict=True)
-        ):
-            self._name("backward")
+        if apart or not are_alike(words, self._size):
+            self._name(call)
         if due == self._size:
             began_s = self._now()
             self._apart = self._spread_of(self._weights).double()
@@ -117,7 +113,10 @@ class Replicas:
         self._began_s = self._began_s or time.perf_counter()
         self._counts = {STEPS: steps_done, BATCHES: num_batches, CLIPS: self._clips[0]}
         self._settings = self._settings_now()
-        words = [*_words(repr(self._settings)), *(n % 2**_WORD_BITS for n in self._counts.values())]
+        words = [
+            *words_of(repr(self._settings)),
+            *(n % 2**_WORD_BITS for n in self._counts.values()),
+        ]
         allowed_s = SHARE * (time.perf_counter() - self._began_s)
         is_due = self._spent_s + self._last_s <= allowed_s
         sent = self._apart.new_tensor([*words, *(word**2 for word in words), 0.0, is_due])
@@ -139,7 +138,7 @@ class Replicas:
             return
         self._counts = {STEPS: steps_done, CLIPS: self._clips[0]}
         self._settings = self._settings_now()
-        words = self._apart.new_tensor(_words(repr((self._settings, self._counts))))
+        words = self._apart.new_tensor(words_of(repr((self._settings, self._counts))))
         apart = self._spread(words, tuple(self._comm.axes)) | self._spread_of(
             self._weights | self._states()
         )
@@ -148,11 +147,11 @@ class Replicas:
             self._name(call)
         self.is_checked = True
 
-    def check_end(self, number: int, steps_done: int) -> None:
+    def check_end(self, name: str, steps_done: int) -> None:
         """Refuse to end a script whose ranks differ; waits for no rank, some may work on.
 
         Args:
-            number: of the run among those of this process.
+            name: of the run among those of this process.
             steps_done: steps taken.
 
         Raises:
@@ -168,7 +167,7 @@ class Replicas:
         for place in dict.fromkeys(["", *(digest.place for digest in weights.values())]):
             here = {name: each for name, each in weights.items() if each.place == place}
             mine = replace(facts, weights=here)
-            key = f"phalanx/end/{number}/{place}"
+            key = f"phalanx/end/{name}/{place}"
             theirs = Facts.of_text(store.compare_set(key, "", mine.to_text()).decode())
             if not (here and theirs.weights):  # weights were written after the last step
                 mine, theirs = (replace(each, weights={}, states={}) for each in (mine, theirs))
@@ -335,6 +334,13 @@ def bits_of(tensor: Tensor) -> Tensor:
     return total
 
 
+def are_alike(sums: Sequence[float], num_ranks: int) -> bool:
+    """Return whether ranks had the same words, from the sums of these and of their squares."""
+    half = len(sums) // 2
+    pairs = zip(sums[:half], sums[half:], strict=True)
+    return all(num_ranks * squares == total**2 for total, squares in pairs)
+
+
 def _held(tensor: Tensor, parameter: nn.Parameter, comm: Comm) -> _Held:
     split = sharded_axes(parameter) if isinstance(parameter, DTensor) else ()
     over = {member for axis in split for member in comm.axes_of(axis)}
@@ -367,7 +373,7 @@ def _text(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, bool | int | float | str) else ""
 
 
-def _words(text: str) -> list[int]:
+def words_of(text: str) -> list[int]:
     """Return a checksum of a text, as words."""
     checksum = zlib.crc32(text.encode())
     return [checksum >> shift & (2**_WORD_BITS - 1) for shift in range(0, 32, _WORD_BITS)]

@@ -448,7 +448,7 @@ class Run:
 
     def _check_end(self, number: int) -> None:
         if self._step is not None:
-            self._step.replicas.check_end(number, self._step.steps_done)
+            self._step.replicas.check_end(f"run {number}", self._step.steps_done)
 
     def _prepared(self, call: str) -> tuple[nn.Module, UserStep]:
         if self._model is None or self._step is None:
