@@ -14,7 +14,7 @@ from torch import nn
 from phalanx.measure.utilization import percent
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.pipeline.cut import cut_chain, schedule_of
-from phalanx.parallel.pipeline.modules import Links, links_of
+from phalanx.parallel.pipeline.links import Links, links_of
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.script.flops import Flops
 from phalanx.strategy import Strategy

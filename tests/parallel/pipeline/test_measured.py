@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from phalanx.parallel.pipeline import measured
 from phalanx.parallel.pipeline.cut import ranges_of
+from phalanx.parallel.pipeline.links import links_of
 from phalanx.parallel.pipeline.measured import link_times, measured_cut
-from phalanx.parallel.pipeline.modules import ModuleStages, links_of
+from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.strategy import Strategy
 
 

@@ -21,7 +21,8 @@ from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.pipeline.modules import ModuleStages, links_of
+from phalanx.parallel.pipeline.links import links_of
+from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.verify.harness import verify_on_ranks
@@ -101,6 +102,28 @@ def channels_last() -> nn.Module:
 class Detached(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.detach()
+
+
+class Registered(nn.Module):
+    """Registers its layers again, in two parts that it runs, as a tutorial of PyTorch does."""
+
+    def __init__(self, chain: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)
+        self.layer1 = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3))
+        self.layer2 = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh())
+        self.last = nn.Linear(16, NUM_WORDS)
+        self.part1 = nn.Sequential(self.conv, self.norm, self.layer1)
+        self.part2 = nn.Sequential(self.layer2, nn.AdaptiveAvgPool2d(2))
+        self.chain = chain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part2(self.part1(x)).flatten(1))
+
+
+PARTS = ("part1", "part2", "last")
+LAYERS = (("conv", "norm"), "layer1", "layer2", "last")
 
 
 def with_detached() -> nn.Module:
@@ -259,6 +282,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "trimmed": (Trimmed, ("input_ids", "attention_mask")),
     "turned": (turned, ("features",)),
     "channels last": (channels_last, ("pixel_values",)),
+    "registered, parts": (functools.partial(Registered, PARTS), ("pixel_values",)),
+    "registered, layers": (functools.partial(Registered, LAYERS), ("pixel_values",)),
     "frozen in front": (frozen_in_front, ("features",)),
     "llama": (
         functools.partial(hub, "llama"),
@@ -291,7 +316,14 @@ JOBS: dict[str, Sequence[str]] = {
     "pp2,cut:1+4": ["in place"],
     "pp2:gpipe,cut:1+4": ["sequential", "tabled", "gpt2"],
     "pp2,cut:3+2": ["in place", "around"],
-    "pp2:interleaved/2": ["sequential", "recomputed", "qwen2, tied", "llama", "frozen in front"],
+    "pp2:interleaved/2": [
+        "sequential",
+        "recomputed",
+        "qwen2, tied",
+        "llama",
+        "registered, layers",
+        "frozen in front",
+    ],
     "pp2:zbv": ["tabled", "gpt2"],
     "pp2:zb/1": ["sequential", "turned"],
     "pp2:zb/2": ["frozen in front"],
@@ -362,11 +394,33 @@ def test_a_rank_keeps_the_parameters_of_its_stages_by_their_names() -> None:
     assert kept[0] | kept[1] == set(whole)
 
 
+@pytest.mark.parametrize("chain", [PARTS, LAYERS], ids=len)
+def test_a_module_with_two_names_is_on_the_ranks_of_its_stage(chain: Any) -> None:
+    whole = Registered(chain)
+    kept = []
+    for pp_rank in range(2):
+        model = Registered(chain)
+        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank)
+        kept.append({name for name, _ in (*model.named_parameters(), *model.named_buffers())})
+    names = [name for name, _ in (*whole.named_parameters(), *whole.named_buffers())]
+    assert sorted(kept[0] | kept[1]) == sorted(names)
+    assert not kept[0] & kept[1]
+
+
 class TwoLists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.ModuleList([nn.Linear(2, 2)])
         self.decoder = nn.ModuleList([nn.Linear(2, 2)])
+
+
+class Unnamed(nn.Module):
+    chain = ("first", "last")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2, affine=False)
 
 
 class OwnParameter(nn.Module):
@@ -400,6 +454,7 @@ class Nested(nn.Sequential):
     ("build", "text", "words"),
     [
         (TwoLists, "pp2", "TwoLists has 2 lists of blocks; expected one ModuleList"),
+        (Unnamed, "pp2", "'norm' of Unnamed has running statistics, which would move in every"),
         (OwnParameter, "pp2", "the parameter 'positions' of OwnParameter is in no link"),
         (SharedBlocks, "pp3", "stages 1, 2 of SharedBlocks read one parameter, '1.weight'"),
         (functools.partial(Misnamed, nn.Linear(2, 2)), "pp2", "names 'first', which is no module"),
@@ -513,6 +568,87 @@ def test_what_needs_no_number_of_an_absent_layer_is_right(name: str) -> None:
     check_between(KNOWN[name])
 
 
+class Narrowing(nn.Sequential):
+    """Asks for the shape that its first layer gives, after one that gives another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self[0](x)
+        narrow = self[1](wide.view(len(x), 2, 3))
+        return self[2](narrow.flatten(1)) * wide.shape[1]
+
+
+def test_shapes_of_absent_layers_are_known() -> None:
+    model = Narrowing(nn.Linear(4, 6), nn.Linear(3, 1), nn.Linear(2, 2))
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    stages = ModuleStages(model, links_of(model), [range(1), range(1, 2), range(2, 3)], range(3))
+    stages.prepare()
+    sent: Tensor | None = None
+    for stage in range(3):
+        sent = stages.run(stage, sent, lambda: model(x)).detach().requires_grad_()
+    assert torch.equal(sent, model(x))
+
+
+class Normed(nn.Module):
+    """Has a BatchNorm without parameters before its blocks, and one after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.before = nn.Linear(12, 12), nn.BatchNorm1d(12, affine=False)
+        self.blocks = nn.ModuleList(Residual(12, 12) for _ in range(3))
+        self.after, self.head = nn.BatchNorm1d(12, affine=False), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.after(x))
+
+
+def normed_on_ranks(kinds: Sequence[str]) -> list[tuple[dict[str, Tensor], Tensor | None]]:
+    """Return the buffers that this rank has after a step, and an evaluation, of each kind of pp."""
+    found: list[tuple[dict[str, Tensor], Tensor | None]] = []
+    microbatches = torch.randn(5, 4, 12, generator=torch.Generator().manual_seed(2)).unbind()
+    for kind in kinds:
+        strategy = Strategy.parse(f"pp2:{kind}")
+        comm, model = Ranks(strategy), Normed()
+        runner = Plan(strategy, model, pp_rank=comm.coord("pp")).build(comm)
+        runner(
+            microbatches, lambda each, model=model: model(each).square().sum(), lambda sum_: sum_
+        )
+        model.eval()
+        output = runner.infer(microbatches[0], lambda each, model=model: model(each))
+        found.append((dict(model.named_buffers()), output))
+    return found
+
+
+def test_running_statistics_move_once_and_on_one_rank() -> None:
+    kinds = ("1f1b", "interleaved/2", "zb/2", "zbv", "dualpipev")
+    whole = Normed()
+    microbatches = torch.randn(5, 4, 12, generator=torch.Generator().manual_seed(2)).unbind()
+    for each in microbatches:
+        whole(each)
+    expected, output = dict(whole.named_buffers()), whole.eval()(microbatches[0]).detach()
+    for of_ranks in zip(*run_ranks(normed_on_ranks, 2, kinds, threads=1), strict=True):
+        buffers = of_ranks[0][0] | of_ranks[1][0]
+        assert sum(len(each) for each, _ in of_ranks) == len(expected)
+        torch.testing.assert_close(buffers, expected)
+        (found,) = (each for _, each in of_ranks if each is not None)
+        torch.testing.assert_close(found, output)
+
+
+class Counting(Tabled):
+    """Counts its forwards in a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(input_ids)
+
+
 def test_an_input_of_a_stage_is_what_was_received_for_all_who_use_it() -> None:
     check_between(lambda x: x, lambda y, x: y + x * (x > 0))
 
@@ -578,6 +714,11 @@ def run_one(text: str, model: nn.Module, inputs: str) -> None:
         ),
         (RecomputedTogether(), "pp2,cut:2+3", "recomputes layers of several stages together, of"),
         (RecomputedTogether(), "pp2:interleaved/2", "recomputes layers of several stages together"),
+        (
+            Counting(),
+            "pp2",
+            "the buffer 'count' of Counting is in no link of its chain and changes",
+        ),
         (with_detached(), "pp2,cut:1+3", "stage 1 gives no gradient to what it receives"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

@@ -160,22 +160,26 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
+def absent(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor without numbers, of which a gradient is asked for if of `like` one is."""
+    nothing = like.new_full((), math.nan, dtype=dtype).requires_grad_(like.requires_grad)
+    return nothing.expand(shape).clone()  # what follows may change it in place
+
+
 class StandIn(Function):
-    """A tensor of its own with the gradient of another: with its numbers, or with none.
+    """A tensor on the memory of another, with its gradient.
 
     It is no view, so that what follows may change it in place, as it may what a layer returns.
     """
 
     @staticmethod
-    def forward(ctx: Any, received: Tensor, has_numbers: bool) -> Tensor:
+    def forward(ctx: Any, received: Tensor) -> Tensor:
         """Return a tensor like `received`."""
-        if not has_numbers:
-            return torch.full_like(received, math.nan)
         given = received.new_empty(0)
         given.data = received.detach()
         return given
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         """Return the gradient of `received`."""
-        return grad_outputs[0], None
+        return grad_outputs[0]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.pipeline.cut import num_stages, ranges_of
-from phalanx.parallel.pipeline.modules import ModuleStages, links_of
+from phalanx.parallel.pipeline.links import links_of
+from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.stage import Stages
 from phalanx.strategy import Strategy

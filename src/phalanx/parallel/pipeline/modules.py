@@ -15,11 +15,12 @@ an output: they are written for one process.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,113 +28,12 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from phalanx.errors import StrategyError
-from phalanx.parallel.blocks import blocks_of
-from phalanx.parallel.pipeline.awaited import Awaited, StandIn, await_, received_for
-from phalanx.parallel.pipeline.stage import Absent, Stages
+from phalanx.parallel.pipeline.awaited import Awaited, StandIn, absent, await_, received_for
+from phalanx.parallel.pipeline.links import Links, LooseBuffers, children
+from phalanx.parallel.pipeline.stage import Absent, Outline, Stages
 
-Links = Sequence[Sequence[str]]
-"""Names of the modules of each link of a chain; those of a link are always in one stage."""
-
-
-def links_of(model: nn.Module) -> Links:
-    """Return the links of a module: what it names as its `chain`, or what its form shows.
-
-    A `chain` is a list of names of submodules, in the order in which they run, each the input of
-    the next; or lists of names, for several that make one link. The links of an nn.Sequential are
-    its elements. Of another module they are what is before its one ModuleList, each element of the
-    list, and what is after it, in the order of registration. Modules without parameters, as far as
-    no link names them, run in every stage.
-
-    Raises:
-        StrategyError: the module is none of these, or it has parameters in no link.
-    """
-    given: Any = getattr(model, "chain", None)
-    if isinstance(given, list | tuple):
-        names = cast("Sequence[str | Sequence[str]]", given)
-        links = [[each] if isinstance(each, str) else list(each) for each in names]
-    elif isinstance(model, nn.Sequential):
-        links = [[name] for name, _ in _children(model)]
-    else:
-        links = _around_the_list(model)
-    _check(model, links)
-    return links
-
-
-def _around_the_list(model: nn.Module) -> list[list[str]]:
-    """Return what is before the blocks of a module, each block, and what is after them."""
-    blocks = [name for name, _ in blocks_of(model)]
-    lists = {name.rpartition(".")[0] for name in blocks}
-    if len(lists) != 1:
-        raise StrategyError(
-            f"pp: {type(model).__name__} has {len(lists)} lists of blocks; expected one ModuleList "
-            "of blocks that run one after another, an nn.Sequential, or the names of its modules "
-            "in their order as its `chain`"
-        )
-    (of_blocks,) = lists
-    before: list[str] = []
-    after: list[str] = []
-    found = before
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        nonlocal found
-        for name, child in _children(module):
-            path = f"{prefix}{name}"
-            if path == of_blocks:
-                found = after
-            elif of_blocks.startswith(f"{path}."):
-                visit(child, f"{path}.")
-            elif any(True for _ in child.parameters()):
-                found.append(path)
-
-    visit(model, "")
-    return [link for link in (before, *([name] for name in blocks), after) if link]
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the children of a module by name, one that has two names twice."""
-    # `named_children` leaves the second name out. Private, and the way to all.
-    children = module._modules  # pyright: ignore[reportPrivateUsage]
-    return [(name, child) for name, child in children.items() if child is not None]
-
-
-def _check(model: nn.Module, links: Links) -> None:
-    """Refuse links that are not the model's, and parameters that are in none."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    named = [name for link in links for name in link]
-    for name in named:
-        if name not in modules or not name:
-            raise StrategyError(
-                f"pp: the `chain` of {type(model).__name__} names '{name}', which is no module of "
-                "it; expected names as in named_modules()"
-            )
-        if any(f"{name}.".startswith(f"{other}.") for other in named if other != name) or (
-            named.count(name) > 1
-        ):
-            raise StrategyError(
-                f"pp: the `chain` of {type(model).__name__} names '{name}' twice, or a module that "
-                "it is in; expected each once"
-            )
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        if not any(name.startswith(f"{module}.") for module in named):
-            raise StrategyError(
-                f"pp: the parameter '{name}' of {type(model).__name__} is in no link of its chain; "
-                "hold it in a module that is one, or name its module in the `chain`"
-            )
-
-
-def cost_of(link: Sequence[nn.Module]) -> int:
-    """Return what a link costs for each of its inputs: its parameters but of tables.
-
-    It is in proportion to the FLOPs of linear maps. Convolutions and attention are not seen; the
-    cut of a strategy can be given, and `pipeline.measured` has it from times.
-    """
-    modules = {module for each in link for module in each.modules()}
-    return sum(
-        parameter.numel()
-        for module in modules
-        if not isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    )
+_KINDS = tuple(each for each in vars(torch).values() if isinstance(each, torch.dtype))
+"""Data types that an outline has the number of: all of torch, the same on all ranks."""
 
 
 class _Left(BaseException):
@@ -166,7 +66,7 @@ def _outline(of: nn.Module) -> dict[str, Any]:
     own = {k: v for k, v in vars(of).items() if not k.startswith("_") and k != "forward"}
     parameters = of.named_parameters(recurse=False)
     own |= {name: torch.empty_like(each, device="meta") for name, each in parameters}
-    return own | {name: SimpleNamespace(**_outline(child)) for name, child in _children(of)}
+    return own | {name: SimpleNamespace(**_outline(child)) for name, child in children(of)}
 
 
 class ModuleStages(Stages):
@@ -187,30 +87,34 @@ class ModuleStages(Stages):
         }
         self._modules = {name: model.get_submodule(name) for name in self._stage_of}
         self._absent = {
-            name: Passed(self._modules[name], functools.partial(self._call_absent, stage))
-            for name, stage in self._stage_of.items()
+            name: Passed(module, functools.partial(self._call_absent, name))
+            for name, module in self._modules.items()
         }
         self._first = {s: [self._modules[name] for name in links[cut[s][0]]] for s in here}
         self._at_work = 0
         self._is_in_objective = False
         self._waits = False
         self._received: Tensor | None = None
+        self._outputs: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._left: _Left | None = None
+        self._paths = self._find_paths()
         self._tied = self._find_tied()
         trained = (
             s for s in range(self.num_stages) if any(p.requires_grad for p in self.weights(s))
         )
         self.first_trained = next(trained, self.num_stages)
         tied = None if self._tied is None else model.get_parameter(self._tied)
-        for name, stage in self._stage_of.items():
-            if stage not in here:
-                self._put(name, self._absent[name])
+        gone = {name for name, stage in self._stage_of.items() if stage not in here}
+        self._remove_other_names(gone)
+        for name in gone:
+            self._put(name, self._absent[name])
         if self._tied is not None and tied is not None and self.num_ends > 0:
             self._hold(tied, self._tied)
         # What is of other ranks goes, parameters and all.
         self._modules = {n: m for n, m in self._modules.items() if self._stage_of[n] in here}
         self._run_whole = model.forward
         self._is_in_forward = False
+        self._loose = LooseBuffers(model, self._modules.values())
         self._warned = False
         model.forward = self._run_until_left
         for name in ("parameters", "named_parameters"):
@@ -249,9 +153,41 @@ class ModuleStages(Stages):
         module.__dict__.pop(own, None)
         module.register_parameter(own, parameter)
 
+    def _find_paths(self) -> dict[str, list[str]]:
+        """Return all names of the module of each link, those in other links left out."""
+        paths = {name: [name] for name in self._stage_of}
+        name_of = {module: name for name, module in reversed(self._modules.items())}
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            if module in name_of and not self._is_in_link(path):
+                paths[name_of[module]].append(path)
+        return paths
+
+    def _is_in_link(self, path: str) -> bool:
+        return any(f"{path}.".startswith(f"{name}.") for name in self._stage_of)
+
+    def _remove_other_names(self, gone: set[str]) -> None:
+        """Remove the modules within absent links where they have another name, in no link."""
+        here = {m for n, each in self._modules.items() if n not in gone for m in each.modules()}
+        link_of = {m: n for n in gone for m in self._modules[n].modules()}
+        removed: list[str] = []
+        for path, module in list(self._model.named_modules(remove_duplicate=False)):
+            is_other = module in link_of and module not in here and not self._is_in_link(path)
+            if is_other and not any(path.startswith(f"{each}.") for each in removed):
+                refuse = functools.partial(self._refuse_name, path, link_of[module])
+                parent, _, own = path.rpartition(".")
+                setattr(self._model.get_submodule(parent), own, Passed(module, refuse))
+                removed.append(path)
+
+    def _refuse_name(self, path: str, link: str, _: Sequence[Any]) -> Tensor:
+        raise StrategyError(
+            f"pp: the forward of {type(self._model).__name__} calls '{path}', and the `chain` "
+            f"names '{link}', which holds it too; name in the `chain` what the forward calls"
+        )
+
     def _put(self, name: str, module: nn.Module) -> None:
-        parent, _, own = name.rpartition(".")
-        setattr(self._model.get_submodule(parent), own, module)
+        for path in self._paths[name]:
+            parent, _, own = path.rpartition(".")
+            setattr(self._model.get_submodule(parent), own, module)
 
     @property
     @override
@@ -270,6 +206,8 @@ class ModuleStages(Stages):
         for modules in self._first.values():
             for module in modules:
                 module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        for name, module in self._modules.items():
+            module.register_forward_hook(functools.partial(self._note_output, name))
         # Before and after the hooks of fsdp, which look at parameters.
         self._model.register_forward_pre_hook(self._begin, prepend=True)
         self._model.register_forward_hook(self._leave)
@@ -277,23 +215,48 @@ class ModuleStages(Stages):
     @override
     def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
         self._at_work, self._received, self._waits = stage, received, True
+        before = self._loose.states()
+        self._outputs = self._read_outline(stage)
         with self._others_absent(stage):
             self._is_in_objective = torch.is_grad_enabled()
             try:
                 output = forward()
             except _Left as left:
                 self._warn_of_kept(stage)
+                self._loose.check(before)
+                self.outline = self._write_outline(stage)
                 return left.output
             finally:
                 self._is_in_objective = self._is_in_forward = False
                 self._received = self._left = None
-        if stage < self.num_stages - 1:
+        self._loose.check(before)
+        if stage < self.num_stages - 1 or self._waits:
+            missed = f"stage {stage}" if self._waits else f"the stage after {stage}"
             raise StrategyError(
-                f"pp: a forward of {type(self._model).__name__} did not come to the stage after "
-                f"{stage}; expected an objective that calls the model, and a model that runs its "
-                "chain in order"
+                f"pp: a forward of {type(self._model).__name__} did not come to {missed}; expected "
+                "an objective that calls the model, and a model that runs its chain in order"
             )
         return output
+
+    def _write_outline(self, stage: int) -> Outline:
+        """Return the data type, the dimensions and the sizes of each output up to a stage."""
+        numbers: list[int] = []
+        for name, of in self._stage_of.items():
+            if of <= stage:
+                dtype, shape = self._outputs.get(name, (None, ()))
+                numbers += [-1 if dtype is None else _KINDS.index(dtype), len(shape), *shape]
+        return tuple(numbers)
+
+    def _read_outline(self, stage: int) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Return the outputs before a stage; of modules that give no one tensor none."""
+        found: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        numbers = iter(self.outline)
+        for name in [name for name, of in self._stage_of.items() if of < stage]:
+            kind, ndim = next(numbers, -1), next(numbers, 0)
+            shape = torch.Size(itertools.islice(numbers, ndim))
+            if kind >= 0:
+                found[name] = _KINDS[kind], shape
+        return found
 
     @contextmanager
     def _others_absent(self, stage: int) -> Generator[None]:
@@ -346,9 +309,10 @@ class ModuleStages(Stages):
         if self._left is not None:
             raise self._left
 
-    def _call_absent(self, stage: int, args: Sequence[Any]) -> Tensor:
+    def _call_absent(self, name: str, args: Sequence[Any]) -> Tensor:
+        stage = self._stage_of[name]
         if stage < self._at_work:
-            return self._give(stage)
+            return self._give(name)
         if self._waits:
             raise StrategyError(
                 f"pp: {type(self._model).__name__} ran stage {stage} before {self._at_work}; its "
@@ -360,6 +324,10 @@ class ModuleStages(Stages):
             args[0].check("send", False)
         raise _Left(args[0])
 
+    def _note_output(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self._outputs[name] = output.dtype, output.shape
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Let the first module that runs of a stage take what the stage has received."""
         values = [*args, *kwargs.values()]
@@ -369,7 +337,7 @@ class ModuleStages(Stages):
                 return None
             name = next(name for name, each in self._modules.items() if each is module)
             _check_border(name, values)
-            received = StandIn.apply(self._received, True)
+            received = StandIn.apply(self._received)
             if isinstance(values[0], Awaited):
                 values[0].received = received
         else:  # it runs once more; in backward, where it is recomputed
@@ -379,15 +347,17 @@ class ModuleStages(Stages):
         first = next(iter(kwargs), None)
         return (args, kwargs) if first is None else (args, {**kwargs, first: received})
 
-    def _give(self, stage: int) -> Tensor:
-        """Return what an absent module gives: like the input of the stage at work, and not numbers.
+    def _give(self, name: str) -> Tensor:
+        """Return what an absent module gives, without its numbers.
 
-        It becomes that input if it is what the stage's first module takes.
+        The first module of a stage takes what was received in the place of what comes to it.
         """
-        if self._received is None:
+        stage, received = self._stage_of[name], self._received
+        if received is None:
             raise self._recomputed(stage)
-        given = cast(Tensor, StandIn.apply(self._received, False))
-        return await_(given, functools.partial(self._check_use, stage))
+        dtype, shape = self._outputs.get(name, (received.dtype, received.shape))
+        check = functools.partial(self._check_use, stage)
+        return await_(absent(received, shape, dtype), check)
 
     def _recomputed(self, stage: int) -> StrategyError:
         """Return the error of a recomputation that needs another stage, which is not at work."""

@@ -31,14 +31,15 @@ from phalanx.parallel.pipeline.split_backward import (
     backward_input,
     backward_weights,
 )
-from phalanx.parallel.pipeline.stage import Stages
+from phalanx.parallel.pipeline.stage import Outline, Stages
 from phalanx.parallel.reduce import GradientReducer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What activations may be of; a header has the number."""
 
-HEADER_SIZE = 2 + 64
-"""Numbers of a header: data type, dimensions, sizes, of which torch computes on 64 at most."""
+HEADER_SIZE = 3 + 64
+"""Numbers of a header: data type, length of an outline that follows, dimensions, and sizes, of
+which torch computes on 64 at most."""
 
 
 class Message(NamedTuple):
@@ -72,11 +73,18 @@ class Sizes:
         self._comm = comm
         self._are_fixed = are_fixed
         self._known: dict[tuple[int, Any], tuple[torch.Size, torch.dtype]] = {}
+        self._outlines: dict[int, Outline] = {}
 
-    def header(self, stage: int, microbatch: Any, tensor: Tensor) -> Tensor | None:
-        """Return what to send before an activation; None where the receiver knows its sizes.
+    def announce(
+        self, stage: int, microbatch: Any, tensor: Tensor, outline: Outline
+    ) -> list[Tensor]:
+        """Return what to send before an activation; nothing where the receiver knows its sizes.
 
-        The tensor is what `stage` is to receive of the microbatch.
+        Args:
+            stage: that is to receive the activation.
+            microbatch: of which it is.
+            tensor: the activation.
+            outline: `Stages.outline` with it, which is sent if it is not the last one.
 
         Raises:
             StrategyError: the tensor is of a data type that stages do not send.
@@ -91,24 +99,33 @@ class Sizes:
             key, found = _key(stage, microbatch), (tensor.shape, tensor.dtype)
             if key in self._known:
                 assert found == self._known[key], "the shapes of a microbatch decide the sizes"
-                return None
+                return []
             self._known[key] = found
-        sizes = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-        header = torch.tensor(sizes + [0] * (HEADER_SIZE - len(sizes)))
-        return header.to(self._comm.device)
+        is_new = self._outlines.get(stage, ()) != outline
+        self._outlines[stage] = outline
+        length = len(outline) if is_new else 0
+        sizes = [DTYPES.index(tensor.dtype), length, tensor.ndim, *tensor.shape]
+        parts = [sizes + [0] * (HEADER_SIZE - len(sizes)), *([outline] if is_new else [])]
+        return [torch.tensor(part).to(self._comm.device) for part in parts]
 
-    def buffer(self, stage: int, microbatch: Any, source: int) -> Tensor:
-        """Return an empty tensor for what `stage` is to receive of the microbatch."""
+    def expect(self, stage: int, microbatch: Any, source: int) -> tuple[Tensor, Outline]:
+        """Return an empty tensor for what `stage` is to receive of the microbatch, and outline."""
         key = _key(stage, microbatch) if self._are_fixed else None
         if key is not None and key in self._known:
             shape, dtype = self._known[key]
-            return torch.empty(shape, dtype=dtype, device=self._comm.device)
-        header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._comm.device)
-        numbers = self._comm.recv_start(header, "pp", source).wait().tolist()
-        shape, dtype = torch.Size(numbers[2 : 2 + numbers[1]]), DTYPES[numbers[0]]
+            return torch.empty(shape, dtype=dtype, device=self._comm.device), ()
+        kind, length, ndim, *sizes = self._receive(HEADER_SIZE, source)
+        if length:
+            self._outlines[stage] = self._receive(length, source)
+        shape, dtype = torch.Size(sizes[:ndim]), DTYPES[kind]
         if key is not None:
             self._known[key] = shape, dtype
-        return torch.empty(shape, dtype=dtype, device=self._comm.device)
+        buffer = torch.empty(shape, dtype=dtype, device=self._comm.device)
+        return buffer, self._outlines.get(stage, ())
+
+    def _receive(self, length: int, source: int) -> Outline:
+        numbers = torch.empty(length, dtype=torch.int64, device=self._comm.device)
+        return tuple(self._comm.recv_start(numbers, "pp", source).wait().tolist())
 
 
 def _key(stage: int, microbatch: Any) -> tuple[int, Any]:
@@ -183,15 +200,16 @@ class Pipeline(Runner):
                 if source == here:
                     received = output
                 else:
-                    buffer = self._sizes.buffer(stage, microbatch, source)
+                    buffer, self.stages.outline = self._sizes.expect(stage, microbatch, source)
                     received = self._comm.recv_start(buffer, "pp", source).wait()
             output = self.stages.run(stage, received, lambda: forward(microbatch))
             if stage + 1 < self.stages.num_stages:
                 target = schedule.rank_of[stage + 1]
                 if target != here:
-                    for part in (self._sizes.header(stage + 1, microbatch, output), output):
-                        if part is not None:
-                            self._comm.send_start(part.contiguous(), "pp", target).wait()
+                    outline = self.stages.outline
+                    parts = self._sizes.announce(stage + 1, microbatch, output, outline)
+                    for part in (*parts, output):
+                        self._comm.send_start(part.contiguous(), "pp", target).wait()
         return output if self.stages.num_stages - 1 in self.stages.here else None
 
     def _lasts(self, order: Sequence[Action]) -> list[list[nn.Parameter]]:
@@ -220,6 +238,7 @@ class _Step:
     phase: Phase
     kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     arrived: dict[Message, Tensor | Pending] = field(default_factory=dict)
+    outlines: dict[Message, Outline] = field(default_factory=dict)
     weight_work: dict[tuple[int, int], Groups] = field(default_factory=dict)
     sent: dict[int, list[tuple[int, Pending]]] = field(default_factory=dict)
 
@@ -255,7 +274,9 @@ class _Step:
         _, stage, number = action
         received = None
         if stage > 0:
-            received = self._receive(Message(False, stage, number), stage - 1)
+            message = Message(False, stage, number)
+            received = self._receive(message, stage - 1)
+            self.stages.outline = self.outlines.pop(message)
             received.requires_grad_(stage > self.stages.first_trained)
         microbatch = self.microbatches[number]
         output = self.stages.run(stage, received, lambda: forward(microbatch))
@@ -299,13 +320,14 @@ class _Step:
         target = self.schedule.rank_of[message.stage]
         if target == self.comm.coord("pp"):
             self.arrived[message] = tensor
+            if not message.is_gradient:
+                self.outlines[message] = self.stages.outline
             return
         if not message.is_gradient:
-            of = self.microbatches[message.microbatch]
-            header = self.sizes.header(message.stage, of, tensor)
-            if header is not None:
-                with self.phase("sizes"):
-                    self._start(header, message, target)
+            of, outline = self.microbatches[message.microbatch], self.stages.outline
+            with self.phase("sizes"):
+                for part in self.sizes.announce(message.stage, of, tensor, outline):
+                    self._start(part, message, target)
         self._start(tensor.contiguous(), message, target)
 
     def _start(self, tensor: Tensor, message: Message, target: int) -> None:
@@ -346,7 +368,9 @@ class _Step:
         if message.is_gradient:
             of = self.kept[message.stage, message.microbatch][1]
             return torch.empty_like(of, memory_format=torch.contiguous_format)
-        return self.sizes.buffer(message.stage, self.microbatches[message.microbatch], source)
+        of = self.microbatches[message.microbatch]
+        buffer, self.outlines[message] = self.sizes.expect(message.stage, of, source)
+        return buffer
 
     def _trained(self, stage: int) -> list[nn.Parameter]:
         return [weight for weight in self.weights[stage] if weight.requires_grad]

@@ -30,7 +30,8 @@ from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.pipeline.cut import cut_chain, cut_of, schedule_of
-from phalanx.parallel.pipeline.modules import ModuleStages, cost_of, links_of
+from phalanx.parallel.pipeline.links import cost_of, links_of
+from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.pipeline.runtime import Pipeline, sent_after
 from phalanx.parallel.pipeline.stage import DecoderStages, Stages
 from phalanx.parallel.reduce import GradientReducer, Parameters

@@ -17,6 +17,9 @@ from typing_extensions import override
 
 from phalanx.models.decoder import Decoder, Stage
 
+Outline = tuple[int, ...]
+"""Shapes and data types of what the layers of some stages give, as `Stages` write it."""
+
 
 class Stages(ABC):
     """The stages of a model that this rank runs.
@@ -25,6 +28,8 @@ class Stages(ABC):
         cut: the links of the chain in each stage of the whole model.
         here: numbers of the stages of this rank.
         first_trained: the first stage of the whole model that has a trained parameter.
+        outline: of what the layers before a stage give, to be set before the stage runs; then of
+            what those give that it has run, too.
         has_fixed_sizes: whether the shapes of a microbatch decide those of what stages make of it.
     """
 
@@ -34,6 +39,7 @@ class Stages(ABC):
         self.cut = list(cut)
         self.here = list(here)
         self.first_trained = 0
+        self.outline: Outline = ()
 
     @property
     def num_stages(self) -> int:

@@ -1,0 +1,171 @@
+"""The links of a module that is a chain of others, and what of the module is in none.
+
+A link is one module or several that stay in one stage; see modules.py for how they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from torch import nn
+
+from phalanx.errors import StrategyError
+from phalanx.parallel.blocks import blocks_of
+
+Links = Sequence[Sequence[str]]
+"""Names of the modules of each link of a chain; those of a link are always in one stage."""
+
+
+def links_of(model: nn.Module) -> Links:
+    """Return the links of a module: what it names as its `chain`, or what its form shows.
+
+    A `chain` is a list of names of submodules, in the order in which they run, each the input of
+    the next; or lists of names, for several that make one link. The links of an nn.Sequential are
+    its elements. Of another module they are what is before its one ModuleList, each element of the
+    list, and what is after it, in the order of registration. Modules without parameters and running
+    statistics, as far as no link names them, run in every stage.
+
+    Raises:
+        StrategyError: the module is none of these, or it has parameters or running statistics in
+            no link.
+    """
+    given: Any = getattr(model, "chain", None)
+    if isinstance(given, list | tuple):
+        names = cast("Sequence[str | Sequence[str]]", given)
+        links = [[each] if isinstance(each, str) else list(each) for each in names]
+    elif isinstance(model, nn.Sequential):
+        links = [[name] for name, _ in children(model)]
+    else:
+        links = _around_the_list(model)
+    _check(model, links)
+    return links
+
+
+def _around_the_list(model: nn.Module) -> list[list[str]]:
+    """Return what is before the blocks of a module, each block, and what is after them."""
+    blocks = [name for name, _ in blocks_of(model)]
+    lists = {name.rpartition(".")[0] for name in blocks}
+    if len(lists) != 1:
+        raise StrategyError(
+            f"pp: {type(model).__name__} has {len(lists)} lists of blocks; expected one ModuleList "
+            "of blocks that run one after another, an nn.Sequential, or the names of its modules "
+            "in their order as its `chain` (docs/pipeline.md); layers that a skip connection "
+            "passes by, as in a U-Net, cannot be cut apart: hold them in one module, or use dp or "
+            "fsdp"
+        )
+    (of_blocks,) = lists
+    before: list[str] = []
+    after: list[str] = []
+    found = before
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        nonlocal found
+        for name, child in children(module):
+            path = f"{prefix}{name}"
+            if path == of_blocks:
+                found = after
+            elif of_blocks.startswith(f"{path}."):
+                visit(child, f"{path}.")
+            elif any(True for _ in child.parameters()) or _running(child):
+                found.append(path)
+
+    visit(model, "")
+    return [link for link in (before, *([name] for name in blocks), after) if link]
+
+
+def _running(module: nn.Module) -> list[str]:
+    """Return the names of the modules in a module that have running statistics."""
+    statistics = ((n, getattr(m, "running_mean", None)) for n, m in module.named_modules())
+    return [name for name, mean in statistics if mean is not None]
+
+
+def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the children of a module by name, one that has two names twice."""
+    # `named_children` leaves the second name out. Private, and the way to all.
+    children = module._modules  # pyright: ignore[reportPrivateUsage]
+    return [(name, child) for name, child in children.items() if child is not None]
+
+
+def _check(model: nn.Module, links: Links) -> None:
+    """Refuse links that are not the model's, and parameters that are in none."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    named = [name for link in links for name in link]
+    for name in named:
+        if name not in modules or not name:
+            raise StrategyError(
+                f"pp: the `chain` of {type(model).__name__} names '{name}', which is no module of "
+                "it; expected names as in named_modules()"
+            )
+        if any(f"{name}.".startswith(f"{other}.") for other in named if other != name) or (
+            named.count(name) > 1
+        ):
+            raise StrategyError(
+                f"pp: the `chain` of {type(model).__name__} names '{name}' twice, or a module that "
+                "it is in; expected each once"
+            )
+    # By what they are: a module may have a name outside of the chain, too.
+    held = {module for name in named for module in modules[name].modules()}
+    parameters = {parameter for module in held for parameter in module.parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if parameter not in parameters:
+            raise StrategyError(
+                f"pp: the parameter '{name}' of {type(model).__name__} is in no link of its chain; "
+                "hold it in a module that is one, or name its module in the `chain`"
+            )
+    for name in _running(model):
+        module = model.get_submodule(name)
+        if module not in held and module.training:
+            raise StrategyError(
+                f"pp: '{name}' of {type(model).__name__} has running statistics, which would move "
+                "in every stage, and is in no link of its chain; name it in the `chain`"
+            )
+
+
+def cost_of(link: Sequence[nn.Module]) -> int:
+    """Return what a link costs for each of its inputs: its parameters but of tables.
+
+    It is in proportion to the FLOPs of linear maps. Convolutions and attention are not seen; the
+    cut of a strategy can be given, and `pipeline.measured` has it from times.
+    """
+    modules = {module for each in link for module in each.modules()}
+    return sum(
+        parameter.numel()
+        for module in modules
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+class LooseBuffers:
+    """The buffers of a model that checkpoints have and that are in no link."""
+
+    def __init__(self, model: nn.Module, links: Iterable[nn.Module]) -> None:
+        """Find them, in the modules that are not within `links`."""
+        held = {module for link in links for module in link.modules()}
+        self._model_name = type(model).__name__
+        self._found: list[tuple[str, nn.Module, str]] = []
+        for path, module in model.named_modules():
+            if module not in held:
+                # Private, and all that says which are in a checkpoint.
+                own = module._buffers.keys() - module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+                self._found += [(f"{path}.".lstrip("."), module, name) for name in sorted(own)]
+
+    def states(self) -> dict[str, tuple[int, int]]:
+        """Return of each buffer what changes when it does."""
+        buffers = {f"{prefix}{name}": getattr(m, name) for prefix, m, name in self._found}
+        return {n: (id(b), b._version) for n, b in buffers.items() if b is not None}
+
+    def check(self, before: dict[str, tuple[int, int]]) -> None:
+        """Refuse buffers that have changed since `states` was asked.
+
+        Raises:
+            StrategyError: names one.
+        """
+        for name, state in self.states().items():
+            if state != before.get(name):
+                raise StrategyError(
+                    f"pp: the buffer '{name}' of {self._model_name} is in no link of its chain and "
+                    "changes in a forward, of which each stage runs one; hold it in a module of "
+                    "the chain, or register it with persistent=False"
+                )
