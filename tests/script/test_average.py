@@ -15,6 +15,18 @@ from phalanx.errors import ScriptError
 from phalanx.launch.local import run_ranks
 
 
+class Looked(nn.Module):
+    """Looks rows up, by a gradient that is sparse, and scales by a number without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.table((x[:, 0] * 4).long().clamp(-4, 4) + 4)) * self.scale.exp()
+
+
 def trained(build: type[nn.Module], how: str, batch_size: int) -> dict[str, Tensor]:
     """Train on this rank's rows of each batch; averaging is all that is known of other ranks."""
     run = phalanx.init()
@@ -44,7 +56,7 @@ def of_one_process(build: type[nn.Module], batch_size: int, drop_last: bool) -> 
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("build", [perceptron, Twice])
+@pytest.mark.parametrize("build", [perceptron, Twice, Looked])
 @pytest.mark.parametrize(("how", "num_ranks"), [("optimizer", 2), ("count", 2), ("count", 3)])
 def test_averaged_gradients_are_those_of_one_process(
     build: type[nn.Module], how: str, num_ranks: int

@@ -209,7 +209,7 @@ def cast_afterwards() -> None:
 
 
 def frozen_afterwards() -> None:
-    script = Script()
+    script = Script("fsdp2")
     script.model[0].requires_grad_(False)
     script.backward()
 
@@ -361,8 +361,8 @@ MISTAKES: dict[Callable[[], None], str] = {
     clipped_too_early: r"clip: there are no gradients of a whole step",
     optimizer_not_prepared: r"no optimizer is prepared",
     optimizer_of_another_model: r"the SGD updates a parameter of shape \(10, 6\) in group 0",
-    cast_afterwards: r"0.weight was float64 on cpu, trained when.* is float32 on cpu",
-    frozen_afterwards: r"0.weight was float64 on cpu, trained.* is float64 on cpu, frozen",
+    cast_afterwards: r"0.weight was float64 on cpu when.* is float32 on cpu",
+    frozen_afterwards: r"0.weight was trained when.*is frozen, which shards do not follow",
     extended_afterwards: r"more.weight was not in the model when the model was prepared",
     wrapped_before: r"the model is a DistributedDataParallel.*give the module.*model.module",
     on_meta: r"0.weight is on the meta device, without first weights",

@@ -52,6 +52,16 @@ def with_generator() -> DataLoader[Any]:
     )
 
 
+class DrawnAtOnce:
+    """Batches of an order that is drawn when they are asked for, not when the first is."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(NUM_ROWS)[:20].view(5, 4).tolist())
+
+
 LOADERS = {
     "in order": lambda: DataLoader(Numbers(), 4),
     "shuffled": lambda: DataLoader(Numbers(), 4, shuffle=True),
@@ -72,6 +82,9 @@ LOADERS = {
     "a subset": lambda: DataLoader(Numbers(), 3, sampler=SubsetRandomSampler(range(5, 14))),
     "a sampler of batches": lambda: DataLoader(
         Numbers(), batch_sampler=BatchSampler(RandomSampler(Numbers()), 5, False)
+    ),
+    "a sampler of batches that draws at once": lambda: DataLoader(
+        Numbers(), batch_sampler=DrawnAtOnce()
     ),
     "by workers": lambda: DataLoader(Numbers(), 4, shuffle=True, num_workers=2),
     "by workers that stay": lambda: DataLoader(
@@ -274,7 +287,7 @@ def test_a_look_at_the_first_batch_is_no_pass(tmp_path: Path) -> None:
 
 class Drawing(Dataset[Any]):
     def __len__(self) -> int:
-        return 8
+        return 5
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.rand(())

@@ -143,6 +143,26 @@ def test_microbatches_of_all_ranks_are_those_of_one_process(tmp_path: Path) -> N
         assert losses == pytest.approx(one, rel=LIMIT)
 
 
+@pytest.mark.parametrize("strategy", ["dp2", by_hand("fsdp2"), by_hand("pp2")])
+def test_a_mean_times_its_count_is_a_sum_for_ranks_without_rows_too(
+    tmp_path: Path, strategy: str
+) -> None:
+    """And what counts the FLOPs leaves an objective's state alone."""
+    trainer = dataclasses.replace(jobs.job(), batch_size=9, epochs=1, accumulation=1)
+    fitted, expected = (
+        dataclasses.replace(trainer, objective=objective).train(
+            how, phalanx.Options(out=tmp_path / how, threads=1)
+        )
+        for objective, how in ((jobs.CountedMeans(), strategy), (jobs.Classes(), "dp1"))
+    )
+    (_, first), (_, last) = expected.evaluations
+    # An evaluation of five batches comes first.
+    halved = first - fitted.evaluations[0][1]
+    assert 0 < halved < first / 2
+    assert fitted.losses == pytest.approx(expected.losses, rel=LIMIT)
+    assert fitted.evaluations[1][1] == pytest.approx(last, rel=LIMIT)
+
+
 def test_a_mean_is_refused(tmp_path: Path) -> None:
     trainer = dataclasses.replace(jobs.job(), objective=jobs.Means())
     with pytest.raises(ScriptError, match="loss_sum: the loss is a mean"):

@@ -17,6 +17,7 @@ a sum still owed over x. N is the size of the axis; a rank sends, for a byte of 
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -30,7 +31,13 @@ from typing_extensions import override
 
 from phalanx.comm import exchange
 from phalanx.comm.axes import axes_of
-from phalanx.comm.join import OneWayGroups, inner_mesh, one_way_groups, open_mesh
+from phalanx.comm.join import (
+    OneWayGroups,
+    groups_apart,
+    inner_mesh,
+    one_way_groups,
+    open_mesh,
+)
 from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.waits import waiting
 from phalanx.comm.watch import Phases
@@ -105,6 +112,16 @@ class Comm(ABC):
         for axis in self.axes_of(name):
             number = number * self.axes[axis] + self._coords[axis]
         return number
+
+    def apart(self, name: str) -> Comm:
+        """Return these ranks with calls over `name` that keep no order with those made here.
+
+        Every rank of the job calls this. Collectives of one group must come in one order on all
+        ranks, which those within a layer's backward and those that start when gradients are made
+        do not.
+        """
+        del name
+        return self
 
     def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
         """Reduce `tensor` in place; every rank of `name` then holds the result."""
@@ -242,6 +259,12 @@ class Ranks(Comm):
             # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
             of_tp = self.mesh[self.axes_of("tp")]._flatten()  # pyright: ignore[reportPrivateUsage]
             self._groups["tp"] = of_tp.get_group()
+
+    @override
+    def apart(self, name: str) -> Comm:
+        other = copy.copy(self)
+        other._groups = self._groups | groups_apart(self.mesh, self._speaking(name))
+        return other
 
     @override
     def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -294,6 +294,24 @@ def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
     split = {rank for part in parts for rank in part}
     alone = [[rank] for rank in range(dist.get_world_size()) if rank not in split]
     return dist.split_group(split_ranks=[*parts, *alone], timeout=timeout)
+
+
+def groups_apart(mesh: DeviceMesh, axes: Iterable[str]) -> dict[str, dist.ProcessGroup]:
+    """Make a second group of each of some axes, for reductions that keep no order with the first.
+
+    Every rank of the job calls this.
+    """
+    groups: dict[str, dist.ProcessGroup] = {}
+    with _lazily_connected():
+        for axis in axes:
+            number = (mesh.mesh_dim_names or ()).index(axis)
+            ranks = mesh.mesh.movedim(number, -1).reshape(-1, mesh.size(number)).tolist()
+            own = _split_job(ranks, mesh.device_type)
+            assert own is not None, "every rank is on every axis of its mesh"
+            groups[axis] = own
+    for group in groups.values():
+        _connect(group, fully=False)
+    return groups
 
 
 def _new_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:

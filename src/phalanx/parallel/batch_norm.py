@@ -61,8 +61,11 @@ def settle_batch_norms(model: nn.Module, comm: Comm, statistics: Statistics | No
             "DistributedDataParallel does"
         )
     if statistics == "global" and data_ranks > 1:
+        # In backward the statistics are summed between the sums of gradients, which begin later on
+        # a rank that does not use all parameters.
+        apart = comm.apart("data")
         for _, norm in norms:
-            norm.forward = functools.partial(_forward, norm, comm)
+            norm.forward = functools.partial(_forward, norm, apart)
     if statistics == "local" and data_ranks > 1:
         model.register_forward_hook(functools.partial(_take_those_of_the_first, comm))
 
@@ -101,7 +104,8 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.comm.all_reduce(grad.clone(), "data"), None
+        # It has a derivative, as gradient penalties need.
+        return _sum_over_ranks(grad, ctx.comm), None
 
 
 def _forward(norm: Any, comm: Comm, x: Tensor) -> Tensor:

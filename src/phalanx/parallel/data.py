@@ -102,6 +102,11 @@ def _degrees(strategy: Strategy) -> dict[str, int]:
 class NaiveReducer(GradientReducer):
     """One blocking all-reduce for each gradient, after backward."""
 
+    def retrain(self, trained: list[nn.Parameter]) -> bool:
+        """Reduce these gradients from now on; True."""
+        self.parameters = trained
+        return True
+
     def finish(self, phase: Phase = no_phase) -> None:
         """Reduce every gradient."""
         with phase("agree"):
@@ -158,11 +163,24 @@ class BucketedReducer(GradientReducer):
     """
 
     def __init__(self, parameters: list[nn.Parameter], comm: Comm) -> None:
-        super().__init__(parameters, comm)
+        super().__init__([], comm)
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._num_started = 0
         self._last = frozenset[nn.Parameter]()
+        self._add(parameters)
+
+    def retrain(self, trained: list[nn.Parameter]) -> bool:
+        """Reduce these gradients from now on; True.
+
+        What is not trained any more keeps its bucket, which takes zeros for it: models that take
+        turns freeze the other one in each step.
+        """
+        self._add([parameter for parameter in trained if parameter not in self._bucket_of])
+        return True
+
+    def _add(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = self.parameters + parameters
         sizes = [local_shard(parameter).nbytes for parameter in parameters]
         for indices in buckets(sizes):
             self._add_bucket([parameters[index] for index in indices])
@@ -224,14 +242,25 @@ class BucketedReducer(GradientReducer):
         with phase("agree"):
             is_used = self.agree(self._has_gradient())
         with phase("reduce"):
-            for bucket in self._buckets:
-                if bucket.pending is not None:
-                    bucket.pending.wait()
-                    bucket.pending = None
-        self._num_started = 0
+            self._wait()
         for member in itertools.compress(self.parameters, is_used):
             if member.grad is None:
                 member.grad = _like(member, self._bucket_of[member].views[member])
+        self._empty()
+
+    def abandon(self) -> None:
+        """Wait for what has begun, and leave the buckets as before a step."""
+        self._wait()
+        self._empty()
+
+    def _wait(self) -> None:
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+                bucket.pending = None
+
+    def _empty(self) -> None:
+        self._num_started = 0
         for bucket in self._buckets:
             bucket.missing = set(bucket.members)
             bucket.close()

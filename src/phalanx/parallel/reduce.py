@@ -76,6 +76,17 @@ class GradientReducer:
         """Return when every gradient is the sum over dp; None where no rank used the parameter."""
         raise NotImplementedError
 
+    def retrain(self, trained: list[nn.Parameter]) -> bool:
+        """Reduce these parameters from now on; return False where it is settled which are."""
+        del trained
+        return False
+
+    def abandon(self) -> None:
+        """Forget a backward that has failed on every rank, so that the next begins a step anew."""
+
+    def after_step(self) -> None:
+        """Say that an optimizer has changed the weights."""
+
     def agree(self, used: list[bool]) -> list[bool]:
         """Return for each parameter whether any rank used it, from whether this one did.
 
@@ -108,6 +119,16 @@ class ReplicaReducer(GradientReducer):
         """Tell the reducer over data."""
         if self._inner is not None:
             self._inner.before_backward(last, reached)
+
+    def abandon(self) -> None:
+        """Tell the reducer over data."""
+        if self._inner is not None:
+            self._inner.abandon()
+
+    def after_step(self) -> None:
+        """Tell the reducer over data."""
+        if self._inner is not None:
+            self._inner.after_step()
 
     @torch.no_grad()
     def finish(self, phase: Phase = no_phase) -> None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -39,6 +39,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.join import sharding_mesh
@@ -222,12 +223,16 @@ class ShardedReducer(GradientReducer):
         self._kind = kind
         self._used: set[nn.Parameter] = set()
         self._left = set(trained)
+        self._gathered: list[nn.Parameter] = []
         self._adders: list[Node] = []
         self._own: dict[FSDPModule, frozenset[nn.Parameter]] = {}
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._set_up(module)
         model.register_forward_hook(_free_after_inference)
+        model.register_forward_hook(_refuse_second_derivative)
+        first = functools.partial(self._gather_once, lambda: handle.remove())
+        handle = model.register_forward_pre_hook(first, prepend=True)
 
     def _set_up(self, module: FSDPModule) -> None:
         module.set_gradient_divide_factor(1.0)
@@ -264,11 +269,25 @@ class ShardedReducer(GradientReducer):
             handle.remove()
             for submodule, name, parameter in places:
                 gathered: nn.Parameter = getattr(submodule, name)
+                self._gathered.append(gathered)
                 note = functools.partial(self._note_used, parameter)
-                gathered.register_post_accumulate_grad_hook(note)
+                if gathered.requires_grad:  # else it has been frozen since, which is refused
+                    gathered.register_post_accumulate_grad_hook(note)
                 self._adders += add_up_in_parts([gathered])
 
         handle = module.register_forward_pre_hook(on_first_forward)
+
+    def _gather_once(self, done: Callable[[], None], *_: Any) -> None:
+        """Gather each group outside of torch.inference_mode(), if the first forward is within it.
+
+        FSDP2 makes its tensors at the first gather, and those made there would never train.
+        """
+        done()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for module in self._own:
+                    module.unshard()
+                    module.reshard()
 
     def _note_used(self, parameter: nn.Parameter, _gathered: torch.Tensor) -> None:
         self._used.add(parameter)
@@ -296,6 +315,38 @@ class ShardedReducer(GradientReducer):
             parameter.grad = None
         self._used.clear()
         self._left = set(self.parameters)
+
+    def abandon(self) -> None:
+        """Wait for what has begun, and free what is gathered."""
+        self._used.clear()
+        self._left = set(self.parameters)
+        for module in self._own:  # a gather that is under way ends by being waited for
+            module.unshard()
+            module.reshard()
+        if hasattr(self._root, "reset_iter_state"):  # from torch 2.13
+            self._root.reset_iter_state()
+        for gathered in self._gathered:
+            gathered.grad = None
+
+    def after_step(self) -> None:
+        """Free what a forward without a backward has left gathered: the step made it old."""
+        for module in self._own:
+            module.reshard()
+
+
+def _refuse_second_derivative(_model: nn.Module, _inputs: Any, output: Any) -> None:
+    """Have a backward through the model refused where it is to have a derivative itself."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(_check_order)
+
+
+def _check_order(_grad: torch.Tensor) -> None:
+    if torch.is_grad_enabled():  # in backward, where create_graph is asked for
+        raise StrategyError(
+            "fsdp: a gradient is asked for with create_graph=True, as for a gradient penalty; "
+            "its own derivative needs weights that fsdp has freed by then; use dp"
+        )
 
 
 def _free_after_inference(model: nn.Module, *_: Any) -> None:

@@ -143,7 +143,8 @@ class _Averaging:
         for parameter, is_used in zip(parameters.values(), used.tolist(), strict=True):
             if is_used:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = grad * (own / total).to(grad)
+                # A dense one: ranks have other rows of a sparse one.
+                parameter.grad = grad.to_dense() * (own / total).to(grad)
                 gradients.setdefault(parameter.dtype, []).append(parameter.grad)
         for alike in gradients.values():
             sum_in_buckets(alike, comm, comm.axes)

@@ -243,7 +243,7 @@ class _Fit:
         if self.trainer.validation is None:
             return
         plain = self.trainer.loader(self.trainer.validation)
-        objective, device = self.trainer.objective, self.comm.device
+        objective, device = self.step.objective, self.comm.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
 
         def forward(batch: Any) -> torch.Tensor:
@@ -313,7 +313,10 @@ class _Fit:
 
 
 class _OfSums:
-    """An objective whose first losses are looked at: a mean would be off by its count."""
+    """An objective whose first losses are looked at: a mean would be off by its count.
+
+    The loss of no rows is 0: as a mean, times their count, it would not be a number.
+    """
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
@@ -324,7 +327,8 @@ class _OfSums:
         if not self._is_checked and torch.is_grad_enabled():
             check_sum(loss, self._objective.num_valid(microbatch), "Objective.loss_sum")
             self._is_checked = True
-        return loss
+        count = torch.as_tensor(self._objective.num_valid(microbatch), device=loss.device)
+        return torch.where(count > 0, loss, 0.0)
 
     def num_valid(self, microbatch: Any) -> int | torch.Tensor:
         count = self._objective.num_valid(microbatch)

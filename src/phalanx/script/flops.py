@@ -30,8 +30,9 @@ class Flops:
 def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None:
     """Return the FLOPs of forward and backward of a batch; None if they cannot be counted.
 
-    A copy of the model on the meta device runs, which computes nothing. Matrix products,
-    convolutions and attention count, 2 a multiply-add, as PyTorch's FlopCounterMode counts them.
+    Copies of the model and of the objective run on the meta device, and compute nothing. Matrix
+    products, convolutions and attention count, 2 a multiply-add, as PyTorch's FlopCounterMode
+    counts them.
 
     Args:
         model: as it was built, not split yet.
@@ -39,13 +40,15 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None
         batch: a batch of it.
     """
     try:
-        tensors = [*model.parameters(), *model.buffers()]
+        parts = [model, *(p for p in vars(objective).values() if isinstance(p, nn.Module))]
+        tensors = [t for part in parts for t in (*part.parameters(), *part.buffers())]
         # As if they had been copied already, so that none is.
         on_meta = {id(tensor): _on_meta(tensor) for tensor in tensors}
-        shapes = copy.deepcopy(model, on_meta)
+        # One that keeps a state, as a count of its calls, is not to see this one.
+        shapes, of_shapes = copy.deepcopy((model, objective), on_meta)
         rows = map_tensors(batch, lambda tensor: tensor.to("meta"))
         with FlopCounterMode(display=False) as counter:
-            objective.loss_sum(shapes, rows, 0).backward()
+            of_shapes.loss_sum(shapes, rows, 0).backward()
     except Exception:  # whatever a module does with numbers, which there are none of
         return None
     # Its names begin with the class of the model.

@@ -238,11 +238,12 @@ class RankLoader:
                 generator.set_state(self._before[name])
             self._before = {"draws": torch.get_rng_state()}
             self._before |= {name: each.get_state() for name, each in generators.items()}
-            # What the plain loader seeds its workers by comes first; those that stay have theirs.
+            length = len(sampler)
+            batches = iter(sampler)  # one that draws at once does so before the plain loader's seed
+            # By which that seeds its workers; those that stay have theirs.
             if not (self.plain.persistent_workers and (self.epoch or self._pass > 1)):
                 torch.empty((), dtype=torch.int64).random_(generator=self.plain.generator)
-            length = len(sampler)
-            order = [list(batch) for batch in itertools.islice(sampler, length + 1)]
+            order = [list(batch) for batch in itertools.islice(batches, length + 1)]
         if len(order) > length:
             raise DataError(
                 f"{type(sampler).__name__} gives more than the {length} batches that its __len__ "

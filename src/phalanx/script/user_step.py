@@ -68,6 +68,7 @@ class UserStep:
         self._parameters = dict(model.named_parameters())
         self._kept = _kept(self._parameters)
         self.replicas = Replicas(comm, self._parameters, optimizers)
+        self._trained = [name for name, p in self._parameters.items() if p.requires_grad]
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
         self._divisor = self._totals[1]
         self._num_begun = self._num_backwards = 0
@@ -91,8 +92,10 @@ class UserStep:
             if reducer is not None:
                 reducer.before_backward(reducer.parameters if is_last else ())
             (loss_sum.to(wide) / self._divisor.to(wide)).backward()
-        except BaseException:  # a script may catch it, and begin the step again
+        except BaseException as error:  # a script may catch it, and begin the step again
             self.reset()
+            if reducer is not None and isinstance(error, Exception):
+                reducer.abandon()
             self._clear()
             raise
         self._reading.use()
@@ -117,7 +120,7 @@ class UserStep:
         Raises:
             ScriptError: there are some that no optimizer has used.
         """
-        is_unused = self.state is State.WHOLE and not self._stepped and self.gradients()
+        is_unused = self.state is State.WHOLE and not self._stepped and self._is_finite()
         if self.state is State.ACCUMULATING or is_unused:
             raise ScriptError(
                 "save: between run.backward and optimizer.step(), whose gradients no checkpoint "
@@ -157,6 +160,8 @@ class UserStep:
         self._stepped.add(id(optimizer))
         PULSE.stepping(self.steps_done)
         self.replicas.note_step()
+        if self._reducer is not None:
+            self._reducer.after_step()
 
     def _begin(self, loss: Tensor) -> None:
         """Clear what the step before has left, and see that all is as it was prepared."""
@@ -203,6 +208,15 @@ class UserStep:
         self._made = [weakref.ref(gradient) for gradient in self.gradients()]
         self.replicas.note_made(self.gradients())
 
+    def _is_finite(self) -> bool:
+        """Return whether there are gradients, all finite; else a scaler has left the step out."""
+        gradients = [local_shard(gradient) for gradient in self.gradients()]
+        sums = [gradient.sum(dtype=torch.float64).isfinite() for gradient in gradients]
+        numbers = [len(sums), len(sums) - sum(map(bool, sums))]
+        found = torch.tensor(numbers, device=self._comm.device)
+        num_gradients, num_odd = self._comm.all_reduce(found, "job", "max").tolist()
+        return num_gradients > 0 and num_odd == 0
+
     def _clear(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -215,8 +229,19 @@ class UserStep:
             was, is_now = (kept.get(name, "not in the model") for kept in (self._kept, now))
             raise ScriptError(
                 f"backward: {name} was {was} when the model was prepared, and is {is_now}; move, "
-                "cast, freeze or extend the model before run.prepare"
+                "cast or extend the model before run.prepare"
             )
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        if self._trained != list(trained):
+            if self._reducer is not None and not self._reducer.retrain(list(trained.values())):
+                name = next(iter(set(self._trained) ^ set(trained)))
+                was, is_now = ("trained", "frozen")[:: 1 if name in self._trained else -1]
+                raise ScriptError(
+                    f"backward: {name} was {was} when the model was prepared, and is {is_now}, "
+                    "which shards do not follow; freeze for good before run.prepare, and for a "
+                    "while not at all: gradients that no optimizer steps change nothing; or use dp"
+                )
+            self._trained = list(trained)
 
     def _check_gradients(self) -> None:
         """Refuse to clear gradients that no step has used."""
@@ -250,7 +275,6 @@ def _nonzero(total: Tensor) -> Tensor:
 def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """Return in words what must not change of each parameter once the model is prepared."""
     return {
-        name: f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}, "
-        f"{'trained' if p.requires_grad else 'frozen'}"
+        name: f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}"
         for name, p in parameters.items()
     }
