@@ -118,7 +118,7 @@ def _forward(norm: Any, comm: Comm, x: Tensor) -> Tensor:
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     others = [dim for dim in range(x.ndim) if dim != 1]
     shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
-    count = x_wide.new_tensor([x.numel() // x.shape[1]])
+    count = x_wide.new_full((1,), x.numel() // x.shape[1])
     sums = _sum_over_ranks(torch.cat([x_wide.sum(others), count]), comm)
     if x.numel() == x.shape[1] and sums[-1] == 1:  # of all ranks, and torch refuses it too
         raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")
@@ -142,7 +142,9 @@ def _sum_over_ranks(own: Tensor, comm: Comm) -> Tensor:
 def _track(norm: Any, mean: Tensor, variance: Tensor, num_rows: Tensor) -> None:
     """Move the running statistics; the variance kept is the unbiased one."""
     norm.num_batches_tracked += 1
-    share = 1 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
+    share = norm.momentum
+    if share is None:  # on the device, for which the host need not wait
+        share = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()
     unbiased = variance * (num_rows / (num_rows - 1).clamp(min=1))
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), float(share))
-    norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), float(share))
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+    norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), share)

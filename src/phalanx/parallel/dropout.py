@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm.ledger import Phase
 from phalanx.errors import ScriptError
+from phalanx.models.attention import to_device
 from phalanx.models.random import dropout, key, row_keys
 from phalanx.strategy import Strategy
 
@@ -32,7 +33,8 @@ class Place(NamedTuple):
 
     Attributes:
         step: the step under way.
-        rows: positions of the batch's rows in the order of the samples.
+        rows: positions of the batch's rows in the order of the samples; best where the forward
+            is, since each dropout reads them.
         calls: number of the last run of each dropout on this batch, by its name; this module
             counts here.
     """
@@ -109,7 +111,8 @@ def _draw(of: _Keyed, input: Tensor) -> _Drawn | None:
     by = None
     if place is not None and len(place.rows) == len(input) and input.ndim > 1:
         call = place.calls[of.name] = place.calls.get(of.name, -1) + 1
-        by = _Drawn(row_keys(of.seed, place.step, place.rows.to(input.device)), call)
+        rows = to_device(place.rows, input.device)
+        by = _Drawn(row_keys(of.seed, place.step, rows), call)
     of.uses.note(ticket, by, None if place is None else place.step)
     return by
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,13 +231,17 @@ class _Fit:
         """Return this rank's microbatches of a batch."""
         if self.trainer.accumulation == 1:
             return [batch]
-        pieces = self._split(torch.arange(count_rows(batch)))
+        pieces = self._pieces(count_rows(batch))
         return [map_batch(batch, lambda tensor, here=here: tensor[here]) for here in pieces]
 
-    def _split(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the rows of each microbatch, of numbers of this rank's rows of a batch."""
+    def _pieces(self, num_rows: int) -> list[slice]:
+        """Return where each microbatch stands among this rank's rows of a batch."""
         sizes = self.loader.piece_sizes
-        return rows.split(sizes) if len(sizes) > 1 else rows.tensor_split(self.trainer.accumulation)
+        if len(sizes) <= 1:
+            least, more = divmod(num_rows, self.trainer.accumulation)
+            sizes = [least + (number < more) for number in range(self.trainer.accumulation)]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
     def _evaluate(self) -> None:
         """Measure the mean loss of the validation data; every rank calls this together."""
@@ -296,7 +301,7 @@ class _Fit:
 
     def _place(self) -> Place | None:
         number = self.step.run.microbatch
-        rows = self._split(self.loader.rows)[number]
+        rows = self.loader.rows[self._pieces(len(self.loader.rows))[number]]
         return Place(self.step.steps_done, rows, self._calls.setdefault(number, {}))
 
     def _count_flops(self, model: nn.Module) -> Flops | None:

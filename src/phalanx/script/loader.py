@@ -34,6 +34,7 @@ from phalanx.comm.comm import Comm
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.data.rows import count_rows, map_batch, map_tensors, tensors_of
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
+from phalanx.models.attention import to_device
 from phalanx.script.checkpoint import from_text, to_text
 
 
@@ -92,7 +93,7 @@ class RankLoader:
         batches_done: batches yielded in the pass under way.
         is_last: whether the batch that was yielded last is the last of its pass.
         rows: where the rows of that batch stand in the order of the samples, which counts on from
-            pass to pass: int64 on the CPU.
+            pass to pass: int64 on this rank's device.
         is_at_empty: whether the batch that was yielded last has no row here.
         is_used: whether a gradient was made in the pass under way; to be set from outside.
         is_dataset_read: whether a script has read `dataset` after the pass; reset from outside.
@@ -162,7 +163,8 @@ class RankLoader:
             self.is_last = is_last
             self.batches_done += 1
             self.piece_sizes = [len(piece) for piece in own]
-            self.rows = self._first_row + torch.tensor([at for piece in own for at in piece]).long()
+            rows = self._first_row + torch.tensor([at for piece in own for at in piece]).long()
+            self.rows = to_device(rows, self._comm.device)
             self.is_at_empty = not len(self.rows)
             self._on_batch(self)
             try:

@@ -30,7 +30,9 @@ from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.join import job_store
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
+from phalanx.models.attention import to_device
 from phalanx.script.drift import BATCHES, CLIPS, STEPS, Digest, Facts, first_difference
+from phalanx.script.on_host import OnHost
 from phalanx.train.clip import sharded_axes
 
 SHARE: Final = 0.005
@@ -76,7 +78,7 @@ class Replicas:
         self._clips: tuple[int, str] = 0, ""
         self._counts: dict[str, int] = {}
         self._settings: dict[str, str] = {}
-        self._found: Tensor | None = None
+        self._found: OnHost | None = None
         self._apart = torch.zeros((), dtype=torch.float64, device=comm.device)
         self._began_s: float | None = None
         self._spent_s = self._last_s = 0.0
@@ -94,7 +96,7 @@ class Replicas:
         self.is_checked = False
         if self._found is None:
             return
-        found = self._found.tolist()  # of the step before: no GPU is waited for
+        found = self._found.tolist()  # of the step before
         words, (apart, due) = found[:-2], found[-2:]
         if apart or not are_alike(words, self._size):
             self._name(call)
@@ -119,14 +121,15 @@ class Replicas:
         ]
         allowed_s = SHARE * (time.perf_counter() - self._began_s)
         is_due = self._spent_s + self._last_s <= allowed_s
-        sent = self._apart.new_tensor([*words, *(word**2 for word in words), 0.0, is_due])
+        numbers = [*words, *(word**2 for word in words), 0.0, is_due]
+        sent = to_device(torch.tensor(numbers, dtype=torch.float64), self._comm.device)
         sent[-2] = self._apart
         return sent
 
     def take(self, found: Tensor) -> None:
         """Take the sum of `words` over the data ranks."""
         if self._size > 1:
-            self._found = self._comm.all_reduce(found, "tp")
+            self._found = OnHost(self._comm.all_reduce(found, "tp"))
 
     def check(self, call: str, steps_done: int) -> None:
         """Refuse ranks that differ now; every rank calls this together.

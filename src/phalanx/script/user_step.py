@@ -23,6 +23,7 @@ from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.pulse import PULSE
+from phalanx.models.attention import to_device
 from phalanx.parallel.accumulate import Runner
 from phalanx.script.buffers import warn_of_buffers
 from phalanx.script.loss import check_sum
@@ -183,7 +184,7 @@ class UserStep:
         """Return the loss and count of this microbatch, summed over the ranks."""
         words = self.replicas.words(self.steps_done, self._reading.num_batches)
         found = torch.cat([torch.zeros_like(self._totals), words])
-        found[1] = count
+        found[1] = to_device(count, found.device) if isinstance(count, Tensor) else count
         # The mean over no row, times 0 rows, is not a number.
         found[0] = torch.where(found[1] > 0, loss.double(), 0.0)
         self._comm.all_reduce(found, "data")
