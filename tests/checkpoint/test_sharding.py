@@ -85,6 +85,21 @@ def test_replicas_share_the_work() -> None:
     assert max(loads) - min(loads) <= 4 * 64
 
 
+def test_one_rank_writes_the_buffers_of_a_shard() -> None:
+    axes = (ShardedAxis(Shard(0), 4, 1),)
+    held = {f"w{number}": Sharding((64, 8), torch.float32) for number in range(9)}
+    held |= {f"b{n}": Sharding((8 - n,), torch.float32, is_buffer=True) for n in range(5)}
+    held |= {f"s{n}": Sharding((64,), torch.float32, axes, is_buffer=True) for n in range(2)}
+    written = WritePlan(held, NUM_RANKS)
+    buffers = [[n for n in written.writes_of(r) if n[0] != "w"] for r in range(NUM_RANKS)]
+    of_shards = ["s0", "s1"]
+    assert [sorted(each) for each in buffers] == [
+        ["b0", "b1", "b2", "b3", "b4", *of_shards],
+        *[of_shards] * 3,
+        *[[]] * 4,
+    ]
+
+
 def test_scalars_are_in_one_file() -> None:
     held = {f"optimizer.{number}.step": Sharding((), torch.float32) for number in range(50)}
     written = WritePlan(held, NUM_RANKS)

@@ -60,12 +60,15 @@ class Sharding:
         dtype: of its elements.
         axes: that it is split over, in the order of the splits; none if each rank holds it whole.
         ranks: that hold it, those of a stage of a pipeline; all if None.
+        is_buffer: whether a forward may change it by the rows of a rank, so that it is no replica
+            of what other ranks hold.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     axes: tuple[ShardedAxis, ...] = ()
     ranks: range | None = None
+    is_buffer: bool = False
 
     def box(self, rank: int) -> Box:
         """Return the shard that a rank holds."""
@@ -121,7 +124,8 @@ class WritePlan:
     """Who writes which shard; the same on every rank.
 
     The tensors are dealt out by falling size, each shard to the rank among its holders that has the
-    fewest bytes so far.
+    fewest bytes so far. The first holder writes a shard of a buffer: buffers that belong together,
+    as sums and counts do, then come from one rank.
     """
 
     def __init__(self, shardings: Mapping[str, Sharding], num_ranks: int) -> None:
@@ -167,11 +171,13 @@ def _dealt(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[str, froze
     for name, sharding in by_size:
         here = ranks if sharding.ranks is None else np.array(sharding.ranks)
         if not sharding.axes:  # a reader wants all scalars, so one file has them
-            first = int(loads[here].argmin()) if sharding.shape else 0
+            is_dealt = sharding.shape and not sharding.is_buffer
+            first = int(loads[here].argmin()) if is_dealt else 0
             chosen = here[first : first + 1]
         else:
             number = numbers(tuple((axis.size, axis.stride) for axis in sharding.axes))[here]
-            order = np.lexsort((here, loads[here], number))  # by shard, then load, then rank
+            load = np.zeros_like(here) if sharding.is_buffer else loads[here]
+            order = np.lexsort((here, load, number))  # by shard, then load, then rank
             _, firsts = np.unique(number[order], return_index=True)
             chosen = np.sort(here[order[firsts]])
         loads[chosen] += sharding.shard_bytes

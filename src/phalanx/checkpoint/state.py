@@ -11,6 +11,7 @@ one tensor under one name. A tie has the first of its names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +62,12 @@ def held_by(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Held]:
     Raises:
         CheckpointError: see `state_of`.
     """
-    held = {name: _held(tensor) for name, tensor in state_of(model, optimizer).items()}
+    weights = {f"model.{name}": tensor for name, tensor in weights_of(model).items()}
+    buffers = {n for n, tensor in weights.items() if not isinstance(tensor, nn.Parameter)}
+    held = {
+        name: _held(tensor, is_buffer=name in buffers)
+        for name, tensor in state_of(model, optimizer).items()
+    }
     return held | _rows(_generators(model))
 
 
@@ -79,8 +85,9 @@ def held_once_trained(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, He
     return held
 
 
-def _held(tensor: torch.Tensor) -> Held:
-    return Held(sharding_of(tensor), local_shard(tensor.detach()))
+def _held(tensor: torch.Tensor, *, is_buffer: bool = False) -> Held:
+    sharding = replace(sharding_of(tensor), is_buffer=is_buffer)
+    return Held(sharding, local_shard(tensor.detach()))
 
 
 def is_of_job(name: str) -> bool:

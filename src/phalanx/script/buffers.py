@@ -32,20 +32,17 @@ def refuse_max_norm(model: nn.Module) -> None:
 def warn_of_buffers(model: nn.Module, comm: Comm) -> None:
     """Warn of buffers that data ranks have moved apart; every rank calls this together.
 
-    Nothing adds them up: evaluation uses each rank's own, and a checkpoint has those of one.
+    Nothing adds them up: evaluation uses each rank's own, and a checkpoint has those of the first.
     """
     if comm.size("data") == 1:
         return
     own = {name: _digest(buffer) for name, buffer in model.named_buffers()}
     place = tuple(comm.coord(axis) for axis in comm.axes if axis not in comm.axes_of("data"))
-    all_of = gather_objects((place, own))
-    apart = {
-        name
-        for where, theirs in all_of
-        for other, mine in all_of
-        for name in mine
-        if where == other and theirs.get(name) != mine[name]
-    }
+    first: dict[tuple[int, ...], dict[str, str]] = {}
+    apart: set[str] = set()
+    for where, theirs in gather_objects((place, own)):
+        mine = first.setdefault(where, theirs)
+        apart |= {name for name in mine if theirs.get(name) != mine[name]}
     if apart and dist.get_rank() == 0:
         names = ", ".join(sorted(apart)[:3]) + (" and more" if len(apart) > 3 else "")
         warnings.warn(
