@@ -25,7 +25,7 @@ def reserve_before_steps(run: Path, split: str) -> tuple[bool, bool]:
         runs.step(model, optimizer)
         saver.begin(model, optimizer, runs.about(1))
         same = saver._copy._buffer is buffer
-        held = sum(each.local.nbytes for each in state.held_by(model, optimizer).values())
+        held = sum(each.local.nbytes for each in state.held_by(model, optimizer, {}).values())
         return same, buffer.nbytes <= held
 
 

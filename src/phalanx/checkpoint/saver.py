@@ -16,9 +16,10 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -118,17 +119,24 @@ class Saver:
             f"{left}; training will wait while checkpoints are written"
         )
 
-    def begin(self, model: nn.Module, optimizer: AnyOptimizer, about: Manifest) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: AnyOptimizer,
+        about: Manifest,
+        beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
         """Copy the state and begin to write it; it may change as soon as this returns.
 
-        The `files` of the manifest are filled in when they are written.
+        The `files` of the manifest are filled in when they are written. Of the tensors `beside`
+        the model see `held_by`.
 
         Raises:
             CheckpointError: the save before this one failed, or the state cannot be saved: it is of
                 a data type that the files do not know, say.
         """
         self.finish()
-        held = held_by(model, optimizer)
+        held = held_by(model, optimizer, beside)
         infos = self._ours(held)
         tensors = [held[name].local for name in infos]
         copied = self._copy.take(tensors)

@@ -5,7 +5,7 @@ The manifest itself has the steps done and the strategy; files of tensors have a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -37,9 +37,11 @@ class ScriptStanding:
         loaders: of each loader.
         schedulers: state of each schedule, see phalanx.script.states.
         groups: of each optimizer the settings of each of its parameter groups, likewise.
+        registered: states of registered objects by their names, see phalanx.script.registered.
     """
 
     draws: str
     loaders: tuple[LoaderStanding, ...]
     schedulers: tuple[dict[str, Any], ...]
     groups: tuple[tuple[dict[str, Any], ...], ...]
+    registered: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -3,6 +3,7 @@
     model.<name>                parameters and kept buffers, by the model's own names
     optimizer.<name>.<key>      the optimizer's state of the parameter <name>, such as exp_avg
     generators.<device>         states of torch's generators, a row for each rank
+    registered.<name>...        what a script has registered, see phalanx.script.registered
 
 Nothing is said of who held what: a tensor that was split (DTensor), or held whole by every rank, is
 one tensor under one name. A tie has the first of its names.
@@ -10,7 +11,7 @@ one tensor under one name. A tie has the first of its names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.dry_step import dry_state
@@ -56,8 +57,15 @@ class Together:
 AnyOptimizer = torch.optim.Optimizer | Together
 
 
-def held_by(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Held]:
+def held_by(
+    model: nn.Module, optimizer: AnyOptimizer, beside: Mapping[str, torch.Tensor]
+) -> dict[str, Held]:
     """Return what this rank holds of a checkpoint: the tensors themselves, not copies.
+
+    Args:
+        model: split.
+        optimizer: of its parameters.
+        beside: other tensors; one that is no DTensor is saved as the first rank has it.
 
     Raises:
         CheckpointError: see `state_of`.
@@ -68,6 +76,8 @@ def held_by(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Held]:
         name: _held(tensor, is_buffer=name in buffers)
         for name, tensor in state_of(model, optimizer).items()
     }
+    for name, tensor in beside.items():
+        held[name] = _held(tensor, is_buffer=not isinstance(tensor, DTensor))
     return held | _rows(_generators(model))
 
 
@@ -76,7 +86,7 @@ def held_once_trained(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, He
 
     Those that are not there yet stand as the parameter itself, which is as large.
     """
-    held = held_by(model, optimizer)
+    held = held_by(model, optimizer, {})
     for name, parameter in _trained(weights_of(model), optimizer).items():
         for key in MOMENTS:
             held.setdefault(f"optimizer.{name}.{key}", _held(parameter))
@@ -123,12 +133,21 @@ def state_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.Tenso
     return state
 
 
-def load(folder: Path, model: nn.Module, optimizer: AnyOptimizer) -> None:
+Room = Callable[[Index], Mapping[str, torch.Tensor]]
+"""Returns tensors for what a checkpoint holds beside the model, or raises a CheckpointError."""
+
+
+def load(
+    folder: Path, model: nn.Module, optimizer: AnyOptimizer, room_beside: Room = lambda _: {}
+) -> Mapping[str, torch.Tensor]:
     """Load weights, optimizer state and generators; every rank calls this together.
 
     Settings of the optimizer (betas, decay and the like) stay as they are. Generators belong to
     ranks and devices, so they stay too unless as many ranks on such a device saved them; the
     run's own draws do not use them.
+
+    Returns:
+        What `room_beside` made, filled.
 
     Raises:
         CheckpointError: a file is missing or damaged, or it is of another model; then the weights
@@ -148,7 +167,8 @@ def load(folder: Path, model: nn.Module, optimizer: AnyOptimizer) -> None:
         return moments
 
     moments = all_or_none(make_room, doing)
-    state = {f"model.{name}": tensor for name, tensor in weights.items()} | moments
+    beside = all_or_none(lambda: room_beside(tensors), doing)
+    state = {f"model.{name}": tensor for name, tensor in weights.items()} | moments | {**beside}
     held = {name: _held(tensor) for name, tensor in state.items()}
     generators = {device: torch.empty_like(value) for device, value in _generators(model).items()}
     rows = _rows(generators)
@@ -163,6 +183,7 @@ def load(folder: Path, model: nn.Module, optimizer: AnyOptimizer) -> None:
     for stored_name, value in moments.items():
         name, key = _parameter_and_key(stored_name)
         optimizer.state[trained[name]][key] = value
+    return beside
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -272,7 +293,7 @@ def _named(tensors: Index) -> Index:
     for name in tensors:
         kind, _, rest = name.partition(".")
         is_known = rest in ("cpu", "cuda") if kind == "generators" else bool(rest)
-        if kind not in ("model", "optimizer", "generators") or not is_known:
+        if kind not in ("model", "optimizer", "generators", "registered") or not is_known:
             raise CheckpointError(f"it is of no run: it has the tensor {brief(name)}")
     return tensors
 

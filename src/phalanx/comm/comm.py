@@ -96,6 +96,9 @@ class Comm(ABC):
         self._coords = dict(coords)
         self._axes_of: dict[str, tuple[str, ...]] = {}
 
+    def __deepcopy__(self, memo: Any) -> Comm:
+        return self  # a copy of a module that holds it speaks to the same ranks
+
     def axes_of(self, name: str) -> tuple[str, ...]:
         """Return the axes of the mesh that `name` means, outer to inner; perhaps none."""
         if name not in self._axes_of:

@@ -352,6 +352,11 @@ def _check_order(_grad: torch.Tensor) -> None:
 def _free_after_inference(model: nn.Module, *_: Any) -> None:
     """Free what a forward without gradients leaves gathered: no backward will."""
     if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        free_gathered(model)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered, so that the next forward gathers the shards as they are."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

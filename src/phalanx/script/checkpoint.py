@@ -19,8 +19,9 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.standing import LoaderStanding, ScriptStanding
 from phalanx.checkpoint.state import Together
-from phalanx.comm.together import on_first_rank
+from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
+from phalanx.script.registered import Parts, Registered
 from phalanx.script.states import encoded, load_scheduler, load_settings, settings_of
 
 
@@ -48,26 +49,38 @@ def save(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     standing: Standing,
+    registered: Registered | None = None,
 ) -> Path:
     """Save and wait until the checkpoint is whole; every rank calls this together.
 
+    Where no file can hold the state of an optimizer, a schedule or a registered object, the weights
+    are saved alone.
+
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: it cannot be written, or holds the weights alone.
     """
     final = manifest.folder_of(saver.run, standing.steps_done)
     if on_first_rank((final / manifest.NAME).exists, f"cannot save in {saver.run}"):
         return final  # by this run, which has taken no step since
-    script = ScriptStanding(
-        draws=to_text(standing.draws),
-        loaders=tuple(standing.loaders),
-        schedulers=tuple(
-            encoded(each.state_dict(), type(each).__name__) for each in standing.schedulers
-        ),
-        groups=tuple(
-            tuple(settings_of(group, type(each).__name__) for group in each.param_groups)
-            for each in optimizers
-        ),
-    )
+    together, objects = Together(optimizers), registered or Registered()
+
+    def collect() -> tuple[ScriptStanding, Parts]:
+        state.state_of(model, together)
+        parts = objects.parts()
+        script = ScriptStanding(
+            draws=to_text(standing.draws),
+            loaders=tuple(standing.loaders),
+            schedulers=tuple(
+                encoded(each.state_dict(), type(each).__name__) for each in standing.schedulers
+            ),
+            groups=tuple(
+                tuple(settings_of(group, type(each).__name__) for group in each.param_groups)
+                for each in optimizers
+            ),
+            registered=parts.plain,
+        )
+        return script, parts
+
     about = Manifest(
         steps_done=standing.steps_done,
         num_steps=standing.steps_done,
@@ -76,9 +89,19 @@ def save(
         strategy=standing.strategy,
         shape={},
         stream={},
-        script=script,
     )
-    saver.begin(model, Together(optimizers), about)
+    try:
+        script, parts = all_or_none(collect, f"cannot save all of {final}")
+    except CheckpointError as error:
+        alone = ScriptStanding(draws="", loaders=(), schedulers=(), groups=())
+        about = dataclasses.replace(about, script=alone, has_optimizer=False)
+        saver.begin(model, Together([]), about)
+        saver.finish()
+        raise CheckpointError(
+            f"{error}; the weights alone are saved there, and run.load_state_dict takes them"
+        ) from error
+    objects.warn_of_others(parts)
+    saver.begin(model, together, dataclasses.replace(about, script=script), parts.tensors)
     saver.finish()
     return final
 
@@ -114,11 +137,16 @@ def check_unused(folder: Path) -> None:
 
 
 def load(
-    folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], standing: Standing
+    folder: Path,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    standing: Standing,
+    registered: Registered | None = None,
 ) -> tuple[Path, Standing] | None:
     """Load the latest checkpoint, if there is one; every rank calls this together.
 
-    The model, the optimizers and the schedules of `standing` are then as they were.
+    The model, the optimizers, the schedules of `standing` and the registered objects are then as
+    they were.
 
     Returns:
         Where it is, and where the loop stood.
@@ -135,6 +163,10 @@ def load(
         about = manifest.read(where)
         if about.script is None:
             raise CheckpointError(f"{where} is of `phalanx train`, which goes on by --resume")
+        if not about.has_optimizer:
+            raise CheckpointError(
+                f"{where} holds the weights alone; run.load_state_dict takes them, to begin anew"
+            )
         return where, about
 
     found = on_first_rank(find, f"cannot go on from {folder}")
@@ -158,13 +190,17 @@ def load(
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             load_settings(optimizer, group, settings)
     together = Together(optimizers)
-    state.load(where, model, together)
+    objects = registered or Registered()
+    tensors = state.load(
+        where, model, together, lambda index: objects.room(script.registered, index)
+    )
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter in together.state:
                 optimizer.state[parameter] = together.state[parameter]
     for scheduler, saved in zip(standing.schedulers, script.schedulers, strict=True):
         load_scheduler(scheduler, saved)
+    objects.load(script.registered, tensors)
     return where, stood
 
 

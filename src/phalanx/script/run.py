@@ -28,7 +28,6 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from phalanx.checkpoint.saver import Saver
@@ -49,7 +48,10 @@ from phalanx.script.optimizer import Names, guard, rebind
 from phalanx.script.own_rows import OwnRows
 from phalanx.script.prepare import check_model
 from phalanx.script.reading import Reading
+from phalanx.script.registered import Registered
 from phalanx.script.user_step import State, UserStep
+from phalanx.script.weight_average import WeightAverage
+from phalanx.script.whole_weights import guard_shards, load_checkpoint, load_whole, whole_state
 from phalanx.strategy import Strategy
 from phalanx.train.clip import gradient_norm, scale_to
 
@@ -143,6 +145,8 @@ class Run:
         self._loaders: list[RankLoader] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[Any] = []
+        self._registered = Registered()
+        self._averages: list[WeightAverage] = []
         self._folders: dict[Path, Path] = {}
         self._savers: dict[Path, Saver] = {}
         self._model: nn.Module | None = None
@@ -231,6 +235,7 @@ class Run:
             ScriptError: the loss is a mean or has no graph, or the model has been changed.
         """
         step = self._prepared("backward")[1]
+        self._refuse_average("backward")
         if not self._optimizers:
             raise ScriptError(
                 "backward: no optimizer is prepared, so that it may update parameters that are not "
@@ -331,10 +336,55 @@ class Run:
         Raises:
             ScriptError: no model is prepared.
         """
-        state = self._prepared("state_dict")[0].state_dict()
+        model = self._prepared("state_dict")[0]
         self._check_replicas("state_dict")
-        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
-        return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
+        return whole_state(model)
+
+    def load_state_dict(self, state: Mapping[str, Any] | str | Path | None) -> None:
+        """Give the model whole weights and buffers; every rank calls this together.
+
+        Args:
+            state: what `state_dict`, or that of the plain model, has returned; the first rank's is
+                taken on all. Or a folder, the same on all ranks: a checkpoint, as `save` returns
+                it, or a run, whose latest it is; the weights alone are read.
+
+        Raises:
+            ScriptError: the weights are not those of this model.
+            CheckpointError: there is no such checkpoint, or it is of another model.
+        """
+        model = self._prepared("load_state_dict")[0]
+        if isinstance(state, str | Path):
+            load_checkpoint(Path(state), model)
+        else:
+            load_whole(model, state, self.comm)
+
+    def average(self, decay: float | None = 0.999, *, name: str = "average") -> WeightAverage:
+        """Return an average of the weights, which `save` and `resume` know under `name`.
+
+        Args:
+            decay: of the exponential average (EMA), which keeps this share of itself at each
+                update; None for the mean of all updates (SWA).
+            name: as in `register`.
+
+        Raises:
+            ScriptError: no model is prepared, or the decay is no number from 0 up to 1.
+        """
+        model, step = self._prepared("average")
+        average = WeightAverage(model, step.parameters, decay)
+        self.register(name, average)
+        self._averages.append(average)
+        return average
+
+    def register(self, name: str, each: Any) -> None:
+        """Have `save` and `resume` know an object, with `state_dict` and `load_state_dict`.
+
+        Its state is mappings and lists of numbers, text and tensors, alike on all ranks; no pickle
+        is written.
+
+        Raises:
+            ScriptError: the name is taken, or no file can hold the object's state.
+        """
+        self._registered.add(name, each)
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
         """Save a checkpoint that any strategy on any number of ranks goes on from; all call this.
@@ -349,6 +399,7 @@ class Run:
         """
         (model, step), wanted = self._prepared("save"), Path(folder)
         step.refuse_unused()
+        self._refuse_average("save")
         self._own_rows.warn()
         self._check_replicas("save")
         self._warn_of_schedules()
@@ -362,7 +413,9 @@ class Run:
         saver = self._saver(self._folders[wanted])
         saver.keep = keep
         with PULSE.doing(f"the checkpoint after step {self.steps_done}"):
-            saved = checkpoint.save(saver, model, self._optimizers, self._standing())
+            saved = checkpoint.save(
+                saver, model, self._optimizers, self._standing(), self._registered
+            )
         self._tell_standing(self._folders[wanted], saved)
         return saved
 
@@ -379,7 +432,9 @@ class Run:
             CheckpointError: it is damaged, or of another model, optimizer or script.
         """
         model, step = self._prepared("resume")
-        found = checkpoint.load(Path(folder), model, self._optimizers, self._standing())
+        found = checkpoint.load(
+            Path(folder), model, self._optimizers, self._standing(), self._registered
+        )
         if found is None:
             self.print(f"no checkpoint in {folder} yet: begins anew")
             return False
@@ -413,6 +468,7 @@ class Run:
             model, runner, self.comm, self.accumulation, self._reading, self._optimizers
         )
         self._model = model
+        guard_shards(model, str(self.strategy))
         if can_be_keyed(self.strategy):
             key_dropouts(model, self._seed, self._place)
         name_draws(model)
@@ -462,6 +518,13 @@ class Run:
         """Have whoever ends the job say how to resume."""
         PULSE.saved(f"{where} stands; run.resume({str(folder)!r}) resumes from it")
 
+    def _refuse_average(self, call: str) -> None:
+        if any(average.is_applied for average in self._averages):
+            raise ScriptError(
+                f"{call}: within applied() of an average, where the model has averaged weights; "
+                "call it outside"
+            )
+
     def _warn_of_schedules(self) -> None:
         """Say once that a checkpoint lacks a schedule that moves the rate of an optimizer."""
         known = {id(getattr(each, "optimizer", None)) for each in self._schedulers}
@@ -480,6 +543,9 @@ class Run:
         if folder not in self._savers:
             self._savers[folder] = Saver(folder)
         return self._savers[folder]
+
+    def __deepcopy__(self, memo: Any) -> Run:
+        return self  # a copy of the model, such as an average, belongs to the same run
 
     def _note(self, loader: RankLoader) -> None:
         self._reading.note(loader)

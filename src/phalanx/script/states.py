@@ -58,6 +58,26 @@ def encoded(value: Any, what: str) -> Any:
     return made
 
 
+def decoded(value: Any) -> Any:
+    """Return what `encoded` was given, tuples as lists.
+
+    Raises:
+        ValueError: it was given nothing like it.
+    """
+    if isinstance(value, list):
+        return [decoded(each) for each in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    entries = cast("dict[str, Any]", value)
+    if {*entries} not in ({_PAIRS}, {_COUNTER}):
+        return {name: decoded(each) for name, each in entries.items()}
+    ((kind, pairs),) = entries.items()
+    if not isinstance(pairs, list):
+        raise ValueError(f"its {kind} are {brief(pairs)}")
+    found = {key: decoded(each) for key, each in cast("list[Any]", pairs)}
+    return Counter(found) if kind == _COUNTER else found
+
+
 def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
     """Put a schedule where it stood.
 
@@ -70,7 +90,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
     """
     kind = type(scheduler).__name__
     try:
-        state, own = _decoded(saved), _decoded(encoded(scheduler.state_dict(), kind))
+        state, own = decoded(saved), decoded(encoded(scheduler.state_dict(), kind))
         if type(scheduler).__module__.startswith("torch.optim."):
             _check_schedule(own, state)
         # One of the user's own may have learned a name since; none may hide a method.
@@ -103,7 +123,7 @@ def load_settings(
     """
     what = type(optimizer).__name__
     try:
-        settings, own = _decoded(saved), _decoded(settings_of(group, what))
+        settings, own = decoded(saved), decoded(settings_of(group, what))
         for name, value in settings.items():
             if name not in own and name not in _OF_SCHEDULES:
                 raise ValueError(f"it has the unknown setting {brief(name)}")
@@ -149,22 +169,6 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_encoded(each) for each in cast("Sequence[Any]", value)]
     return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
-
-
-def _decoded(value: Any) -> Any:
-    """Return what `_encoded` was given, tuples as lists; ValueError if it was given nothing."""
-    if isinstance(value, list):
-        return [_decoded(each) for each in cast("list[Any]", value)]
-    if not isinstance(value, dict):
-        return value
-    entries = cast("dict[str, Any]", value)
-    if {*entries} not in ({_PAIRS}, {_COUNTER}):
-        return {name: _decoded(each) for name, each in entries.items()}
-    ((kind, pairs),) = entries.items()
-    if not isinstance(pairs, list):
-        raise ValueError(f"its {kind} are {brief(pairs)}")
-    found = {key: _decoded(each) for key, each in cast("list[Any]", pairs)}
-    return Counter(found) if kind == _COUNTER else found
 
 
 def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -47,6 +47,8 @@ class UserStep:
         state: of which batches the gradients are.
         steps_done: steps that an optimizer has taken, those before a resume too.
         replicas: compares what must be alike on all ranks.
+        parameters: those that optimizers know, by name; FSDP2 has gathered ones in the model while
+            a step is under way.
     """
 
     def __init__(
@@ -65,11 +67,10 @@ class UserStep:
         self._comm = comm
         self._accumulation = accumulation
         self._reading = reading
-        # Those that optimizers know: in the middle of a step, FSDP2 has gathered ones in the model.
-        self._parameters = dict(model.named_parameters())
-        self._kept = _kept(self._parameters)
-        self.replicas = Replicas(comm, self._parameters, optimizers)
-        self._trained = [name for name, p in self._parameters.items() if p.requires_grad]
+        self.parameters = dict(model.named_parameters())
+        self._kept = _kept(self.parameters)
+        self.replicas = Replicas(comm, self.parameters, optimizers)
+        self._trained = [name for name, p in self.parameters.items() if p.requires_grad]
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
         self._divisor = self._totals[1]
         self._num_begun = self._num_backwards = 0
@@ -113,7 +114,7 @@ class UserStep:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that there are."""
-        return [p.grad for p in self._parameters.values() if p.grad is not None]
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def refuse_unused(self) -> None:
         """Refuse to save gradients, which no checkpoint keeps.
@@ -219,7 +220,7 @@ class UserStep:
         return num_gradients > 0 and num_odd == 0
 
     def _clear(self) -> None:
-        for parameter in self._parameters.values():
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def _check_kept(self) -> None:
@@ -232,7 +233,7 @@ class UserStep:
                 f"backward: {name} was {was} when the model was prepared, and is {is_now}; move, "
                 "cast or extend the model before run.prepare"
             )
-        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         if self._trained != list(trained):
             if self._reducer is not None and not self._reducer.retrain(list(trained.values())):
                 name = next(iter(set(self._trained) ^ set(trained)))

@@ -1,0 +1,234 @@
+"""Objects of a script that its checkpoints hold beside the model: anything with a `state_dict`.
+
+    manifest    {name: {"state": plain values, "tensors": [[path, name of the file's tensor], ...]}}
+    files       registered.<name>.<path>      a tensor of a state, as shards if it is a DTensor
+
+No pickle: a state is mappings and lists of numbers, text and tensors. What is alike on all ranks is
+saved as the first has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from phalanx.checkpoint.foreign import brief
+from phalanx.checkpoint.index import Index
+from phalanx.checkpoint.tensor_file import NAMES
+from phalanx.comm.together import gather_objects
+from phalanx.errors import CheckpointError, ScriptError
+from phalanx.script.states import decoded, encoded
+
+PREFIX: Final = "registered."
+"""What the names of their tensors begin with."""
+
+_COMPARED: Final = 1 << 16
+"""Elements of the largest tensor that is compared between ranks at each save."""
+
+Path = tuple[Any, ...]
+"""The keys and indices that lead to a value in a state."""
+
+
+class Parts(NamedTuple):
+    """The states of all objects, apart.
+
+    Attributes:
+        plain: for JSON, by the name of the object.
+        tensors: by their names in the files.
+    """
+
+    plain: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+class Registered:
+    """The objects of a script that are saved and resumed with its run."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+        self._told: set[str] = set()
+
+    def add(self, name: str, each: Any) -> None:
+        """Take an object, whose state is looked at now.
+
+        Raises:
+            ScriptError: the name is none or taken, or the object has no state that can be held.
+        """
+        if not isinstance(cast(Any, name), str) or not name.replace("_", "").isalnum():
+            raise ScriptError(
+                f"register: the name is {brief(name)}; expected letters, digits and underscores"
+            )
+        if name in self._objects:
+            kind = type(self._objects[name]).__name__
+            raise ScriptError(f"register: '{name}' is a {kind} already; give another name")
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(each, method, None)):
+                raise ScriptError(
+                    f"register: '{name}' is a {type(each).__name__} without {method}; give an "
+                    "object with state_dict() and load_state_dict(state)"
+                )
+        try:
+            _parts_of(name, each)
+        except CheckpointError as error:
+            raise ScriptError(f"register: {error}") from None
+        self._objects[name] = each
+
+    def parts(self) -> Parts:
+        """Return the states.
+
+        Raises:
+            CheckpointError: a state holds what no file has.
+        """
+        plain: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, each in self._objects.items():
+            plain[name], own = _parts_of(name, each)
+            tensors |= own
+        return Parts(plain, tensors)
+
+    def room(self, plain: Mapping[str, Any], index: Index) -> dict[str, Tensor]:
+        """Return tensors to read the saved ones into, as shards where the object has shards now.
+
+        Raises:
+            CheckpointError: the checkpoint has other objects, or lacks a tensor.
+        """
+        if plain.keys() != self._objects.keys():
+            raise CheckpointError(
+                f"it has the registered objects {brief(sorted(plain))}, and this script has "
+                f"{brief(sorted(self._objects))}; register the same before run.resume, and what is "
+                "to begin anew after it"
+            )
+        own: dict[str, Tensor] = {}
+        for name, each in self._objects.items():
+            own |= _parts_of(name, each)[1]
+        room: dict[str, Tensor] = {}
+        for name in plain:
+            for _, tensor in _paths_of(name, plain[name]):
+                if tensor not in index:
+                    raise CheckpointError(f"it has no tensor {brief(tensor)}")
+                shape, like = index[tensor].layout.shape, own.get(tensor)
+                if isinstance(like, DTensor) and tuple(like.shape) == shape:
+                    room[tensor] = torch.empty_like(like, dtype=index[tensor].dtype)
+                else:
+                    room[tensor] = torch.empty(shape, dtype=index[tensor].dtype)
+        if unknown := [each for each in index if each.startswith(PREFIX) and each not in room]:
+            raise CheckpointError(f"nothing says whose its tensor {brief(unknown[0])} is")
+        return room
+
+    def load(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Give the objects the states that they had.
+
+        Raises:
+            CheckpointError: an object refuses its state.
+        """
+        for name, each in self._objects.items():
+            try:
+                state = decoded(plain[name]["state"])
+                for path, tensor in _paths_of(name, plain[name]):
+                    state = _put(state, path, tensors[tensor])
+                each.load_state_dict(state)
+            except Exception as error:  # whatever the user's object does with it
+                raise CheckpointError(
+                    f"cannot go on with '{name}', a {type(each).__name__}, which refuses its "
+                    f"state: {type(error).__name__}: {brief(error, 200)}"
+                ) from error
+
+    def warn_of_others(self, parts: Parts) -> None:
+        """Warn once of an object whose state is not alike on all ranks; all call this together."""
+        own = {name: _digest(name, *parts) for name in parts.plain}
+        first, *others = gather_objects(own)
+        for rank, theirs in enumerate(others, 1):
+            apart = [name for name in first if theirs.get(name) != first[name]]
+            if apart and apart[0] not in self._told and dist.get_rank() == 0:
+                warnings.warn(
+                    f"save: the state of '{apart[0]}' on rank {rank} is not that of rank 0, which "
+                    "the checkpoint holds for all; make it of what run.sum, run.mean or run.gather "
+                    "return",
+                    stacklevel=4,
+                )
+            self._told.update(apart)
+
+
+def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the plain part of an object's state, and its tensors.
+
+    Raises:
+        CheckpointError: it holds what no file has.
+    """
+    found: list[tuple[Path, Tensor]] = []
+    state = _without_tensors(each.state_dict(), (), found)
+    what = f"'{name}', a {type(each).__name__}"
+    tensors: dict[str, Tensor] = {}
+    paths: list[Any] = []
+    for path, tensor in found:
+        if tensor.dtype not in NAMES or tensor.layout != torch.strided:
+            raise CheckpointError(
+                f"cannot save the state of {what}: {'.'.join(map(str, path))} is a {tensor.layout} "
+                f"tensor of {tensor.dtype}; expected a dense one of {', '.join(map(str, NAMES))}"
+            )
+        called = f"{PREFIX}{name}.{'.'.join(map(str, path))}"
+        while called in tensors:  # of paths such as a.b and ("a", "b")
+            called += "_"
+        tensors[called] = tensor.detach()
+        paths.append([list(path), called])
+    plain = encoded({"state": state, "tensors": paths}, what)
+    return plain, tensors
+
+
+def _without_tensors(value: Any, path: Path, found: list[tuple[Path, Tensor]]) -> Any:
+    """Return a state with None for each tensor, which is added to `found`."""
+    if isinstance(value, Tensor):
+        found.append((path, value))
+        return None
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[Any, Any]", value).items()
+        made = {key: _without_tensors(each, (*path, key), found) for key, each in pairs}
+        return Counter(made) if isinstance(value, Counter) else made
+    if isinstance(value, list | tuple):
+        items = cast("Sequence[Any]", value)
+        return [_without_tensors(each, (*path, at), found) for at, each in enumerate(items)]
+    return value
+
+
+def _paths_of(name: str, plain: Any) -> list[tuple[Path, str]]:
+    """Return the paths of an object's tensors in its state, and their names.
+
+    Raises:
+        CheckpointError: the manifest has something else there.
+    """
+    problem = f"it does not say which tensors the state of '{name}' has"
+    try:
+        paths = [(tuple(path), called) for path, called in plain["tensors"]]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(problem) from error
+    if not all(isinstance(called, str) and called.startswith(PREFIX) for _, called in paths):
+        raise CheckpointError(problem)
+    return paths
+
+
+def _put(state: Any, path: Path, tensor: Tensor) -> Any:
+    """Return a state with a tensor put where its path leads."""
+    if not path:
+        return tensor
+    state[path[0]] = _put(state[path[0]], path[1:], tensor)
+    return state
+
+
+def _digest(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of a state, without the shards and the large tensors of it."""
+    digest = hashlib.blake2b(json.dumps(plain[name], sort_keys=True).encode(), digest_size=16)
+    for called, tensor in tensors.items():
+        if called.startswith(f"{PREFIX}{name}.") and not isinstance(tensor, DTensor):
+            if tensor.numel() <= _COMPARED:
+                flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(flat.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,166 @@
+"""The whole weights of a model that is split: out of it, into it, and where a script meets shards.
+
+A parameter under fsdp or tp is a DTensor, this rank's shard. Two lines of plain scripts do not know
+that: `torch.save(model.state_dict())` would write shards as if they were weights, and
+`model.load_state_dict(whole)` would end in an error of DTensor. Each gets a sentence here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from phalanx.checkpoint import manifest, state
+from phalanx.checkpoint.foreign import brief
+from phalanx.comm.comm import Comm, local_shard
+from phalanx.comm.together import broadcast_object, first_object, on_first_rank
+from phalanx.errors import CheckpointError, ScriptError
+from phalanx.parallel.sharded import free_gathered
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole weights and buffers on the CPU; every rank calls this together."""
+    found = model.state_dict()
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
+
+
+def load_checkpoint(folder: Path, model: nn.Module) -> None:
+    """Load the weights of a checkpoint, or of the latest of a run; every rank calls this together.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of another model.
+    """
+
+    def find() -> Path:
+        if (folder / manifest.NAME).exists():
+            return folder
+        if found := manifest.whole(folder):
+            return found[max(found)]
+        raise CheckpointError(f"no whole checkpoint is in {folder}")
+
+    state.load_weights(on_first_rank(find, f"cannot load weights of {folder}"), model)
+
+
+@torch.no_grad()
+def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
+    """Give a model the whole weights that the first rank has; every rank calls this together.
+
+    Raises:
+        ScriptError: they are not those of this model.
+    """
+    # Asked with its variables, and before which FSDP2 frees what it has gathered.
+    own: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    problem = first_object(_problem(given, own) if dist.get_rank() == 0 else None)
+    if problem is not None:
+        raise ScriptError(f"load_state_dict: {problem}")
+    dtypes = broadcast_object({n: t.dtype for n, t in given.items()} if given else None)
+    for name, tensor in own.items():
+        whole = torch.empty(tensor.shape, dtype=dtypes[name], device=comm.device)
+        if dist.get_rank() == 0:
+            whole.copy_(given[name])
+        comm.broadcast(whole, "job")
+        if isinstance(tensor, DTensor):
+            # The same on all ranks, so that each cuts its own shard.
+            whole = distribute_tensor(
+                whole, tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
+        local_shard(tensor.detach()).copy_(local_shard(whole))
+
+
+def _problem(given: Any, own: Mapping[str, Tensor]) -> str | None:
+    """Say why weights are not those of a model; None if they are."""
+    if not isinstance(given, Mapping):
+        return (
+            f"the state is a {type(given).__name__} on the first rank; expected what "
+            "run.state_dict() or the state_dict() of the plain model returned, or the folder of a "
+            "checkpoint"
+        )
+    weights = cast("Mapping[Any, Any]", given)
+    for name in [*own, *weights]:
+        if name not in weights:
+            return f"the state has no {brief(name)}, which the model has"
+        if name not in own:
+            return f"the state has {brief(name)}, which the model has not"
+        tensor = weights[name]
+        if not isinstance(tensor, Tensor) or tensor.shape != own[name].shape:
+            shape = list(tensor.shape) if isinstance(tensor, Tensor) else brief(tensor)
+            return f"{name} is {shape} in the state, and {list(own[name].shape)} in the model"
+        if isinstance(tensor, DTensor):
+            return (
+                f"{name} is a shard of this rank, as model.state_dict() returns it; give what "
+                "run.state_dict() returned, or shards to model.load_state_dict"
+            )
+    return None
+
+
+def guard_shards(model: nn.Module, strategy: str) -> None:
+    """Have a script that takes shards for whole weights be told, if the model has any."""
+    for module in model.modules():
+        own = module.named_parameters(recurse=False)
+        if names := [name for name, parameter in own if isinstance(parameter, DTensor)]:
+            refuse = functools.partial(_refuse_whole, strategy, model, names)
+            module.register_load_state_dict_pre_hook(refuse)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        for module in model.modules():
+            # Private, and torch's only way to return another mapping;
+            # tests/script/test_weights.py pins it.
+            cast(Any, module)._register_state_dict_hook(functools.partial(_as_shards, strategy))
+
+
+def _refuse_whole(
+    strategy: str,
+    model: nn.Module,
+    names: Sequence[str],
+    _module: nn.Module,
+    weights: Mapping[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
+    for name in names:
+        given = weights.get(prefix + name)
+        if given is not None and not isinstance(given, DTensor):
+            raise ScriptError(
+                f"model.load_state_dict: {prefix}{name} is whole, and under {strategy} the model "
+                "has shards; call run.load_state_dict(state) with the weights of the whole model "
+                "on every rank, or load them before run.prepare"
+            )
+    free_gathered(model)  # else the shards would go into what FSDP2 frees
+
+
+class _Shards(OrderedDict[str, Any]):
+    """A state_dict of shards, which no file may take for weights."""
+
+    strategy = ""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ScriptError(
+            f"model.state_dict() under {self.strategy} has this rank's shards, and a file of them "
+            "is no file of weights; call state = run.state_dict() on every rank, and torch.save it "
+            "on the first, or run.save"
+        )
+
+    def __deepcopy__(self, memo: Any) -> _Shards:
+        copied = _Shards((name, copy.deepcopy(value, memo)) for name, value in self.items())
+        vars(copied).update(vars(self))
+        return copied
+
+
+def _as_shards(
+    strategy: str, _module: nn.Module, state_dict: Any, prefix: str, _metadata: Any
+) -> Any:
+    if prefix:
+        return None
+    shards = _Shards(state_dict)
+    shards.strategy = strategy
+    vars(shards).update(vars(state_dict))  # torch keeps versions of modules there
+    return shards
