@@ -25,6 +25,7 @@ ENDS: dict[str, tuple[str, int]] = {
     "an error": ("phalanx.init()\n1 / 0", 1),
     "an error of ours": ("phalanx.init().clip(1.0)", 2),
     "a wrong strategy": ("phalanx.init('dp2')", 2),
+    "an error before the job": ("phalanx.init(timeout_s=-1)", 2),
     "os._exit": ("phalanx.init()\nos._exit(5)", 5),
     "argparse": ("phalanx.init()\nimport argparse\nargparse.ArgumentParser().parse_args(['x'])", 2),
     "Ctrl-C": ("phalanx.init()\nraise KeyboardInterrupt", 130),

@@ -1,5 +1,10 @@
 """Slurm's variables stand for torchrun's."""
 
+import os
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from phalanx.errors import ConfigError
@@ -70,6 +75,32 @@ def test_a_single_task_starts_ranks_of_its_own(environment: dict[str, str]) -> N
 def test_ranks_dealt_out_over_the_hosts_are_refused() -> None:
     with pytest.raises(ConfigError, match="srun --distribution=block"):
         adopt({**SRUN, "SLURM_PROCID": "3"})
+
+
+TRAIN = Path(__file__).parents[2] / "docs" / "train.md"
+
+
+@pytest.mark.parametrize(("code", "is_saved"), [(143, False), (143, True), (1, True), (0, False)])
+def test_the_script_of_the_page_queues_again_what_its_time_has_ended(
+    code: int, is_saved: bool, tmp_path: Path
+) -> None:
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", TRAIN.read_text(), re.DOTALL)
+    for name, end in (("srun", f"exit {code}"), ("scontrol", "")):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@"\n{end}\n')
+        program.chmod(0o755)
+    if is_saved:
+        manifest = tmp_path / "runs/llama/checkpoints/step-00000001/manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {"PATH": path, "SCRATCH": str(tmp_path), "SLURM_JOB_ID": "77"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    run = f"{tmp_path}/runs/llama"
+    how = f"--resume {run}" if is_saved else f"--config run.toml --out {run}"
+    queued = ["scontrol requeue 77"] if code == 143 else []
+    assert done.stdout.splitlines() == [f"srun phalanx train {how}", *queued]
+    assert done.returncode == code
 
 
 @pytest.mark.parametrize(

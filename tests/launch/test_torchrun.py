@@ -57,12 +57,21 @@ def end(_):
     with PULSE.heeding():
         time.sleep(100)
 
+def orphan(_):
+    open(f"{sys.argv[2]}/pid {os.getpid()}", "w").close()
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
 def run(prepare, facts, work):
     return run_here(prepare, facts, work, device="cpu", threads=1, timeout_s=3.0)
 
 try:
     if sys.argv[1] == "end":
         run(lambda: 0, lambda _: {}, end)
+    if sys.argv[1] == "orphan":
+        run(lambda: 0, lambda _: {}, orphan)
     if sys.argv[1] == "working":
         run(lambda: 0, lambda _: {}, wait_in_vain)
     if sys.argv[1] == "preparing":
@@ -117,6 +126,20 @@ def test_a_rank_that_is_stopped_is_named_and_killed(when: str, doing: str, scrip
     assert re.search(said, done.stderr, re.MULTILINE), done.stderr
     # torchrun waits 30 s for a stopped process before it says this.
     assert "forcefully exiting" not in done.stderr
+
+
+def test_the_ranks_of_a_torchrun_that_is_killed_end(script: str, tmp_path: Path) -> None:
+    assert run_two(script, "orphan", str(tmp_path)).returncode == -signal.SIGKILL
+    pids = [path.name.split()[1] for path in tmp_path.glob("pid *")]
+    assert len(pids) == 2
+    while any(not state.startswith("Z") for pid in pids for state in states(pid)):
+        time.sleep(0.05)
+
+
+def states(pid: str) -> list[str]:
+    """The state of a process, if there is one."""
+    words = ["ps", "-o", "stat=", "-p", pid]
+    return subprocess.run(words, capture_output=True, text=True).stdout.split()
 
 
 def free_port() -> dict[str, str]:

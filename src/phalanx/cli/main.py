@@ -52,8 +52,19 @@ FILE_ERRORS: Final[Mapping[int, str]] = {
     errno.ENOTDIR: "a part of this path is a file, not a folder; choose another path",
     errno.EISDIR: "is a folder; a file was expected",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+    errno.EMFILE: "a process may not open as many files as this needs; raise ulimit -n",
+    errno.ENFILE: "the system has too many files open; end some programs",
+    errno.ENOMEM: "no memory is left, or allowed; raise ulimit -v or the control group's limit",
+    errno.EAGAIN: "no further process or thread may be started; raise ulimit -u or pids.max",
 }
-"""What the user can mend about a file, by error number; any other is a fault of the program."""
+"""What the user can mend about a file or a limit, by error number; any other is a fault of the
+program."""
+
+LIMITS: Final[Mapping[str, int]] = {
+    "can't start new thread": errno.EAGAIN,
+    "failed to map segment from shared object": errno.ENOMEM,
+}
+"""What an error that has no number says of a limit, and the number that it stands for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,18 +95,25 @@ def _run(words: list[str]) -> int:
         exit_code = _dispatch(words)
         sys.stdout.flush()
         return exit_code
-    except (PhalanxError, OSError) as error:
+    except (PhalanxError, OSError, MemoryError) as error:
         if is_reader_gone(error) and reader_has_left():
             return READER_LEFT
         if isinstance(error, PhalanxError):
             return _fail(message_of(error), error.exit_code, words)
-        if (advice := FILE_ERRORS.get(error.errno or 0)) is None:
+        number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+        if (advice := FILE_ERRORS.get(number or 0)) is None:
             raise
-        where = f"{error.filename}: " if error.filename else ""
+        name = error.filename if isinstance(error, OSError) else None
+        where = f"{name}: " if name else ""
         return _fail(f"{where}{advice}", 2, words)
     except KeyboardInterrupt as error:
         how = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         return _fail(str(how), 128 + how.signum, words)
+    except (RuntimeError, ImportError) as error:
+        found = [number for text, number in LIMITS.items() if text in str(error)]
+        if not found:
+            raise
+        return _fail(FILE_ERRORS[found[0]], 2, words)
     except ValueError as error:  # of torch, when it is loaded
         if "TORCH_LOGS" not in os.environ or "log settings" not in str(error):
             raise

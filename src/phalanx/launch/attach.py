@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final
 
-from phalanx.errors import ConfigError, Interrupted
+from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of
 from phalanx.launch import exit_code, signals, slurm, torchrun
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
@@ -81,6 +81,44 @@ def attach(
     join.join(0, 1, store=dist.HashStore(), device=device, timeout_s=limit_s)
     PULSE.on_change = _heed_alone
     return device
+
+
+def tell_in_one_message() -> None:
+    """Have a PhalanxError that nobody catches end this process as it ends a job: by one message.
+
+    A program that has an excepthook of its own keeps it.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _tell_ours
+
+
+def _tell_ours(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if not isinstance(error, PhalanxError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    add_line(error)
+    tell(message_of(error))
+    raise SystemExit(error.exit_code)
+
+
+def add_line(error: PhalanxError, path: str = "") -> None:
+    """Add to a message the innermost line of the script that it passed through.
+
+    Args:
+        error: what has been raised.
+        path: of the script; that of the program if empty.
+    """
+    path = path or getattr(sys.modules["__main__"], "__file__", None) or ""
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == path:
+            found = f"at {path}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    if found:
+        error.add_note(found)
 
 
 def judged(error: Exception) -> BaseException:
@@ -151,6 +189,8 @@ class _Attached:
             self._has_failed = True
             sys.__excepthook__(kind, error, trace)
         else:
+            if isinstance(error, PhalanxError):
+                add_line(error)
             torchrun.leave_failed(self.judged(error))
 
     def _on_end(self) -> None:

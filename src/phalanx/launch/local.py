@@ -24,7 +24,7 @@ from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.launch.by_value import ByValue
-from phalanx.launch.rank import RankInfo, run_rank
+from phalanx.launch.rank import RankInfo, own_sockets, run_rank
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.launch.signals import collected, ignored_by_children
 from phalanx.launch.supervisor import Rank, Supervisor
@@ -81,7 +81,7 @@ def run_ranks(
             listener.listen()
             port = listener.getsockname()[1]
             for rank in range(num_ranks):
-                info = RankInfo(rank, num_ranks, port, device, threads, timeout_s)
+                info = RankInfo(rank, num_ranks, port, device, threads, timeout_s, own_sockets())
                 ranks.append(_start(context, info, listener if rank == 0 else None, function, args))
         with collected() as signals:
             return Supervisor(ranks, signals, timeout_s, say_starting).watch()
@@ -169,6 +169,11 @@ def _start(
             f"{name} or an argument of it cannot be sent to another process: {error}; a function "
             "must be importable by name (at the top of a file, not a lambda and not inside "
             "another function), and its arguments must be picklable"
+        ) from error
+    except EOFError as error:
+        raise ConfigError(
+            "the server that forks processes could start none, and says why above; raise the limit "
+            "of processes (ulimit -u, pids.max) or of memory"
         ) from error
     theirs.close()
     return process, ours

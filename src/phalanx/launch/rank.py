@@ -45,7 +45,10 @@ LEAVE = "leave"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank must know to join the job, whose store is at `port`; see `run_ranks`."""
+    """What one rank must know to join the job, whose store is at `port`; see `run_ranks`.
+
+    `sockets` is a folder that the parent has made, for what removes it if the parent is killed.
+    """
 
     rank: int
     num_ranks: int
@@ -53,6 +56,7 @@ class RankInfo:
     device: str
     threads: int
     timeout_s: float
+    sockets: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,9 @@ class Failure:
 class Line:
     """This rank's end of the pipe to the parent, which sets `may_leave` when the rank may end."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, sockets: str) -> None:
         self._connection = connection
+        self._sockets = sockets
         self._process = os.getpid()
         self._lock = threading.Lock()
         self.may_leave = threading.Event()
@@ -128,7 +133,9 @@ class Line:
                 self._beat()
         except (EOFError, OSError):
             end_helpers()
-            remove_sockets()
+            parent = multiprocessing.parent_process()
+            if self._sockets and parent is not None and not parent.is_alive():
+                shutil.rmtree(self._sockets, ignore_errors=True)
             os._exit(1)
 
 
@@ -141,7 +148,7 @@ def run_rank(
 ) -> None:
     """Join the job, call the function, and report; never returns."""
     leave_to_parent()
-    line = Line(connection)
+    line = Line(connection, info.sockets)
     # A server forked this process; the helpers it starts, such as a DataLoader's, begin as Python's
     # do by default, or each would begin with the script anew.
     multiprocessing.set_start_method(None, force=True)
@@ -194,17 +201,21 @@ def end_helpers() -> None:
             helper.kill()
 
 
-def remove_sockets() -> None:
-    """Remove the folder of multiprocessing's sockets, which Python does at a normal end alone.
+def own_sockets() -> str:
+    """Return the folder of multiprocessing's sockets that this process has made, if it has.
 
-    That of a job's ranks is their parent's, which removes it unless it was killed.
+    A process that multiprocessing has started uses the folder of the one that started it.
     """
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.is_alive():
-        return
+    if multiprocessing.parent_process() is not None:
+        return ""
     # Private, and set once such a folder is made; tests/launch/test_local.py pins it.
     config: dict[str, Any] = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
-    if folder := config.get("tempdir"):
+    return config.get("tempdir") or ""
+
+
+def remove_sockets() -> None:
+    """Remove the folder of this process's sockets, which Python does at a normal end alone."""
+    if folder := own_sockets():
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -46,6 +46,9 @@ Result = TypeVar("Result")
 PREPARATION_S = 24 * 3600.0
 """Longest wait for the preparation of another rank, which may read a large corpus."""
 
+AGENT_S = 60.0
+"""Longest wait for the store of torchrun, which is there before the ranks are."""
+
 QUIET_S = 5.0
 """How long a rank without words of its own stays: torchrun ends all ranks when the first leaves."""
 
@@ -234,12 +237,18 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
     """Return a store that only this call of `run_here` writes to, on all ranks."""
     import torch.distributed as dist
 
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit = timedelta(seconds=min(timeout_s, AGENT_S) if is_agents else timeout_s)
     try:
-        store, _, _ = next(
-            dist.rendezvous("env://", env.rank, env.num_ranks, timeout=timedelta(seconds=timeout_s))
-        )
+        store, _, _ = next(dist.rendezvous("env://", env.rank, env.num_ranks, timeout=limit))
     except (ValueError, dist.DistError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
+        if is_agents:
+            raise ConfigError(
+                f"torchrun's store at {os.environ.get('MASTER_ADDR')}:"
+                f"{os.environ.get('MASTER_PORT')} does not answer: {reason}; torchrun on that host "
+                "has ended, or cannot be reached from this one"
+            ) from error
         raise ConfigError(
             f"RANK and WORLD_SIZE are set, but the ranks cannot meet: {reason}; set MASTER_ADDR "
             f"and MASTER_PORT to the host of rank 0 and a free port on it, start all ranks within "

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.errors import PhalanxError, ScriptError
-from phalanx.launch.attach import ASKED, at_end, check_end
+from phalanx.launch.attach import ASKED, add_line, at_end, check_end
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.pulse import PULSE
 from phalanx.script.loader import has_empty_batch
@@ -46,8 +46,7 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
             error.exit_code = exit_code_of(stop.code)
             raise error from None
     except PhalanxError as error:
-        if where := _line_of(error, path):
-            error.add_note(f"at {where}")
+        add_line(error, path)
         raise
     except Exception as error:
         if "default process group twice" in str(error):
@@ -65,14 +64,3 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
             "work, each alone; call it, or start the script by python"
         )
     return PULSE.obeyed, PULSE.stands
-
-
-def _line_of(error: BaseException, path: str) -> str:
-    """Return the innermost line of the script that an error passed through."""
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == path:
-            found = f"{path}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found

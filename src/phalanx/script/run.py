@@ -34,7 +34,7 @@ from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ScriptError, StrategyError
-from phalanx.launch.attach import at_end, attach
+from phalanx.launch.attach import at_end, attach, tell_in_one_message
 from phalanx.launch.pulse import PULSE
 from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
@@ -87,6 +87,7 @@ def init(
         ConfigError: the strategy cannot be read, or needs another number of ranks, or is for
             pipelines or context parallelism, which need a trainer's loop; or the job is incomplete.
     """
+    tell_in_one_message()
     parsed = _strategy(strategy)
     check_init(accumulation, seed, device, timeout_s)
     facts = {"strategy": parsed and str(parsed), "accumulation": accumulation, "seed": seed}

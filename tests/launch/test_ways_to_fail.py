@@ -1,0 +1,222 @@
+"""However a script or a job fails, its process ends with the same code by any launcher."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+
+HERE = Path(__file__).parent
+SCRIPT = str(HERE / "ways_to_fail.py")
+
+SIGNAL = -1
+"""In place of the code: a signal ends it, which a shell has as 128 and more, and a job as 1."""
+
+ALONE = {
+    "an error before the job": 1,
+    "an error before the model": 1,
+    "an error": 1,
+    "an error in forward": 1,
+    "an error in backward": 1,
+    "an error of a dataset": 1,
+    "a worker's own network": 1,
+    "a worker that dies": 1,
+    "rows of unlike lengths": 1,
+    "no rows": 1,
+    "a network's words": 1,
+    "a wordless error": 1,
+    "a group of errors": 1,
+    "a chain of errors": 1,
+    "an error of 50 MB": 1,
+    "a broken pipe of its own": 1,
+    "an assertion": 1,
+    "no memory": 1,
+    "no memory in torch": 1,
+    "too deep": 1,
+    "no module": 1,
+    "bad syntax": 1,
+    "not a stop": 1,
+    "no file": 1,
+    "a shape": 1,
+    "surrogates": 1,
+    "a closed error output": 1,
+    "a loss that is no number": 1,
+    "sys.exit": 3,
+    "a text": 1,
+    "raise SystemExit": 4,
+    "os._exit": 5,
+    "Ctrl-C of its own": 130,
+    "killed": SIGNAL,
+    "aborted": SIGNAL,
+    "a bad address": SIGNAL,
+    "out of CPU time": SIGNAL,
+    "a wrong strategy": 2,
+    "a wrong setting": 2,
+    "no model": 2,
+    "a loss without a count": 2,
+    "a mean": 2,
+    "a model prepared twice": 2,
+    "nowhere to save": 2,
+    "a broken checkpoint": 2,
+}
+"""The exit code of `python SCRIPT`, by the way in which it fails."""
+
+ON_ONE_RANK = [
+    *("an error", "a network's words", "a wordless error", "no memory", "sys.exit", "a text"),
+    *("raise SystemExit", "os._exit", "Ctrl-C of its own", "killed", "aborted", "a bad address"),
+    *("no model", "surrogates"),
+]
+"""Ways of rank 1 while rank 0 goes on."""
+
+OF_A_JOB = [way for way in ON_ONE_RANK if way != "no model"]
+"""Ways of the loss of a job that is trained by `phalanx train --script`."""
+
+OF_A_COMMAND = {
+    "train --optimizer.rl 1": 2,
+    "train --data /no/such/folder": 2,
+    "train --strategy dp3,,": 2,
+    "train --out /proc/here": 2,
+    "train --shape.hidden 7": 2,
+    "train --resume /no/such/run": 2,
+    "train --script /no/such/file.py:job": 2,
+    "verify dp0": 2,
+    "run /no/such/file.py": 2,
+}
+
+PROGRAM = """
+import json, os, sys
+import phalanx, phalanx.script.run, phalanx.script.trainer, phalanx.train.loop
+from phalanx.launch import exit_code
+ranks, codes, words = {}, {}, []
+def wait_for_one():
+    pid, status = os.wait()
+    if pid in ranks:
+        codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+for name, words, environment in json.loads(sys.argv[1]):
+    while len(ranks) >= 6:
+        wait_for_one()
+    pid = os.fork()
+    if not pid:
+        break
+    ranks[pid] = name
+else:
+    while ranks:
+        wait_for_one()
+    print(json.dumps(codes), flush=True)
+    os._exit(0)
+os.environ.update(environment)
+output = os.open(f"{os.environ['WORDS']}/{name.replace('/', '_')}", os.O_CREAT | os.O_WRONLY)
+os.dup2(output, 1)
+os.dup2(output, 2)
+exit_code.watch_if_rank()
+sys.argv = words
+if words[0] == "phalanx":
+    from phalanx.cli.main import main
+    sys.exit(main())
+exec(compile(open(words[0]).read(), words[0], "exec"))
+"""
+"""Starts each process as a fork that ends as Python ends a program, so that torch is loaded once.
+"""
+
+
+def in_forks(jobs: list[tuple[str, list[str], int]], folder: Path) -> dict[str, set[int]]:
+    """Return the codes of the processes of each job: one by python, or some as under torchrun."""
+    processes: list[tuple[str, list[str], dict[str, str]]] = []
+    for name, words, num_ranks in jobs:
+        environment = {"WORDS": str(folder), "OMP_NUM_THREADS": "1", "WAY": name}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        for rank in range(num_ranks):
+            place = {
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"},
+                **{"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)},
+                "MASTER_PORT": port,
+            }
+            is_alone = num_ranks == 1
+            processes.append((f"{name}:{rank}", words, environment | ({} if is_alone else place)))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(processes)],
+        capture_output=True, text=True, timeout=2000, check=False, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    codes: dict[str, set[int]] = {}
+    for name, code in json.loads(done.stdout.splitlines()[-1]).items():
+        seen = 130 if code == -signal.SIGINT else max(code, SIGNAL)
+        codes.setdefault(name.rpartition(":")[0], set()).add(seen)
+    return codes
+
+
+def differing(found: dict[str, set[int]], expected: dict[str, set[int]]) -> dict[str, set[int]]:
+    return {way: codes for way, codes in found.items() if codes != expected[way]}
+
+
+def of_job(code: int) -> int:
+    """Return what a launcher makes of the code of a process."""
+    return 1 if code == SIGNAL else code
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+def test_a_script_by_python_and_as_under_torchrun(tmp_path: Path) -> None:
+    alone = [(way, [SCRIPT, way, "all", str(tmp_path / "a")], 1) for way in ALONE]
+    codes = in_forks(alone, tmp_path)
+    assert differing(codes, {way: {code} for way, code in ALONE.items()}) == {}
+    every = [(way, [SCRIPT, way, "all", str(tmp_path / "b")], 2) for way in ALONE]
+    codes = in_forks(every, tmp_path)
+    # A rank may end because the other has: with 1.
+    assert {way for way in ALONE if codes[way] - {ALONE[way], 1}} == set()
+    assert {way for way in ALONE if ALONE[way] not in codes[way]} == set()
+    one = [(way, [SCRIPT, way, "one"], 2) for way in ON_ONE_RANK]
+    codes = in_forks(one, tmp_path)
+    assert differing(codes, {way: {1, ALONE[way]} for way in ON_ONE_RANK}) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+@pytest.mark.parametrize("which", ["all", "one"])
+def test_a_script_by_phalanx_run(which: str, tmp_path: Path) -> None:
+    ways = ALONE if which == "all" else ON_ONE_RANK
+    options = ["--nproc", "2", "--threads", "1", "--"]
+    codes = {
+        way: {main(["run", SCRIPT, *options, way, which, str(tmp_path / way)])} for way in ways
+    }
+    assert differing(codes, {way: {of_job(code)} for way, code in ALONE.items()}) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+def test_a_job_by_the_command_and_as_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["train", "--script", f"{SCRIPT}:job", "--strategy", "dp2", "--threads", "1"]
+    codes: dict[str, set[int]] = {}
+    for way in OF_A_JOB:
+        monkeypatch.setenv("WAY", way)
+        codes[way] = {main([*command, "--out", str(tmp_path / way)])}
+    assert differing(codes, {way: {of_job(ALONE[way])} for way in OF_A_JOB}) == {}
+    jobs = [
+        (way, ["phalanx", *command, "--out", str(tmp_path / f"{way} 2")], 2) for way in OF_A_JOB
+    ]
+    codes = in_forks(jobs, tmp_path)
+    assert {way for way in OF_A_JOB if codes[way] - {ALONE[way], 1}} == set()
+    assert {way for way in OF_A_JOB if ALONE[way] not in codes[way]} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+def test_a_wrong_request_by_the_command_and_as_under_torchrun(tmp_path: Path) -> None:
+    alone = {words: {main(words.split())} for words in OF_A_COMMAND}
+    assert differing(alone, {words: {2} for words in OF_A_COMMAND}) == {}
+    jobs = [(words, ["phalanx", *words.split()], 2) for words in OF_A_COMMAND]
+    codes = in_forks(jobs, tmp_path)
+    assert {
+        words for words in OF_A_COMMAND if codes[words] - {1, 2} or 2 not in codes[words]
+    } == set()
