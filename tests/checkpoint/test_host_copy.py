@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import runs
 import torch
+from torch import nn
 
+import phalanx
 from phalanx.checkpoint import host_copy, manifest, state
 from phalanx.checkpoint.host_copy import HostCopy
 from phalanx.checkpoint.saver import Saver
@@ -91,3 +94,84 @@ def test_memory_is_pinned_as_it_is() -> None:
     copy.release()
     pieces = list(host_copy.in_pieces(tensors))
     assert torch.equal(pieces[1], torch.arange(77).double())
+
+
+class Cuda:
+    """Notes what CUDA is asked to pin, as it is done to memory that is held."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.calls: list[str] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> SimpleNamespace:
+        assert not any(
+            at < address + num_bytes and address < at + n for at, n in self.pinned.items()
+        )
+        self.pinned[address] = num_bytes
+        self.calls.append("register")
+        return SimpleNamespace(value=0)
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.pinned[address]
+        self.calls.append("unregister")
+
+
+def noting_cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    """Have copies to the host take their tensors for those of a GPU."""
+    cuda, reserve = Cuda(), HostCopy.reserve
+
+    def as_on_gpu(self: HostCopy, *args: Any) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+            return reserve(self, *args)
+
+    monkeypatch.setattr(HostCopy, "reserve", as_on_gpu)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    return cuda
+
+
+def save_by_a_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = noting_cuda(monkeypatch)
+    run = phalanx.init("dp1")
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = run.prepare(model, optimizer)
+    for _ in range(3):
+        run.backward(model(torch.ones(2, 8)).sum(), 2)
+        optimizer.step()
+        run.save(folder)
+    return cuda
+
+
+def pins_of_saves(folder: Path) -> list[list[str]]:
+    """Return what is asked of CUDA by a script, by savers that end, and by one that grows."""
+    found: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found.append(save_by_a_script(folder / "script", monkeypatch).calls)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cuda = noting_cuda(monkeypatch)
+        model, optimizer = runs.build()
+        runs.step(model, optimizer)
+        for number in (1, 2):
+            with Saver(folder / f"{number}") as saver:
+                saver.begin(model, optimizer, runs.about(1))
+        assert not cuda.pinned
+        found.append(cuda.calls)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cuda, copy = noting_cuda(monkeypatch), HostCopy()
+        assert copy.reserve([torch.zeros(10)]) and copy.reserve([torch.zeros(20)])
+        found.append(list(cuda.calls))
+        copy.release()
+        assert not cuda.pinned
+    return found
+
+
+def test_memory_that_is_pinned_is_kept_for_the_next_save_and_unpinned_at_the_end(
+    tmp_path: Path,
+) -> None:
+    """With CUDA's calls noted in place of made."""
+    (found,) = run_ranks(pins_of_saves, 1, tmp_path, threads=1)
+    of_a_script, of_two_savers, of_one_that_grows = found
+    assert of_a_script == ["register"]  # a process keeps its saver
+    assert of_two_savers == ["register", "unregister"] * 2
+    assert of_one_that_grows == ["register", "unregister", "register"]
