@@ -93,8 +93,8 @@ class ScriptVerifyConfig:
     """How to split the work, such as pp2,dp2."""
     script: str = ""
     """FILE.py:FUNCTION, which returns a phalanx.Trainer."""
-    steps: Annotated[int, Range(1)] = 3
-    """Batches of the job's data to take steps on."""
+    steps: Annotated[int, Range(1)] = 5
+    """Steps to take; the run saves in the middle, and another resumes from there."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Data type of weights and arithmetic."""
     json: bool = False

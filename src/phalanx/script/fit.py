@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,12 +95,12 @@ def fit(trainer: Trainer, strategy: Strategy, options: Options, command: str = "
     options = dataclasses.replace(options, out=out)
     stages = strategy.pp.degree
     with Saver(out, timeout_s=options.timeout_s, num_stages=stages) as saver:
-        run = _Fit(trainer, strategy, options, saver, command)
+        run = Fit(trainer, strategy, options, saver, command)
         with run.records:
             return run.run()
 
 
-class _Fit:
+class Fit:
     """What one rank works with."""
 
     def __init__(
@@ -110,7 +110,9 @@ class _Fit:
         options: Options,
         saver: Saver,
         command: str,
+        records: Callable[[Fit], Records] | None = None,
     ) -> None:
+        """Split the model, and load a checkpoint if there is one to go on from."""
         self.trainer, self.strategy, self.options = trainer, strategy, options
         self.saver = saver
         self.comm = comm = Ranks(strategy, options.device)
@@ -155,7 +157,7 @@ class _Fit:
             self._resume()
         else:
             checkpoint.check_unused(options.out)
-        self.records = _Records(self)
+        self.records = (records or Records)(self)
         self.pace = Pace(60 * options.save_every_minutes, dist.get_rank() == 0)
 
     def run(self) -> Fitted:
@@ -233,6 +235,11 @@ class _Fit:
             return [batch]
         pieces = self._pieces(count_rows(batch))
         return [map_batch(batch, lambda tensor, here=here: tensor[here]) for here in pieces]
+
+    def rows(self) -> Sequence[torch.Tensor]:
+        """Return where the rows of each microbatch of the last batch stand, see `RankLoader`."""
+        rows = self.loader.rows
+        return [rows[piece] for piece in self._pieces(len(rows))]
 
     def _pieces(self, num_rows: int) -> list[slice]:
         """Return where each microbatch stands among this rank's rows of a batch."""
@@ -341,10 +348,11 @@ class _OfSums:
         return count
 
 
-class _Records:
+class Records:
     """Watches the steps on this rank; the first rank keeps and shows what is measured."""
 
-    def __init__(self, run: _Fit) -> None:
+    def __init__(self, run: Fit, console: Console | None = None) -> None:
+        """Begin to watch; the first rank shows on `console`, standard output if None."""
         self._run = run
         comm = run.comm
         self.timer = StepTimer(comm.device)
@@ -352,19 +360,18 @@ class _Records:
         self.memory: MemoryAccount | None = None
         self.losses: list[float] = []
         self.evaluations: list[tuple[int, float]] = []
-        ceiling = torch.tensor(quick_ceiling(comm.device, "float32"), dtype=torch.float64)
-        self._rate = float(comm.all_reduce(ceiling.to(comm.device), "job"))
+        self._rate = self._ceiling()
         self._watching = ExitStack()
         self.log: RunLog | None = None
         if dist.get_rank() == 0:
-            self.log = RunLog(run.options.out, Console(), run.num_steps)
+            self.log = RunLog(run.options.out, console or Console(), run.num_steps)
             self.log.note("environment", environment())
             config = {"strategy": str(run.strategy), "steps": run.num_steps, "stages": run.stages}
             self.log.note("config", config)
             for line in run.stages:
                 self.log.display.say(line)
 
-    def __enter__(self) -> _Records:
+    def __enter__(self) -> Records:
         watcher = self._run.step.watched(lambda name: self.timer.phase(TERMS[name]))
         self._watching.enter_context(watcher)
         if self._run.comm.device.type == "cpu":
@@ -435,6 +442,12 @@ class _Records:
             stop_signal=stop_signal,
             resume_by=self._run.resume_by,
         )
+
+    def _ceiling(self) -> float:
+        """Return the rate of matrix products of all ranks, which call this together."""
+        comm = self._run.comm
+        own = torch.tensor(quick_ceiling(comm.device, "float32"), dtype=torch.float64)
+        return float(comm.all_reduce(own.to(comm.device), "job"))
 
     def _mfu(self, step_s: float) -> float | None:
         """Return the share of the measured rate of matrix products; None if unknown or above 1."""

@@ -12,8 +12,7 @@ The trainer calls the forward itself, so it runs every strategy, pipelines too; 
 
 from __future__ import annotations
 
-import functools
-import itertools
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
-from phalanx.script.checks import check_data, check_model, check_objective, check_settings
+from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.fit import Fitted, fit
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
@@ -156,23 +155,27 @@ class Trainer:
         return fitted
 
     def verify(
-        self, strategy: str | Strategy, *, steps: int = 3, dtype: str = "float64"
+        self, strategy: str | Strategy, *, steps: int = 5, dtype: str = "float64"
     ) -> Verdict:
-        """Compare a strategy with one process of plain PyTorch on the first batches of the data.
+        """Compare the job's own steps under a strategy with one process of plain PyTorch.
 
-        AdamW steps on both sides, whatever the optimizer of the job: what is judged is the split.
+        In float64 it takes them as `train` does, saves, and resumes under another strategy. In a
+        narrower type the split alone is judged: AdamW steps on both sides, see verify/beside.py.
 
         Raises:
             StrategyError: it does not split this module.
         """
+        from phalanx.script import proof
         from phalanx.verify.harness import verify
 
-        torch.manual_seed(self.seed)
-        batches = list(itertools.islice(self.loader(self.data), steps))
+        parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+        if dtype == "float64":
+            return proof.prove(self, parsed, steps)
+        case = proof.case_of(dataclasses.replace(self, steps=steps))
         return verify(
-            functools.partial(build_seeded, self),
-            batches,
-            strategy,
+            case.build,
+            case.batches,
+            parsed,
             self.objective,
             accumulation=self.accumulation,
             dtype=dtype,
@@ -196,14 +199,6 @@ class Trainer:
     def loader(self, data: Dataset[Any], *, shuffle: bool = False) -> DataLoader[Any]:
         """Return the global batches of a dataset."""
         return DataLoader(data, self.batch_size, shuffle or None, collate_fn=self.collate)
-
-
-def build_seeded(trainer: Trainer) -> nn.Module:
-    """Return the module with the same first weights in every process."""
-    torch.manual_seed(trainer.seed)
-    model = trainer.build()
-    check_model(model)
-    return model
 
 
 def trainer_of(script: str) -> Trainer:

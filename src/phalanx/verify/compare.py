@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from phalanx.verify.reference import StepRecord, Values
+from phalanx.verify.settings import STATE
 
 DTYPES = ("float64", "float32", "bfloat16")
 """What `verify` can run in."""
@@ -128,7 +129,8 @@ def compare_values(
         if problem or a is None or b is None:
             rows.append(Difference(step, quantity, name, math.inf, problem=problem))
             continue
-        scale = max(_size(b), FLOOR.get(quantity, 0.0) * largest) or 1.0
+        floor = FLOOR["first moment"] if quantity.startswith(STATE) else FLOOR.get(quantity, 0.0)
+        scale = max(_size(b), floor * largest) or 1.0
         error = _size(a - b) / scale
         others = [_wide(values[name]) for values in moved if name in values]
         limit = limit_of(b, others, dtype, scale) / scale if others else EXACT

@@ -62,7 +62,7 @@ def locate(
     strategy: Strategy,
     comm: Ranks,
     first: Difference,
-    record: Callable[[int, str | None], Recorded] | None = None,
+    record: Callable[[Difference], Recorded] | None = None,
     begin: StepRecord | None = None,
 ) -> Place:
     """Return where a difference arises; every rank calls this together.
@@ -72,20 +72,19 @@ def locate(
         strategy: how it was split.
         comm: of the strategy.
         first: the difference.
-        record: runs the step of a number again on this rank; given the name of a parameter, it
-            records its gradient too. As `SplitRun` takes the steps if None.
+        record: runs on this rank again what differs, see `suspect_of`. As `SplitRun` takes the
+            steps if None.
         begin: what the reference begins that step with, on rank 0; its own steps if None.
     """
     step = first.step
     if first.quantity == "first weight":
         return Place(owner(first.name), f"the first weights of {first.name} differ", step)
     is_first = torch.distributed.get_rank() == 0
-    suspect = first.name if first.quantity == "gradient" else None
     expected, gradient = list[Expected](), None
     if is_first:
         expected, gradient = _expected(case, first, comm.device, begin)
     expected = broadcast_object(expected)
-    recorded = record(step, suspect) if record else _of_split(case, strategy, comm, first)
+    recorded = record(first) if record else _of_split(case, strategy, comm, first)
     aligner = _aligner(case, strategy, comm, step)
     found: list[Found] = gather_objects(_compare(recorded, aligner, comm, expected))
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}
@@ -130,6 +129,11 @@ def _of_reference(
     return recorder, run.compute(first.step, recorder.phase)["gradient"]
 
 
+def suspect_of(first: Difference) -> str | None:
+    """Return the parameter whose gradient is to be recorded before it is reduced, if any."""
+    return first.name if first.quantity == "gradient" else None
+
+
 def _of_split(case: Case, strategy: Strategy, comm: Ranks, first: Difference) -> Recorded:
     """Take the steps of this rank up to what differs, and record that."""
     run = SplitRun(case, strategy, comm)
@@ -137,7 +141,7 @@ def _of_split(case: Case, strategy: Strategy, comm: Ranks, first: Difference) ->
         run.model,
         run.runner,
         copies=strategy.tp.degree == 1,
-        suspect=first.name if first.quantity == "gradient" else None,
+        suspect=suspect_of(first),
     )
     steps = run.steps(recorder.phase)
     is_evaluation = first.quantity == EVALUATION

@@ -31,7 +31,14 @@ from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step
 from phalanx.verify.batches import rows_of, split
-from phalanx.verify.reference import MOMENTS, NORMS, StepRecord, Values, in_training
+from phalanx.verify.reference import (
+    MOMENTS,
+    NORMS,
+    StepRecord,
+    Training,
+    Values,
+    in_training,
+)
 from phalanx.verify.verdict import Place
 
 BitsKey = tuple[str, str, tuple[int, ...]]
@@ -54,6 +61,7 @@ class Case:
             those of the case itself if None.
         infer: what is compared in `eval()` after the last step, of (objective, model, batch): a sum
             over the rows, or a tensor whose first dimension they are.
+        training: how the reference updates its weights, in place of `optimizer`.
     """
 
     build: Callable[[], nn.Module]
@@ -68,6 +76,7 @@ class Case:
     batch_norm: Statistics | None = None
     dropout_seed: int | None = None
     infer: Callable[[Objective, nn.Module, Any], Tensor] = loss_of
+    training: Training | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -178,7 +187,10 @@ class SplitRun:
                 loss, num_valid = step.compute_gradients(split(moved, *self._shard))
             norms = {f"{p:g}": float(step.norm(p)) for p in NORMS}
             gradients = gradients_of(model)
-            bits, before_clipping = _bits("gradient", gradients), full_tensors(gradients, step.comm)
+            bits, before_clipping = (
+                bits_of("gradient", gradients),
+                full_tensors(gradients, step.comm),
+            )
             nonfinite = [n for n, g in gradients.items() if not local_shard(g).isfinite().all()]
             result = step.apply_gradients(loss, num_valid)
             norms[f"{step.config.clip_p:g}"] = result.grad_norm
@@ -186,7 +198,7 @@ class SplitRun:
             record |= {"gradient": before_clipping, "learning rate": {"": result.learning_rate}}
             kept = {"buffer": dict(model.named_buffers()), **state_of(model, step.optimizer)}
             for quantity, tensors in kept.items():
-                bits |= _bits(quantity, tensors)
+                bits |= bits_of(quantity, tensors)
                 record[quantity] = full_tensors(tensors, step.comm)
             yield record, RankFacts(result.loss, norms, bits, nonfinite)
 
@@ -264,7 +276,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
     }
 
 
-def _bits(quantity: str, tensors: Mapping[str, Tensor]) -> dict[BitsKey, str]:
+def bits_of(quantity: str, tensors: Mapping[str, Tensor]) -> dict[BitsKey, str]:
+    """Return a hash of each shard of this rank."""
     found: dict[BitsKey, str] = {}
     for name, tensor in tensors.items():
         shard, offset = shard_of(tensor)

@@ -8,16 +8,18 @@ that a strategy and one process of our trainer have in common is found too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
-from phalanx.data.rows import cast_batch, count_rows
+from phalanx.data.rows import cast_batch, count_rows, map_batch
 from phalanx.verify.plain import Masks
+from phalanx.verify.settings import STATE
 
 if TYPE_CHECKING:
     from phalanx.verify.record import Case
@@ -40,6 +42,23 @@ Tensors are full and on the CPU; quantities stand in the order in which a step m
 """
 
 
+@dataclass(frozen=True)
+class Training:
+    """How a job of one's own updates its weights; AdamW's settings say it if there is none.
+
+    Attributes:
+        optimizer: makes one from the parameters.
+        scheduler: makes one from the optimizer, stepped after each step.
+        max_norm: the gradient is scaled to this 2-norm where it is larger; 0: never.
+        pieces: microbatches that one process cuts a batch into; BatchNorm takes each by itself.
+    """
+
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    scheduler: Callable[[Any], Any] | None = None
+    max_norm: float = 0.0
+    pieces: int = 1
+
+
 class ReferenceRun:
     """The reference, step by step."""
 
@@ -58,7 +77,11 @@ class ReferenceRun:
         self.model = in_training(build()).to(device, self._dtype)
         if perturbation:
             _perturb(self.model, perturbation)
-        self._optimizer = _adamw(self.model, case.optimizer)
+        own = case.training
+        self._optimizer = (
+            own.optimizer(self.model.parameters()) if own else _adamw(self.model, case.optimizer)
+        )
+        self._scheduler = own and own.scheduler and own.scheduler(self._optimizer)
         self._masks = Masks(self.model, case.dropout_seed)
 
     def steps(self, phase: Phase = no_phase) -> Iterator[StepRecord]:
@@ -73,35 +96,51 @@ class ReferenceRun:
         moved = cast_batch(batch, self._dtype, self._device)
         num_valid = int(self._objective.num_valid(moved))
         self.model.zero_grad(set_to_none=True)
-        self._masks.begin(step, torch.arange(count_rows(batch)))
-        with phase("forward"):
-            loss_sum = self._objective.loss_sum(self.model, moved, step)
-        loss = loss_sum / max(1, num_valid)
-        loss.backward()
+        # Rows of a job count on from step to step, others begin anew.
+        own, batches = self._case.training, self._case.batches
+        first = sum(count_rows(each) for each in batches[:step]) if own else 0
+        loss = torch.zeros((), dtype=torch.float64)
+        for rows in torch.arange(count_rows(batch)).tensor_split(own.pieces if own else 1):
+            piece = map_batch(moved, lambda tensor, rows=rows: tensor[rows.to(tensor.device)])
+            self._masks.begin(step, first + rows)
+            with phase("forward"):
+                loss_sum = self._objective.loss_sum(self.model, piece, step)
+            share = loss_sum / max(1, num_valid)
+            share.backward()
+            loss += share.detach().cpu()
         gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        norms = (2.0,) if own else NORMS
         return {
-            "loss": {"": float(loss.detach())},
+            "loss": {"": float(loss)},
             "buffer": _copied(dict(self.model.named_buffers())),
             "gradient": _copied(gradients),
-            "norm": {f"{p:g}": norm_of(list(gradients.values()), p) for p in NORMS},
+            "norm": {f"{p:g}": norm_of(list(gradients.values()), p) for p in norms},
         }
 
     def update(self, step: int, made: StepRecord) -> StepRecord:
         """Clip the gradients that there are and step the optimizer; `made` has their norms."""
+        settings, own = self._case.optimizer, self._case.training
         numbers = [made["loss"][""], made["norm"]["2"]]
-        rate = rate_at(self._case.optimizer, step, len(self._case.batches))
+        groups = self._optimizer.param_groups
+        if own is None:
+            for group in groups:
+                group["lr"] = rate_at(settings, step, len(self._case.batches))
+        rates = {str(number) if number else "": group["lr"] for number, group in enumerate(groups)}
+        rates = rates if own else {"": rates[""]}
         if all(math.isfinite(number) for number in numbers):
-            self._clip(float(made["norm"][f"{self._case.optimizer.clip_p:g}"]))
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
+            p, limit = (2, own.max_norm) if own else (settings.clip_p, settings.clip_norm)
+            self._clip(float(made["norm"][f"{p:g}"]), limit)
             self._optimizer.step()
-        states = {n: self._optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}
-        moments = {
-            quantity: _copied({n: state[key] for n, state in states.items() if state})
-            for quantity, key in MOMENTS.items()
-        }
+        if self._scheduler is not None:
+            self._scheduler.step()
         weights = _copied(dict(self.model.named_parameters()))
-        return {"learning rate": {"": rate}, **moments, "weight": weights}
+        return {"learning rate": rates, **self._kept(), "weight": weights}
+
+    def _kept(self) -> StepRecord:
+        """Return what the optimizer keeps of each parameter, by quantity."""
+        states = {n: self._optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}
+        kept: dict[str, Values] = {} if self._case.training else {what: {} for what in MOMENTS}
+        return {**kept, **{q: _copied(of) for q, of in kept_by(states).items()}}
 
     @torch.no_grad()
     def evaluate(self, phase: Phase = no_phase) -> Tensor:
@@ -148,11 +187,22 @@ class ReferenceRun:
             given = gradients.get(name)
             parameter.grad = None if given is None else torch.as_tensor(given).to(parameter)
 
-    def _clip(self, norm: float) -> None:
-        limit = self._case.optimizer.clip_norm
+    def _clip(self, norm: float, limit: float) -> None:
         for parameter in self.model.parameters() if 0 < limit < norm else ():
             if parameter.grad is not None:
                 parameter.grad *= limit / (norm + 1e-6)
+
+
+def kept_by(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
+    """Return what an optimizer keeps, by quantity and name, but for its counts of steps."""
+    names = {key: quantity for quantity, key in MOMENTS.items()}
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                quantity = names.get(key, f"{STATE} {key}")
+                found.setdefault(quantity, {})[name] = value
+    return found
 
 
 def in_training(model: nn.Module) -> nn.Module:

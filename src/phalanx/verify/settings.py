@@ -15,6 +15,9 @@ SEQ_LEN = 17
 EVALUATION = "eval output"
 """What the model gives in `eval()` after the last step: its output, or a sum of losses."""
 
+STATE = "optimizer's"
+"""What the name of a quantity that only one kind of optimizer keeps begins with."""
+
 QUANTITIES = (
     "loss",
     "buffer",

@@ -20,7 +20,7 @@ from phalanx.train.session import Session, open_session
 from phalanx.train.step import StepResult
 from phalanx.verify.compare import Difference
 from phalanx.verify.history import History
-from phalanx.verify.locate import Recorded, locate
+from phalanx.verify.locate import Recorded, locate, suspect_of
 from phalanx.verify.record import Case, full_tensors, gradients_of, state_of
 from phalanx.verify.reference import MOMENTS, StepRecord
 from phalanx.verify.trace import Recorder
@@ -125,11 +125,10 @@ def locate_rank(job: Job, case: Case, first: Difference) -> Place:
     return locate(case, job.strategy, comm, first, functools.partial(_record_step, job, case))
 
 
-def _record_step(job: Job, case: Case, step: int, suspect: str | None) -> Recorded:
-    session = open_session(job)
-    recorder = Recorder(
-        session.model, session.step.run, copies=job.strategy.tp.degree == 1, suspect=suspect
-    )
+def _record_step(job: Job, case: Case, first: Difference) -> Recorded:
+    session, step = open_session(job), first.step
+    copies, suspect = job.strategy.tp.degree == 1, suspect_of(first)
+    recorder = Recorder(session.model, session.step.run, copies=copies, suspect=suspect)
     rows: dict[int, list[list[int]]] = {}
     session.step.objective = _Noting(session.step.objective, rows)
     with session.loader, session.saver, session.step.watched(recorder.phase):
