@@ -94,13 +94,15 @@ def test_a_stream_that_ends_too_early_is_told(tmp_path: Path) -> None:
         trainer.train("dp1", options)
 
 
-@pytest.mark.parametrize("strategy", ["dp2", "fsdp2", "pp2"])
+@pytest.mark.parametrize("strategy", ["dp2", by_hand("fsdp2"), "pp2"])
 def test_the_same_job_is_proven(strategy: str) -> None:
     verdict = jobs.job().verify(strategy)
     assert verdict.is_equal, str(verdict)
 
 
-@pytest.mark.parametrize("strategy", ["dp2", by_hand("fsdp3"), "pp2", by_hand("pp2:zbv,dp2")])
+@pytest.mark.parametrize(
+    "strategy", [by_hand("dp2"), by_hand("fsdp3"), "pp2", by_hand("pp2:zbv,dp2")]
+)
 def test_masks_of_dropout_are_proven_to_belong_to_the_sample(strategy: str) -> None:
     verdict = jobs.with_dropout().verify(strategy)
     assert verdict.is_equal, str(verdict)
@@ -126,7 +128,7 @@ def test_a_pipeline_takes_any_number_of_microbatches(tmp_path: Path, strategy: s
     assert fitted.steps_done == 500
 
 
-@pytest.mark.parametrize("strategy", ["dp2", "fsdp3"])
+@pytest.mark.parametrize("strategy", ["dp2", by_hand("fsdp3")])
 def test_batch_norm_over_all_ranks_is_proven(strategy: str) -> None:
     verdict = jobs.with_batch_norm().verify(strategy)
     assert verdict.is_equal, str(verdict)
@@ -250,8 +252,10 @@ def test_what_is_no_job_is_refused(script: str, words: str) -> None:
 
 def test_the_shell_verifies_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     script = f"{Path(__file__).parent}/jobs.py:job"
-    assert main(["verify", "dp2", "--script", script]) == 0
-    assert "Largest errors against plain PyTorch" in capsys.readouterr().out
+    assert main(["verify", "dp2", "--script", script, "--steps", "1", "--json"]) == 0
+    *table, document = capsys.readouterr().out.splitlines()
+    assert "Largest errors against plain PyTorch" in table[0]
+    assert json.loads(document)["verdicts"][0]["largest_errors"]["validation loss"] < LIMIT
 
 
 def test_a_folder_with_another_run_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

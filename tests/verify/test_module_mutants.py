@@ -74,11 +74,11 @@ def _as_in_training(right: Any) -> Any:
 
     def wrong(norm: Any, comm: Any, x: Tensor) -> Tensor:
         was, norm.training = norm.training, True
-        running = [each.clone() for each in (norm.running_mean, norm.running_var)]
+        tracked = {name: buffer.clone() for name, buffer in norm.named_buffers()}
         made = right(norm, comm, x)
         norm.training = was
         if not was:
-            norm.running_mean, norm.running_var = running
+            norm.load_state_dict(tracked, strict=False)
         return made
 
     return wrong

@@ -29,8 +29,11 @@ from phalanx.errors import ConfigError
 from phalanx.measure.utilization import percent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phalanx.script.fit import Fitted
     from phalanx.script.trainer import Options, Trainer
+    from phalanx.verify.verdict import Verdict
 
 
 def is_asked(argv: list[str]) -> bool:
@@ -87,14 +90,19 @@ class ScriptTrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptVerifyConfig:
-    """Prove that a strategy computes what one process computes, on a job of your own."""
+    """Prove that a strategy computes what one process computes, on a job of your own.
+
+    A job runs in the trainer's loop beside plain PyTorch; a script with a loop of its own runs on
+    one process and on those of the strategy.
+    """
 
     strategy: Annotated[str | None, Positional("STRATEGY")] = None
     """How to split the work, such as pp2,dp2."""
     script: str = ""
-    """FILE.py:FUNCTION, which returns a phalanx.Trainer."""
+    """FILE.py:FUNCTION, which returns a phalanx.Trainer; or FILE.py, whose own loop calls
+    phalanx.init, with words of its own after --."""
     steps: Annotated[int, Range(1)] = 5
-    """Steps to take; the run saves in the middle, and another resumes from there."""
+    """Steps to take; a job is saved in the middle, and another run resumes from there."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Data type of weights and arithmetic."""
     json: bool = False
@@ -153,20 +161,33 @@ def verify(argv: list[str]) -> int:
     return run_verb(lambda: _judged_job(argv), lambda job: _verify(*job))
 
 
-def _judged_job(argv: list[str]) -> tuple[ScriptVerifyConfig, Trainer, str]:
-    """Return what the command line says, the job and the strategy to judge."""
+def _judged_job(argv: list[str]) -> tuple[ScriptVerifyConfig, Callable[[], Verdict]]:
+    """Return what the command line says, and what judges the job or script."""
+    from phalanx.script.loop_proof import prove_script
     from phalanx.script.trainer import trainer_of
+    from phalanx.strategy import Strategy
 
-    config = _read(argv, ScriptVerifyConfig, prog="phalanx verify --script")
+    at = argv.index("--") if "--" in argv else len(argv)
+    config = _read(argv[:at], ScriptVerifyConfig, prog="phalanx verify --script")
     if config.strategy is None:
         raise ConfigError("STRATEGY is missing; expected: phalanx verify dp2 --script FILE:JOB")
-    return config, trainer_of(config.script), config.strategy
+    strategy, script = Strategy.parse(config.strategy), config.script
+    has_loop = ":" not in script and Path(script).is_file()
+    if has_loop and config.dtype != "float64":
+        raise ConfigError(
+            f"dtype is {config.dtype}, but {script} has a loop of its own, which is verified in "
+            "float64; leave dtype out, or give FILE:JOB"
+        )
+    if has_loop:
+        return config, lambda: prove_script(script, argv[at + 1 :], strategy, config.steps)
+    trainer = trainer_of(script)
+    return config, lambda: trainer.verify(strategy, steps=config.steps, dtype=config.dtype)
 
 
-def _verify(config: ScriptVerifyConfig, trainer: Trainer, strategy: str) -> int:
+def _verify(config: ScriptVerifyConfig, judge: Callable[[], Verdict]) -> int:
     from phalanx.cli.verify import print_verdicts, show_verdicts
 
-    verdict = trainer.verify(strategy, steps=config.steps, dtype=config.dtype)
+    verdict = judge()
     if os.environ.get("RANK", "0") == "0":
         show_verdicts([verdict], screen())
         if config.json:

@@ -21,7 +21,7 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -60,6 +60,9 @@ STRATEGY: Final = "PHALANX_STRATEGY"
 
 _NUMBERS = itertools.count()
 
+IN_PLACE: Final[list[tuple[Strategy, Callable[[Run], None]]]] = []
+"""While `phalanx verify` runs the script: a strategy in place of its own, and what watches runs."""
+
 
 def init(
     strategy: str | Strategy | None = None,
@@ -88,7 +91,7 @@ def init(
             pipelines or context parallelism, which need a trainer's loop; or the job is incomplete.
     """
     tell_in_one_message()
-    parsed = _strategy(strategy)
+    parsed = IN_PLACE[-1][0] if IN_PLACE else _strategy(strategy)
     check_init(accumulation, seed, device, timeout_s)
     facts = {"strategy": parsed and str(parsed), "accumulation": accumulation, "seed": seed}
     kind = attach(facts, device=device, timeout_s=timeout_s)
@@ -104,6 +107,8 @@ def init(
     at_end(functools.partial(run._check_end, next(_NUMBERS)))  # pyright: ignore[reportPrivateUsage]
     if debug_comm:
         CollectiveCheck(run.comm.mesh).__enter__()  # for as long as the process lasts
+    if IN_PLACE:
+        IN_PLACE[-1][1](run)
     return run
 
 

@@ -28,6 +28,7 @@ QUANTITIES = (
     "second moment",
     "weight",
     EVALUATION,
+    "validation loss",
 )
 """What is compared of a step, and after the last."""
 

@@ -1,0 +1,124 @@
+"""A job is verified by the loop that trains it, and faults planted in that loop are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+from torch import Tensor
+
+import phalanx
+from phalanx.checkpoint import state
+from phalanx.launch.local import run_ranks
+from phalanx.parallel import batch_norm, dropout
+from phalanx.script.fit import Fit
+from phalanx.train import step
+from phalanx.verify.verdict import Verdict
+
+sys.path.append(str(Path(__file__).parents[1] / "verify"))
+
+from mutants import Patch, planted
+from test_module_mutants import _as_in_training, _of_step_0
+
+
+def dropping() -> phalanx.Trainer:
+    return dataclasses.replace(jobs.with_dropout(), validation=jobs.Numbers())
+
+
+def normed() -> phalanx.Trainer:
+    return dataclasses.replace(jobs.with_batch_norm(), validation=jobs.Numbers(), batch_size=10)
+
+
+def _masks_of_the_first_rows(right: Any) -> Any:
+    def wrong(self: Fit) -> Any:
+        place = right(self)
+        return place._replace(rows=self.rows()[0][: len(place.rows)])
+
+    return wrong
+
+
+def _stays_in_eval(right: Any) -> Any:
+    def wrong(self: Fit) -> None:
+        right(self)
+        self.step.model.eval()
+
+    return wrong
+
+
+def _without_buffers(right: Any) -> Any:
+    def wrong(model: Any) -> dict[str, Tensor]:
+        names = dict(model.named_parameters())
+        return {name: tensor for name, tensor in right(model).items() if name in names}
+
+    return wrong
+
+
+def _schedule_from_the_start(right: Any) -> Any:
+    def wrong(self: Fit) -> None:
+        right(self)
+        assert self.scheduler is not None
+        self.scheduler.last_epoch = 0
+
+    return wrong
+
+
+def _never_clipped(right: Any) -> Any:
+    return lambda gradients, norm, limit: None
+
+
+MUTANTS: dict[str, tuple[Any, list[Patch], str | None, str]] = {
+    "masks of the first microbatch": (
+        dropping, [(Fit, "_place", _masks_of_the_first_rows)], "blocks.0.2", "its output differs",
+    ),
+    "an evaluation that leaves the model in eval mode": (
+        dropping, [(Fit, "_evaluate", _stays_in_eval)], "", "leaves the model in eval mode",
+    ),
+    "the same masks in each step": (
+        dropping, [(dropout, "row_keys", _of_step_0)], "blocks.0.2", "its output differs",
+    ),
+    "statistics of the batch in eval mode": (
+        normed, [(batch_norm, "_forward", _as_in_training)], "1", "its output differs",
+    ),
+    "buffers that are not saved": (
+        normed, [(state, "weights_of", _without_buffers)], "1", "resumed from dp2 differs",
+    ),
+    "a schedule that begins anew": (
+        jobs.job, [(Fit, "_resume", _schedule_from_the_start)], None, "learning rate",
+    ),
+    "a gradient that is never clipped": (
+        jobs.job, [(step, "scale_to", _never_clipped)], "0", "its update by the optimizer",
+    ),
+}  # fmt: skip
+
+DEFAULT = {"masks of the first microbatch", "buffers that are not saved"}
+
+
+def verdicts_on_ranks(names: list[str]) -> dict[str, Verdict]:
+    found: dict[str, Verdict] = {}
+    for name in names:
+        make, patches, _, _ = MUTANTS[name]
+        with planted(*patches):
+            found[name] = make().verify("dp2", steps=4)
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(sorted(DEFAULT), id="default"),
+        pytest.param(sorted(set(MUTANTS) - DEFAULT), id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planted_fault_is_found_and_named(names: list[str], subtests: pytest.Subtests) -> None:
+    found = run_ranks(verdicts_on_ranks, 2, names, threads=1)[0]
+    for name, verdict in found.items():
+        with subtests.test(name):
+            _, _, module, words = MUTANTS[name]
+            assert not verdict.is_equal
+            assert verdict.place is not None
+            assert verdict.place.module == module, str(verdict)
+            assert words in str(verdict)
