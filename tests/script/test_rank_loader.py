@@ -305,6 +305,54 @@ def test_workers_of_different_ranks_draw_different_numbers() -> None:
         assert len(set(draws)) == 8
 
 
+class Shuffled(IterableDataset[Any]):
+    """Gives rows at random out of a buffer."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        held: list[int] = []
+        for number in range(NUM_ROWS):
+            held.append(number)
+            if len(held) == 5:
+                yield torch.tensor(held.pop(int(torch.randint(5, ()))))
+        yield from torch.tensor(held)
+
+
+def shuffled_rows(folder: str, num_before: int) -> list[int]:
+    """Return the rows of two passes; a model draws in between, and the loop begins anew once."""
+    rows: list[int] = []
+    for is_again in (False, True):
+        run = phalanx.init()
+        torch.manual_seed(9 if is_again else 3)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = DataLoader(Shuffled(), 9)
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+        if is_again:
+            run.resume(folder)
+        while loader.epoch < 2:
+            for batch in loader:
+                torch.rand(len(batch))  # of which ranks have unlike numbers
+                rows += run.gather(batch).tolist()
+                run.backward(model(batch[:, None].float()).sum(), len(batch))
+                optimizer.step()
+                if len(rows) == num_before and not is_again:
+                    run.save(folder)
+                    break
+            if len(rows) == num_before and not is_again:
+                break
+    return rows
+
+
+def test_a_stream_that_draws_as_it_goes_gives_each_row_once(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    torch.nn.Linear(1, 1)
+    expected = [int(row) for _ in range(2) for batch in DataLoader(Shuffled(), 9) for row in batch]
+    for num_before in (18, NUM_ROWS):
+        folder = str(tmp_path / str(num_before))
+        for rows in run_ranks(shuffled_rows, 2, folder, num_before, threads=1):
+            assert rows == expected
+
+
 class OfOneRank(Stream):
     """Deals its rows out itself."""
 

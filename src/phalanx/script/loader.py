@@ -177,6 +177,11 @@ class RankLoader:
         self.epoch, self.batches_done = self.epoch + 1, 0
         self.is_last = self.is_at_empty = False
 
+    @property
+    def seen(self) -> str:
+        """Which batch of a stream was the last to be looked at, and a digest of it; else empty."""
+        return "" if self._fetcher is not None else self._digest
+
     def state(self) -> LoaderStanding:
         """Return where the loader stands."""
         return LoaderStanding(
@@ -272,33 +277,54 @@ class RankLoader:
         self._digest = digest
 
     def _of_stream(self) -> Iterator[_Fetched]:
+        if self.batches_done and "draws" in self._before:
+            self._draws.state = self._before["draws"]
         with self._draws.in_place():
+            self._before = {"draws": torch.get_rng_state()}
             stream = iter(self.plain)
-        skipped, end = self.batches_done, 0
-        batch = next(stream, None)
+        end, was, skipped = 0, self._digest, self.batches_done
+        batch = self._next_of(stream)
         if self._pass == 1:
             self._compare_streams(batch)
-        while batch is not None:
-            following = next(stream, None)
+        for number in itertools.count(1):
+            if batch is None:
+                break
+            following = self._next_of(stream)
             begin, end = end, end + count_rows(batch)
             own = self._share(begin, end)
-            if skipped > 0:
-                skipped -= 1
-            else:
+            is_skipped = number <= skipped
+            if _is_sampled(number) or following is None:
+                self._digest = f"batch {number}, {_digest(batch)}"
+            if is_skipped and was.startswith(f"batch {number},") and was != self._digest:
+                raise DataError(
+                    f"{type(self.plain.dataset).__name__} gives another stream than in the pass "
+                    "that is gone on with; draw from torch's generator alone, or from one that is "
+                    "seeded in __iter__"
+                )
+            if not is_skipped:
                 here = torch.tensor([at - begin for piece in own for at in piece]).long()
                 rows = map_batch(batch, lambda t, here=here: t[here.to(t.device)])
                 yield _Fetched(rows, own, following is None)
             batch = following
         self._num_rows = end
 
+    def _next_of(self, stream: Iterator[Any]) -> Any:
+        """Return the next batch of a stream, which draws what it shuffles by as it goes."""
+        if self.plain.num_workers:
+            return next(stream, None)
+        with self._draws.in_place():
+            return next(stream, None)
+
     def _compare_streams(self, batch: Any) -> None:
-        """Warn of streams of which each rank has another."""
-        digest = hashlib.blake2b(digest_size=16)
-        for tensor in [] if batch is None else tensors_of(batch):
-            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(gather_objects(digest.hexdigest()))) > 1 and self._comm.coord("data") == 0:
+        """Warn of streams of which each rank has another first batch."""
+        if len(set(gather_objects(_digest(batch)))) > 1:
+            self.warn_of_streams("begins with")
+
+    def warn_of_streams(self, how: str = "gives") -> None:
+        """Warn, on the first data rank, that each rank has another stream."""
+        if self._comm.coord("data") == 0:
             warnings.warn(
-                f"{type(self.plain.dataset).__name__} begins with another batch on each rank; each "
+                f"{type(self.plain.dataset).__name__} {how} another batch on each rank; each "
                 "reads all of the stream and keeps its rows, so samples are lost if it deals them "
                 "out itself, or splits at random: give the same stream on every rank",
                 stacklevel=3,
@@ -309,6 +335,18 @@ class RankLoader:
         rank, num_ranks = self._comm.coord("data"), self._comm.size("data")
         rows = range(begin, end)
         return [_part(_part(rows, at, self._pieces), rank, num_ranks) for at in range(self._pieces)]
+
+
+def _is_sampled(number: int) -> bool:
+    """Return whether a batch of a stream is compared: the 1st, 2nd, 4th ..., and each 64th."""
+    return number & (number - 1) == 0 or number % 64 == 0
+
+
+def _digest(batch: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in [] if batch is None else tensors_of(batch):
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _part(rows: range, number: int, num_parts: int) -> range:

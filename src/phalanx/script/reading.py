@@ -25,6 +25,7 @@ class Reading:
         self.is_evaluation = False
         self._leading: RankLoader | None = None
         self._calls: dict[str, int] = {}
+        self._is_warned = False
 
     def note(self, loader: RankLoader) -> None:
         """Record that `loader` has yielded a batch."""
@@ -35,6 +36,17 @@ class Reading:
             if self._leading is None:  # of several read in turns the first
                 self._leading = loader
             self.num_batches += 1
+
+    @property
+    def seen(self) -> str:
+        """What was seen of a stream, see `RankLoader.seen`."""
+        return "" if self.trained is None else self.trained.seen
+
+    def check_stream(self, is_same: bool) -> None:
+        """Warn once where the ranks have seen unlike batches of a stream."""
+        if self.trained is not None and not (is_same or self._is_warned):
+            self._is_warned = True
+            self.trained.warn_of_streams()
 
     def is_pass_over(self) -> bool:
         """Return whether the batches read since the last backward end a pass of the training."""

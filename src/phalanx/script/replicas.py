@@ -39,6 +39,9 @@ SHARE: Final = 0.005
 """Of the time of a run: what comparing the bits of weights may take."""
 
 _WORD_BITS: Final = 11
+_SEEN: Final = 2 * 3
+"""Words of what a rank has seen of a stream, and their squares."""
+
 _MIX: Final = -0x61C8864680B583EB
 """Odd, of mixed ones and zeros: by its multiples parameters that change places are noticed."""
 
@@ -87,17 +90,20 @@ class Replicas:
         self._gradient_writes = 0
         self._first_version = self._version = self._versions()
 
-    def judge(self, call: str = "backward") -> None:
+    def judge(self, call: str = "backward") -> bool:
         """Refuse what the last step found to differ; compare the weights where it is time.
+
+        Returns:
+            Whether all ranks have `seen` the same.
 
         Raises:
             ScriptError: the ranks differ.
         """
         self.is_checked = False
         if self._found is None:
-            return
+            return True
         found = self._found.tolist()  # of the step before
-        words, (apart, due) = found[:-2], found[-2:]
+        words, seen, (apart, due) = found[: -2 - _SEEN], found[-2 - _SEEN : -2], found[-2:]
         if apart or not are_alike(words, self._size):
             self._name(call)
         if due == self._size:
@@ -107,8 +113,9 @@ class Replicas:
             self._spent_s += self._last_s
         else:
             self._apart = torch.zeros_like(self._apart)
+        return are_alike(seen, self._size)
 
-    def words(self, steps_done: int, num_batches: int) -> Tensor:
+    def words(self, steps_done: int, num_batches: int, seen: str = "") -> Tensor:
         """Return what an all-reduce of a backward is to add up over the job; float64, on device."""
         if self._size == 1:
             return self._apart.new_zeros(0)
@@ -121,7 +128,7 @@ class Replicas:
         ]
         allowed_s = SHARE * (time.perf_counter() - self._began_s)
         is_due = self._spent_s + self._last_s <= allowed_s
-        numbers = [*words, *(word**2 for word in words), 0.0, is_due]
+        numbers = [*_with_squares(words), *_with_squares(words_of(seen)), 0.0, is_due]
         sent = to_device(torch.tensor(numbers, dtype=torch.float64), self._comm.device)
         sent[-2] = self._apart
         return sent
@@ -335,6 +342,10 @@ def bits_of(tensor: Tensor) -> Tensor:
         rest[: len(flat) - num_whole] = flat[num_whole:]
         total = total + rest.view(torch.int64)[0]
     return total
+
+
+def _with_squares(words: list[int]) -> list[int]:
+    return [*words, *(word**2 for word in words)]
 
 
 def are_alike(sums: Sequence[float], num_ranks: int) -> bool:

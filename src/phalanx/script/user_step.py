@@ -167,7 +167,7 @@ class UserStep:
 
     def _begin(self, loss: Tensor) -> None:
         """Clear what the step before has left, and see that all is as it was prepared."""
-        self.replicas.judge()
+        self._reading.check_stream(self.replicas.judge())
         if self.steps_done < 2 and self._reading.trained is None:
             self._check_own_batches(float(loss))
         self._check_kept()
@@ -183,7 +183,7 @@ class UserStep:
 
     def _add_up(self, loss: Tensor, count: float | Tensor) -> Tensor:
         """Return the loss and count of this microbatch, summed over the ranks."""
-        words = self.replicas.words(self.steps_done, self._reading.num_batches)
+        words = self.replicas.words(self.steps_done, self._reading.num_batches, self._reading.seen)
         found = torch.cat([torch.zeros_like(self._totals), words])
         found[1] = to_device(count, found.device) if isinstance(count, Tensor) else count
         # The mean over no row, times 0 rows, is not a number.
