@@ -24,6 +24,7 @@ from typing import Any, Final
 from phalanx import errors
 from phalanx.errors import PhalanxError, RankFailed, message_of, shortened
 from phalanx.launch.by_value import ByValue
+from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import BEAT_S, PULSE
 from phalanx.launch.signals import leave_to_parent
@@ -227,6 +228,8 @@ def _describe(rank: int, error: BaseException) -> Failure:
         text, exit_code = shortened(message_of(error)), error.exit_code
     if isinstance(error, KeyboardInterrupt):
         exit_code = 128 + getattr(error, "signum", signal.SIGINT)
+    if isinstance(error, SystemExit):  # which has cut the work short, whatever its code
+        exit_code = exit_code_of(error.code) or 1
     return Failure(rank, time.time(), text, kind, is_lost_peer(error), exit_code)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of, named, shortened
 from phalanx.launch import interface, slurm
+from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.hosts import PeerFailed, Watch, advised, end_with_parent, kill_silent
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
@@ -394,4 +395,5 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         handler.record_exception(error)
     text = advised(shortened("".join(traceback.format_exception(error)).rstrip()))
     print(f"rank {rank} failed:\n{text}", file=sys.stderr)  # noqa: T201
-    leave(1)
+    # A SystemExit has cut the work short, whatever its code.
+    leave(exit_code_of(error.code) or 1 if isinstance(error, SystemExit) else 1)
