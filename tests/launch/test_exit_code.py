@@ -57,6 +57,29 @@ exec(script)
 """Each script ends in a fork, as Python ends a program, so that torch is loaded once."""
 
 
+WITHOUT_GUARD = """
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+import phalanx
+run = phalanx.init()
+process = get_context("spawn").Process(target=print)
+process.start()
+process.join()
+sys.exit(process.exitcode + 10)
+"""
+
+
+def test_a_spawned_process_that_runs_the_script_again_is_told_of_the_guard(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_GUARD)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 12, done.stderr
+    guard = 'put what the script runs below `if __name__ == "__main__":`'
+    (message,) = done.stderr.splitlines()
+    assert message.endswith(guard)
+
+
 @pytest.fixture(scope="module")
 def codes() -> dict[str, int]:
     scripts = {name: script for name, (script, _) in ENDS.items()}

@@ -8,6 +8,7 @@ normal end waits for the other ranks.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final
 
-from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of
+from phalanx.errors import ConfigError, Interrupted, PhalanxError, ScriptError, message_of
 from phalanx.launch import exit_code, signals, slurm, torchrun
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
@@ -62,6 +63,7 @@ def attach(
     Raises:
         ConfigError: the environment is incomplete, the host has too few GPUs, or ranks differ in
             `facts` (raised on rank 0).
+        ScriptError: this is a process that the script has started, which runs the script again.
         TrainingError: another rank or host is lost, or does not answer.
     """
     import torch
@@ -69,6 +71,7 @@ def attach(
 
     from phalanx.comm import join
 
+    _refuse_helper()
     ASKED.append(True)
     if dist.is_initialized():
         return _as_joined(facts, device, timeout_s)
@@ -127,6 +130,17 @@ def judged(error: Exception) -> BaseException:
     Of a process that has attached to no job under torchrun it is the error itself.
     """
     return _attached[-1].judged(error) if _attached else error
+
+
+def _refuse_helper() -> None:
+    # Private: set while a process that was spawned imports the script of its parent.
+    # tests/launch/test_exit_code.py pins it.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ScriptError(
+            "a process that this script has started, such as a DataLoader's worker that is "
+            "spawned, runs the script again; put what the script runs below `if __name__ == "
+            '"__main__":`'
+        )
 
 
 def _as_joined(facts: Mapping[str, Any], device: str, timeout_s: float | None) -> str:
