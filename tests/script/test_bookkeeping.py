@@ -232,3 +232,39 @@ def test_numbers_that_are_not_added_up_are_told_once(way: str, num_warnings: int
     assert len(first) == num_warnings, first
     for words in first:
         assert re.search(r"this rank has had (19|21) rows, and nothing was added up", words)
+
+
+def contrastive(z: Tensor, y: Tensor) -> Tensor:
+    """Return a mean loss over a batch whose every row is compared with every other."""
+    logits = z @ z.T / 0.5
+    same = (y[:, None] == y[None]).double()
+    return -(logits.log_softmax(1) * same).sum() / len(z)
+
+
+def contrastive_losses(strategy: str | None) -> list[float]:
+    """Return the losses of two epochs, in plain PyTorch if there is no strategy."""
+    model, optimizer, loader, _ = parts()
+    run = None if strategy is None else phalanx.init(strategy)
+    if run is not None:
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+    losses: list[float] = []
+    for _ in range(2):
+        for x, y in loader:
+            if run is None:
+                loss = contrastive(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+            else:
+                z, labels, is_small = run.gather((model(x), y, y < 2), grad=True)
+                assert torch.equal(is_small, labels < 2)
+                loss = run.backward(contrastive(z, labels) * len(y), len(y))
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", by_hand("dp2"), by_hand("dp3"), by_hand("fsdp3")])
+def test_a_loss_over_the_whole_batch_is_that_of_one_process(strategy: str) -> None:
+    expected = contrastive_losses(None)
+    for found in run_ranks(contrastive_losses, int(strategy[-1]), strategy, threads=1):
+        assert found == pytest.approx(expected, rel=1e-9)

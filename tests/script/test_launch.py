@@ -188,6 +188,55 @@ def test_a_batch_without_rows_is_told_where_a_script_cannot_take_it(tmp_path: Pa
         run_ranks(run_script, 2, str(script), [], None, threads=1)
 
 
+STOPS = """
+import os, signal, sys, time
+import phalanx
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+run = phalanx.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = DataLoader(TensorDataset(torch.ones(80, 2)), 4)
+model, optimizer, loader = run.prepare(model, optimizer, loader)
+is_over = False
+while not is_over:
+    for (x,) in loader:
+        run.backward(model(x).square().sum(), len(x))
+        optimizer.step()
+        if run.should_stop:
+            is_over = True
+            break
+        if run.steps_done == 3 and run.is_first:
+            os.kill(int(sys.argv[2]), signal.SIGTERM)
+        time.sleep(0.01)
+saved = run.save(sys.argv[1])
+run.print("saved", saved, os.getpid())
+"""
+
+
+def test_a_script_that_asks_saves_when_a_signal_comes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPS)
+    command = "import os, sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]"
+    command += " + ['--', sys.argv[2].replace('script.py', 'run'), str(os.getpid())]))"
+    words, told = output_of(
+        *(sys.executable, "-c", command, "run", str(script), "--nproc", "2", "--threads", "1"),
+        code=143,
+    )
+    assert "saved" in words
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+    assert "SIGTERM: the run ends after the step under way" in told
+    assert re.search(r"interrupted by SIGTERM; .*step-\d+ stands; run.resume", told), told
+
+
+def test_without_a_launcher_a_script_that_asks_saves_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPS.replace("int(sys.argv[2])", "os.getpid()"))
+    words, told = output_of(sys.executable, str(script), str(tmp_path / "run"), code=143)
+    assert "saved" in words
+    assert "the script is asked to stop" in told
+
+
 def test_a_script_that_never_joins_is_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("x = 1")

@@ -334,6 +334,52 @@ def a_layer_of_no_role() -> None:
     phalanx.init("tp2").prepare(Twice())
 
 
+def turned_round() -> None:
+    Script().run.clip(-1.0)
+
+
+def clipped_by_no_number() -> None:
+    Script().run.clip(float("nan"))
+
+
+def a_negative_power() -> None:
+    Script().run.clip(1.0, p=-1)
+
+
+def a_count_that_is_none() -> None:
+    script = Script()
+    script.run.backward(script.loss(), float("nan"))
+
+
+def an_optimizer_again() -> None:
+    script = Script()
+    script.run.prepare(script.optimizer)
+
+
+def saved_nowhere() -> None:
+    Script().run.save(None)  # pyright: ignore[reportArgumentType]
+
+
+def kept_none() -> None:
+    Script().run.save("runs/nowhere", keep=-1)
+
+
+def kept_zero() -> None:
+    Script().run.save("runs/nowhere", keep=0)
+
+
+def resumed_from_a_number() -> None:
+    Script().run.resume(3)  # pyright: ignore[reportArgumentType]
+
+
+def resumed_from_a_file() -> None:
+    Script().run.resume(__file__)
+
+
+def a_sum_of_text() -> None:
+    Script().run.sum("a")  # pyright: ignore[reportArgumentType]
+
+
 MISTAKES: dict[Callable[[], None], str] = {
     a_mean: r"the loss is a mean \(NllLoss, reduction='mean'\).*give the sum.*loss \* len",
     a_vector: r"the loss is a tensor of shape \(4,\); expected one number, the sum",
@@ -385,6 +431,17 @@ MISTAKES: dict[Callable[[], None], str] = {
     a_pipeline: r"'pp2' has pp: a pipeline runs the forward itself",
     too_many_ranks: r"'dp4' needs 4 ranks, but there are 2",
     no_accumulation: r"accumulation is 0; expected at least 1",
+    turned_round: r"clip: max_norm is -1.0; expected a number above 0",
+    clipped_by_no_number: r"clip: max_norm is nan; expected a number above 0",
+    a_negative_power: r"clip: p is -1; expected a number above 0",
+    a_count_that_is_none: r"the count is nan; expected how many samples or tokens",
+    an_optimizer_again: r"this SGD is prepared already; give it once",
+    saved_nowhere: r"save: the folder is None; expected a path",
+    kept_none: r"save: keep is -1; expected how many of the latest checkpoints stay, at least 1",
+    kept_zero: r"save: keep is 0; expected how many",
+    resumed_from_a_number: r"resume: the folder is 3; expected a path",
+    resumed_from_a_file: r"resume: .*test_mistakes.py is a file; expected the folder of a run",
+    a_sum_of_text: r"sum: 'a' is no number; expected a number or a tensor",
     a_layer_of_no_role: r"the roles of the modules of Twice are not known; give patterns",
 }
 

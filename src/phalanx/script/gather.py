@@ -29,17 +29,7 @@ def gather_rows(
         ScriptError: a tensor has no rows, or other rows than the batch.
     """
     own = map_batch(batch, lambda tensor: tensor.detach().cpu())
-    if any(tensor.ndim == 0 for tensor in tensors_of(own)):
-        raise ScriptError(
-            "gather: a tensor has no rows; give one number for each sample, or use run.sum"
-        )
-    rows = {len(tensor) for tensor in tensors_of(own)}
-    if num_rows is not None and rows - {num_rows}:
-        raise ScriptError(
-            f"gather: {sorted(rows)} rows, while the batch that this rank has read last has "
-            f"{num_rows}; call it for each batch, which keeps the order of one "
-            "process, and put those results together"
-        )
+    _check_rows(tensors_of(own), num_rows)
     # Ranks that differ on tp alone have the same rows.
     parts = gather_objects((comm.coord("data"), own, is_check_due))
     by_rank = {number: tensors_of(part) for number, part, _ in parts}
@@ -48,13 +38,73 @@ def gather_rows(
     return map_batch(own, lambda _: next(wholes)), any(is_due for *_, is_due in parts)
 
 
+def gather_with_gradient(batch: Any, comm: Comm, num_rows: int | None) -> Any:
+    """Return the rows of all ranks, through which gradients flow back to the ranks.
+
+    Args:
+        batch: this rank's rows.
+        comm: the ranks.
+        num_rows: of this rank in the batch that it has read last; None if it has read none.
+
+    Raises:
+        ScriptError: see `gather_rows`.
+    """
+    own = tensors_of(batch)
+    _check_rows(own, num_rows)
+    rows = gather_objects((comm.coord("data"), [tuple(tensor.shape) for tensor in own]))
+    shapes = [shape for _, shape in sorted(dict(rows).items())]
+    wholes: list[Tensor] = []
+    for tensor, of_ranks in zip(own, zip(*shapes, strict=True), strict=True):
+        _check_shapes([shape for shape in of_ranks if shape[0]])
+        counts = [shape[0] for shape in of_ranks]
+        begin = sum(counts[: comm.coord("data")])
+        wholes.append(_RowsOfAll.apply(tensor, comm, begin, sum(counts)))  # pyright: ignore
+    found = iter(wholes)
+    return map_batch(batch, lambda _: next(found))
+
+
+class _RowsOfAll(torch.autograd.Function):
+    """The rows of all ranks of `data`; each of them has a term of the gradient of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, comm: Comm, begin: int, num_rows: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.comm, ctx.rows = comm, slice(begin, begin + len(own))
+        whole = torch.zeros(num_rows, *own.shape[1:], dtype=own.dtype, device=own.device)
+        whole[ctx.rows] = own
+        if own.dtype == torch.bool:
+            return comm.all_reduce(whole.byte(), "data").bool()
+        return comm.all_reduce(whole, "data")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.comm.all_reduce(grad.clone(), "data")[ctx.rows], None, None, None
+
+
+def _check_rows(own: Sequence[Tensor], num_rows: int | None) -> None:
+    if any(tensor.ndim == 0 for tensor in own):
+        raise ScriptError(
+            "gather: a tensor has no rows; give one number for each sample, or use run.sum"
+        )
+    rows = {len(tensor) for tensor in own}
+    if num_rows is not None and rows - {num_rows}:
+        raise ScriptError(
+            f"gather: {sorted(rows)} rows, while the batch that this rank has read last has "
+            f"{num_rows}; call it for each batch, which keeps the order of one "
+            "process, and put those results together"
+        )
+
+
 def _rows_of_all(pieces: Sequence[Tensor]) -> Tensor:
     """Return the rows of all ranks, in the order of the ranks."""
     filled = [piece for piece in pieces if len(piece)] or list(pieces[:1])
-    shapes = {tuple(piece.shape[1:]) for piece in filled}
-    if len(shapes) > 1:
+    _check_shapes([tuple(piece.shape) for piece in filled])
+    return torch.cat(filled)
+
+
+def _check_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
+    unlike = {shape[1:] for shape in shapes}
+    if len(unlike) > 1:
         raise ScriptError(
-            f"gather: the rows of ranks have unlike shapes, {sorted(shapes)}; pad them to one "
+            f"gather: the rows of ranks have unlike shapes, {sorted(unlike)}; pad them to one "
             "length, the same on all ranks"
         )
-    return torch.cat(filled)

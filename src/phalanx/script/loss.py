@@ -6,6 +6,7 @@ keeps there how it reduced.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import torch
@@ -43,7 +44,7 @@ def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
                 f"{where}: the count is a tensor of shape {tuple(count.shape)}; expected how many "
                 "samples or tokens the loss is a sum over, one number"
             )
-    elif number is None or number < 0:
+    elif number is None or not 0 <= number < math.inf:  # nan neither
         raise ScriptError(
             f"{where}: the count is {count!r}; expected how many samples or tokens the loss is a "
             "sum over, such as len(labels)"

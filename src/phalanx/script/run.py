@@ -40,8 +40,9 @@ from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
+from phalanx.script.arguments import check_clip, check_keep, folder_of
 from phalanx.script.checks import check_init
-from phalanx.script.gather import gather_rows
+from phalanx.script.gather import gather_rows, gather_with_gradient
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.mean_loss import MeanLoss, own_number
 from phalanx.script.optimizer import Names, guard, rebind
@@ -183,6 +184,18 @@ class Run:
         """Whether the gradients are those of a whole step, so that optimizers may step."""
         return self._step is not None and self._step.state is State.WHOLE
 
+    @property
+    def should_stop(self) -> bool:
+        """Whether a signal asks the job to end: save, and leave the loop; all ranks read this.
+
+        A script that reads it is left to end by itself when SIGTERM, SIGHUP or Ctrl-C comes, and
+        any other ends at once; so does a second signal. The exit code is the signal's.
+        """
+        PULSE.heed()
+        told = torch.tensor(PULSE.stop_signal, device=self.comm.device)
+        PULSE.obeyed = int(self.comm.all_reduce(told, "job", "max"))
+        return PULSE.obeyed > 0
+
     def print(
         self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
     ) -> None:
@@ -259,8 +272,9 @@ class Run:
         gradient before, each element counted once however the model is split; 0-d, float64.
 
         Raises:
-            ScriptError: the gradients are not whole.
+            ScriptError: the gradients are not whole, or an argument is no number above 0.
         """
+        check_clip(max_norm, p)
         step = self._prepared("clip")[1]
         if step.state is not State.WHOLE:
             raise ScriptError(
@@ -315,19 +329,27 @@ class Run:
             self._check_replicas("mean")
         return total / counted
 
-    def gather(self, batch: Any) -> Any:
+    def gather(self, batch: Any, *, grad: bool = False) -> Any:
         """Return the rows of all ranks, in the order of one process; all ranks call this.
 
         Args:
             batch: a tensor, or mappings, lists or tuples of tensors, with this rank's rows of a
                 batch of a prepared loader first; their numbers may differ between ranks.
+            grad: whether gradients flow back to the rank that each row came from, for a loss over
+                the rows of the whole batch, such as a contrastive one.
 
         Returns:
-            The same with all rows, on the CPU, so that metrics count each sample once.
+            The same with all rows, on the CPU, so that metrics count each sample once; with `grad`
+            on the device of each tensor.
+
+        Raises:
+            ScriptError: a tensor has no rows, or others than the batch.
         """
         self._own_rows.add_up()
         last = self._reading.last
         num_rows = None if last is None else len(last.rows)
+        if grad:
+            return gather_with_gradient(batch, self.comm, num_rows)
         rows, is_due = gather_rows(batch, self.comm, num_rows, self._is_check_due())
         if is_due:
             self._check_replicas("gather")
@@ -395,15 +417,17 @@ class Run:
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
         """Save a checkpoint that any strategy on any number of ranks goes on from; all call this.
 
-        It has weights, the state and settings of the optimizers, the schedulers, and where the
-        loaders stand; it lies in `folder`/checkpoints/step-N and is whole when this returns. The
-        latest `keep` stay, all if None. A folder that has checkpoints of another run is left as it
-        is: then `folder`-2 is taken, and the first rank says so.
+        It has weights, the state and settings of the optimizers, the schedulers, where the loaders
+        stand, and what is registered. It lies in `folder`/checkpoints/step-N and is whole when this
+        returns. The latest `keep` stay, all if None. A folder that has checkpoints of another run
+        is left as it is: then `folder`-2 is taken, and the first rank says so.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: it cannot be written, or holds the weights alone.
+            ScriptError: it is called within a step, or an argument is out of range.
         """
-        (model, step), wanted = self._prepared("save"), Path(folder)
+        check_keep(keep)
+        (model, step), wanted = self._prepared("save"), folder_of("save", folder)
         step.refuse_unused()
         self._refuse_average("save")
         self._own_rows.warn()
@@ -436,10 +460,11 @@ class Run:
 
         Raises:
             CheckpointError: it is damaged, or of another model, optimizer or script.
+            ScriptError: the folder is none.
         """
         model, step = self._prepared("resume")
         found = checkpoint.load(
-            Path(folder), model, self._optimizers, self._standing(), self._registered
+            folder_of("resume", folder), model, self._optimizers, self._standing(), self._registered
         )
         if found is None:
             self.print(f"no checkpoint in {folder} yet: begins anew")
@@ -484,6 +509,10 @@ class Run:
             return each
         if isinstance(each, torch.optim.Optimizer):
             model, step = self._prepared("prepare")
+            if any(each is known for known in self._optimizers):
+                raise ScriptError(
+                    f"prepare: this {type(each).__name__} is prepared already; give it once"
+                )
             rebind(each, self._before, model)
             guard(each, step)
             self._optimizers.append(each)

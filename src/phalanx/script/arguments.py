@@ -1,0 +1,50 @@
+"""What the methods of a run are given, looked at before anything is done: a sentence a mistake."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.foreign import brief
+from phalanx.errors import ScriptError
+
+
+def folder_of(call: str, folder: Any) -> Path:
+    """Return a folder that a script names.
+
+    Raises:
+        ScriptError: it is no path, or a file.
+    """
+    if not isinstance(folder, str | Path) or not str(folder):
+        raise ScriptError(f"{call}: the folder is {brief(folder)}; expected a path")
+    path = Path(folder)
+    if path.is_file():
+        raise ScriptError(f"{call}: {path} is a file; expected the folder of a run")
+    return path
+
+
+def check_keep(keep: Any) -> None:
+    """Refuse a number of checkpoints to keep that would keep none.
+
+    Raises:
+        ScriptError: says what is expected.
+    """
+    is_count = isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1
+    if keep is not None and not is_count:
+        raise ScriptError(
+            f"save: keep is {brief(keep)}; expected how many of the latest checkpoints stay, at "
+            "least 1, or None for all"
+        )
+
+
+def check_clip(max_norm: Any, p: Any) -> None:
+    """Refuse a norm that would turn gradients round, or leave them.
+
+    Raises:
+        ScriptError: says what is expected.
+    """
+    for name, value in (("max_norm", max_norm), ("p", p)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or math.isnan(value) or value <= 0:
+            raise ScriptError(f"clip: {name} is {brief(value)}; expected a number above 0")
