@@ -214,6 +214,18 @@ def frozen_afterwards() -> None:
     script.backward()
 
 
+def hooked_beside_an_accumulation() -> None:
+    script = Script(accumulation=2)
+    script.model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    script.backward()
+
+
+def stepped_within_backward() -> None:
+    model = perceptron()
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    phalanx.init("dp2").prepare(model)
+
+
 def extended_afterwards() -> None:
     script = Script()
     script.model.add_module("more", nn.Linear(5, 5).double())
@@ -408,6 +420,8 @@ MISTAKES: dict[Callable[[], None], str] = {
     optimizer_not_prepared: r"no optimizer is prepared",
     optimizer_of_another_model: r"the SGD updates a parameter of shape \(10, 6\) in group 0",
     cast_afterwards: r"0.weight was float64 on cpu when.* is float32 on cpu",
+    hooked_beside_an_accumulation: r"0.weight has a hook by register_hook.*each microbatch",
+    stepped_within_backward: "0.weight has a hook by register_post_accumulate_grad_hook",
     frozen_afterwards: r"0.weight was trained when.*is frozen, which shards do not follow",
     extended_afterwards: r"more.weight was not in the model when the model was prepared",
     wrapped_before: r"the model is a DistributedDataParallel.*give the module.*model.module",

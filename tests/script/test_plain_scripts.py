@@ -17,6 +17,13 @@ REFUSED = {
     ("fsdp2", "gradient penalty and batch norm"): "create_graph",
     ("fsdp2", "GAN"): "is frozen, which shards do not follow",
     ("fsdp2", "unfrozen in the middle"): "is trained, which shards do not follow",
+    ("fsdp2", "hooked gradients"): "has a hook by register_hook",
+    ("fsdp2", "sparse embeddings"): "is sparse, and fsdp reduces dense ones",
+    ("fsdp2", "learned scale"): "'logit_scale' of shape () has no rows",
+    ("fsdp2", "average by hand"): "functional_call",
+    ("fsdp2", "averaged model"): "cannot be copied; keep an average",
+    ("fsdp2", "L-BFGS"): "LBFGS takes no shards",
+    ("fsdp2", "Adafactor"): "Adafactor takes no shards",
 }
 """What a strategy refuses, and a word of its message."""
 

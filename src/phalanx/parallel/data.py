@@ -32,6 +32,7 @@ from phalanx.comm.comm import Comm, Pending, Ranks, local_shard
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import TrainingError
 from phalanx.parallel.reduce import GradientReducer, Parameters, buckets
+from phalanx.parallel.sparse import SparseReducer, sparse_tables
 from phalanx.parallel.split import Split, StateBytes, Target
 from phalanx.strategy import Strategy
 
@@ -88,9 +89,11 @@ def apply(model: nn.Module, comm: Comm, kind: Kind = "bucketed") -> GradientRedu
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(local_shard(tensor), "grad")
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    reducer = NaiveReducer if kind == "naive" else BucketedReducer
-    return reducer(parameters, comm)
+    tables = set(sparse_tables(model).values())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    dense = [parameter for parameter in trained if parameter not in tables]
+    reducer = (NaiveReducer if kind == "naive" else BucketedReducer)(dense, comm)
+    return SparseReducer([p for p in trained if p in tables], reducer) if tables else reducer
 
 
 def _degrees(strategy: Strategy) -> dict[str, int]:

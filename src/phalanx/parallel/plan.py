@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -126,8 +126,14 @@ class Plan(Generic[Model]):
         Returns:
             What runs the model and reduces the gradients.
         """
+        before = dict(self.model.named_parameters(remove_duplicate=False))
         for split in self._splits:
             split.apply(comm)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if name in before and parameter is not before[name]:
+                # What a user has attached, as a mark that an optimizer's groups go by.
+                attached: dict[str, Any] = vars(before[name])
+                vars(parameter).update(attached | vars(parameter))
         if first_weights is not None:
             self.model.to_empty(device=comm.device)
             _fill(self.model, first_weights)

@@ -52,6 +52,7 @@ from phalanx.parallel.reduce import (
     Parameters,
     add_up_in_parts,
 )
+from phalanx.parallel.sparse import sparse_tables
 from phalanx.parallel.split import Split, StateBytes, Target
 
 Kind = Literal["zero1", "zero2", "zero3"]
@@ -137,6 +138,11 @@ class ShardedSplit(Split):
     def apply(self, comm: Ranks) -> None:
         """Split every parameter, in place: DTensors of fsdp, and of dp if the job has it."""
         model = self.target.model
+        for name in sparse_tables(model):
+            raise StrategyError(
+                f"{self.target.strategy}: the gradient of '{name}' is sparse, and fsdp reduces "
+                "dense ones; make it without sparse=True, or use dp"
+            )
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 if not tensor.is_meta:
@@ -153,6 +159,9 @@ class ShardedSplit(Split):
                 module.set_unshard_in_backward(group.place != "embedding")
         if not isinstance(model, FSDPModule):  # no parameter is of the rest
             fully_shard(model, **where)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                cast(Any, type(module)).__deepcopy__ = _refuse_copy  # torch's raises, too
         if self.target.strategy.pp.degree > 1:
             self._prefetch_in_stage(model)
 
@@ -223,6 +232,7 @@ class ShardedReducer(GradientReducer):
         self._kind = kind
         self._used: set[nn.Parameter] = set()
         self._left = set(trained)
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._gathered: list[nn.Parameter] = []
         self._adders: list[Node] = []
         self._own: dict[FSDPModule, frozenset[nn.Parameter]] = {}
@@ -233,6 +243,7 @@ class ShardedReducer(GradientReducer):
         model.register_forward_hook(_refuse_second_derivative)
         first = functools.partial(self._gather_once, lambda: handle.remove())
         handle = model.register_forward_pre_hook(first, prepend=True)
+        model.register_forward_pre_hook(self._refuse_others, prepend=True)
 
     def _set_up(self, module: FSDPModule) -> None:
         module.set_gradient_divide_factor(1.0)
@@ -263,6 +274,7 @@ class ShardedReducer(GradientReducer):
             for name, parameter in submodule.named_parameters(recurse=False)
             if parameter.requires_grad and parameter not in elsewhere
         ]
+        self._places += places
         self._own[cast(FSDPModule, module)] = frozenset(parameter for *_, parameter in places)
 
         def on_first_forward(*_: Any) -> None:
@@ -288,6 +300,18 @@ class ShardedReducer(GradientReducer):
                 for module in self._own:
                     module.unshard()
                     module.reshard()
+
+    def _refuse_others(self, *_: Any) -> None:
+        """Refuse weights that are put in for a forward: FSDP2 puts its own in their place."""
+        known = {id(gathered) for gathered in self._gathered}
+        for module, name, parameter in self._places:
+            here: object = getattr(module, name)
+            if here is not parameter and id(here) not in known:
+                raise StrategyError(
+                    f"fsdp: the {name} of a {type(module).__name__} is not the one that was split, "
+                    "as within torch.func.functional_call, and the forward would run with that "
+                    "one; use dp"
+                )
 
     def _note_used(self, parameter: nn.Parameter, _gathered: torch.Tensor) -> None:
         self._used.add(parameter)
@@ -332,6 +356,14 @@ class ShardedReducer(GradientReducer):
         """Free what a forward without a backward has left gathered: the step made it old."""
         for module in self._own:
             module.reshard()
+
+
+def _refuse_copy(module: nn.Module, _memo: object) -> nn.Module:
+    name = type(module).__name__.removeprefix("FSDP")
+    raise StrategyError(
+        f"fsdp: a {name} that is split cannot be copied; keep an average of the whole weights that "
+        "run.state_dict() returns, copy the model before run.prepare, or use dp"
+    )
 
 
 def _refuse_second_derivative(_model: nn.Module, _inputs: Any, output: Any) -> None:

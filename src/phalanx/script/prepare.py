@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
+from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.script.buffers import refuse_max_norm
+from phalanx.script.hooks import refuse_lost_hooks
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, comm: Comm) -> None:
     """Refuse a model that cannot be split, or is not the same on all ranks; all call this.
 
     Raises:
@@ -29,6 +31,7 @@ def check_model(model: nn.Module) -> None:
         )
     _check_alike(model)
     refuse_max_norm(model)
+    refuse_lost_hooks(model, comm)
 
 
 def _check_alike(model: nn.Module) -> None:

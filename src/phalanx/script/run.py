@@ -490,7 +490,7 @@ class Run:
                 f"prepare: {type(self._model).__name__} is prepared already, and this prepares "
                 f"{again}; call it once, with several models as parts of one nn.Module"
             )
-        check_model(model)
+        check_model(model, self.comm)
         self._before = {p: name for name, p in model.named_parameters()}
         settle_batch_norms(model, self.comm, batch_norm)
         plan = Plan(self.strategy, model.to(self.comm.device), roles=roles)

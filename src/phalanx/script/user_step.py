@@ -26,6 +26,7 @@ from phalanx.launch.pulse import PULSE
 from phalanx.models.attention import to_device
 from phalanx.parallel.accumulate import Runner
 from phalanx.script.buffers import warn_of_buffers
+from phalanx.script.hooks import WholeHooks
 from phalanx.script.loss import check_sum
 from phalanx.script.mean_loss import MeanLoss
 from phalanx.script.reading import Reading
@@ -70,6 +71,7 @@ class UserStep:
         self.parameters = dict(model.named_parameters())
         self._kept = _kept(self.parameters)
         self.replicas = Replicas(comm, self.parameters, optimizers)
+        self._hooks = WholeHooks(self.parameters, comm)
         self._trained = [name for name, p in self.parameters.items() if p.requires_grad]
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
         self._divisor = self._totals[1]
@@ -171,6 +173,7 @@ class UserStep:
         if self.steps_done < 2 and self._reading.trained is None:
             self._check_own_batches(float(loss))
         self._check_kept()
+        self._hooks.take(self._accumulation)
         self._num_begun += 1
         if self._num_begun == 2:  # and not by the steps, of which a rank may have taken another
             warn_of_buffers(self._model, self._comm)
@@ -206,6 +209,7 @@ class UserStep:
             factor = self._divisor / _nonzero(self._totals[1])
             for gradient in self.gradients():
                 local_shard(gradient).mul_(factor)
+        self._hooks.call()
         self._num_backwards, self.state = 0, State.WHOLE
         self._made = [weakref.ref(gradient) for gradient in self.gradients()]
         self.replicas.note_made(self.gradients())
@@ -236,7 +240,7 @@ class UserStep:
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         if self._trained != list(trained):
             if self._reducer is not None and not self._reducer.retrain(list(trained.values())):
-                name = next(iter(set(self._trained) ^ set(trained)))
+                name = next(n for n in self.parameters if (n in self._trained) != (n in trained))
                 was, is_now = ("trained", "frozen")[:: 1 if name in self._trained else -1]
                 raise ScriptError(
                     f"backward: {name} was {was} when the model was prepared, and is {is_now}, "

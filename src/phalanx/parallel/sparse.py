@@ -1,0 +1,80 @@
+"""Gradients of `nn.Embedding(sparse=True)`: ranks have looked other rows up.
+
+The rows that any rank has looked up have a gradient, as on one process. Optimizers such as
+SparseAdam move those alone. Sums go over the whole table, since no collective of torch adds up
+sparse tensors on every backend: the gradient is sparse for the optimizer's sake.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.ledger import Phase, no_phase
+from phalanx.parallel.reduce import GradientReducer, Parameters
+
+
+def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained tables of a model whose gradients are sparse, by the module's name."""
+    return {
+        name: cast(nn.Parameter, module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if module.sparse and module.weight.requires_grad
+    }
+
+
+class SparseReducer(GradientReducer):
+    """Reduces the gradients of sparse tables after backward, and all others as `dense` does."""
+
+    def __init__(self, tables: list[nn.Parameter], dense: GradientReducer) -> None:
+        super().__init__([*dense.parameters, *tables], dense.comm)
+        self._tables = tables
+        self._dense = dense
+
+    def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
+        """Tell the reducer of the others."""
+        self._dense.before_backward(last, reached)
+
+    def retrain(self, trained: list[nn.Parameter]) -> bool:
+        """Tell the reducer of the others; a table that is frozen has no gradient."""
+        return self._dense.retrain([p for p in trained if not _is_in(p, self._tables)])
+
+    def abandon(self) -> None:
+        """Tell the reducer of the others."""
+        self._dense.abandon()
+
+    def after_step(self) -> None:
+        """Tell the reducer of the others."""
+        self._dense.after_step()
+
+    @torch.no_grad()
+    def finish(self, phase: Phase = no_phase) -> None:
+        """Return when every gradient is the sum over dp."""
+        self._dense.finish(phase)
+        with phase("agree"):
+            is_used = self.agree([table.grad is not None for table in self._tables])
+        with phase("reduce"):
+            for table in itertools.compress(self._tables, is_used):
+                table.grad = self._sum(table)
+
+    def _sum(self, table: nn.Parameter) -> Tensor:
+        total = torch.zeros_like(table)
+        has_rows = torch.zeros(len(table), dtype=torch.uint8, device=table.device)
+        if table.grad is not None:
+            total.add_(table.grad)
+            own = table.grad.coalesce().indices()[0] if table.grad.is_sparse else slice(None)
+            has_rows[own] = 1
+        self.comm.all_reduce(has_rows, "grad", "max")
+        self.comm.all_reduce(total, "grad")
+        rows = has_rows.nonzero()
+        return torch.sparse_coo_tensor(
+            rows.T, total[rows[:, 0]], table.shape, is_coalesced=True, check_invariants=False
+        )
+
+
+def _is_in(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> bool:
+    return any(parameter is each for each in parameters)

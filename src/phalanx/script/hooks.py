@@ -1,0 +1,79 @@
+"""Hooks that a script has registered on parameters see the gradient of the global batch.
+
+    autograd     hook(part of the sum that this rank's samples make)     not this
+    here         hook(sum over ranks / count)                            as on one process
+
+`tensor.register_hook` has autograd call them with the gradient of a rank's own samples, before it
+is added up: a hook that clamps would clamp the parts. So they are taken from the parameter, and
+called once the gradients are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from phalanx.comm.comm import Comm
+from phalanx.errors import ScriptError
+
+_Hooks = dict[int, Callable[[Tensor], Tensor | None]]
+
+
+def refuse_lost_hooks(model: nn.Module, comm: Comm) -> None:
+    """Refuse hooks that would be lost with the parameters, or run before the gradients are whole.
+
+    Raises:
+        ScriptError: names the parameter.
+    """
+    if comm.size("job") == 1:
+        return
+    are_kept = comm.size("fsdp") == comm.size("tp") == 1
+    for name, parameter in model.named_parameters():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if after or (parameter._backward_hooks and not are_kept):  # pyright: ignore[reportPrivateUsage]
+            call = "register_post_accumulate_grad_hook" if after else "register_hook"
+            raise ScriptError(
+                f"prepare: {name} has a hook by {call}, which would see a part of its gradient, or "
+                "none; change parameter.grad between run.backward and optimizer.step() in its place"
+                + ("" if after else ", or use dp")
+            )
+
+
+class WholeHooks:
+    """Calls the hooks of parameters that every rank holds whole."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], comm: Comm) -> None:
+        # One process has autograd call them.
+        self._parameters = parameters if comm.size("data") > 1 else {}
+        self._hooks: dict[nn.Parameter, list[_Hooks]] = {}
+
+    def take(self, accumulation: int) -> None:
+        """Take the hooks that have been registered since.
+
+        Raises:
+            ScriptError: the step accumulates, where one process calls a hook for each microbatch.
+        """
+        for name, parameter in self._parameters.items():
+            # Private, and the only way to them; tests/script/test_plain_scripts.py pins it.
+            hooks: Any = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
+            if not hooks:
+                continue
+            if accumulation > 1:
+                raise ScriptError(
+                    f"backward: {name} has a hook by register_hook, which sees the gradient of "
+                    "each microbatch on one process, and ranks have those of the step alone; "
+                    "change parameter.grad between run.backward and optimizer.step() in its place"
+                )
+            self._hooks.setdefault(parameter, []).append(hooks)  # that a handle removes from
+            parameter._backward_hooks = None  # pyright: ignore[reportPrivateUsage]
+
+    def call(self) -> None:
+        """Call them with the whole gradients; a gradient that one returns takes the place."""
+        for parameter, registered in self._hooks.items():
+            hooks = [hook for each in registered for hook in each.values()]
+            for hook in hooks:
+                if parameter.grad is not None:
+                    changed = hook(parameter.grad)
+                    parameter.grad = parameter.grad if changed is None else changed
