@@ -44,6 +44,17 @@ def perceptron_of_doubles() -> nn.Module:
     return perceptron().double()
 
 
+class Rows(nn.Module):
+    """Takes no batch of no rows, as many models do that reshape it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1)  # torch cannot tell what -1 stands for if there is no row
+
+
+def refusing() -> nn.Module:
+    return nn.Sequential(Rows(), *perceptron_of_doubles())
+
+
 def normed_of_doubles() -> nn.Module:
     return normed().double()
 
@@ -61,6 +72,11 @@ def job() -> phalanx.Trainer:
         perceptron_of_doubles, Classes(), Numbers(), adagrad, halving, Numbers(),
         batch_size=8, accumulation=2, epochs=2, max_norm=0.5,
     )  # fmt: skip
+
+
+def of_few_rows() -> phalanx.Trainer:
+    """Its last batch has one row, of which a model that refuses none makes two microbatches."""
+    return dataclasses.replace(job(), build=refusing, batch_size=9)
 
 
 def with_batch_norm() -> phalanx.Trainer:

@@ -36,7 +36,7 @@ def plain_losses(trainer: phalanx.Trainer) -> tuple[list[float], float]:
     optimizer = jobs.adagrad(model.parameters())
     scheduler = jobs.halving(optimizer)
     losses: list[float] = []
-    loader = DataLoader(Numbers(), 8, shuffle=True)
+    loader = DataLoader(Numbers(), trainer.batch_size, shuffle=True, drop_last=trainer.drop_last)
     for _ in range(trainer.epochs):
         for x, y in loader:
             optimizer.zero_grad()
@@ -59,12 +59,12 @@ def check(fitted: Any, first: int, trainer: phalanx.Trainer) -> None:
 
 @pytest.mark.parametrize("strategy", ["dp1", "dp2", "fsdp2:zero2", "pp2:gpipe", "pp2,dp2"])
 def test_the_steps_are_those_of_plain_pytorch(tmp_path: Path, strategy: str) -> None:
-    trainer = jobs.job()
+    trainer = jobs.of_few_rows()
     fitted = trainer.train(strategy, phalanx.Options(out=tmp_path, threads=1))
     check(fitted, 0, trainer)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
-    assert [record["tokens"] for record in steps] == [8, 8, 8, 8, 5] * 2
+    assert [record["tokens"] for record in steps] == [9, 9, 9, 9, 1] * 2
     assert all(record["unit"] == "samples" for record in steps)
     assert all(0 < record["mfu"] <= 1 for record in steps if record["mfu"] is not None)
     assert bool(fitted.sent) == (strategy != "dp1")
@@ -83,6 +83,13 @@ def test_a_run_goes_on_under_another_strategy(
     assert some.train(before, options).steps_done == steps
     more = dataclasses.replace(options, resume=True, debug_comm=True)
     check(trainer.train(after, more), steps, trainer)
+
+
+def test_a_pass_may_leave_out_its_last_batch(tmp_path: Path) -> None:
+    trainer = dataclasses.replace(jobs.of_few_rows(), drop_last=True, epochs=1)
+    fitted = trainer.train("dp1", phalanx.Options(out=tmp_path, threads=1))
+    assert fitted.steps_done == 4
+    check(fitted, 0, trainer)
 
 
 def test_a_stream_that_ends_too_early_is_told(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from phalanx.script.checks import check_count, check_model, optimizer_of, schedu
 from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
+from phalanx.script.spare import Spare
 from phalanx.script.stages import cut_by_flops
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
@@ -127,6 +128,8 @@ class Fit:
         # BatchNorm over all ranks takes the rows of a microbatch that one process has in it. Asked
         # of the whole model: the ranks of all stages must read the same rows.
         is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
+        # A row that counts nothing would count in the statistics of a BatchNorm.
+        self._has_spares = not batch_norms(model)
         refuse_max_norm(model)
         settle_batch_norms(model, comm, trainer.batch_norm)
         cut, self.stages = cut_by_flops(strategy, model, flops)
@@ -134,14 +137,16 @@ class Fit:
         runner = plan.build(comm)
         self.optimizer = optimizer_of(trainer.optimizer, model)
         self.scheduler = scheduler_of(trainer.scheduler, self.optimizer)
-        plain = trainer.loader(trainer.data, shuffle=trainer.shuffle)
+        plain = trainer.loader(trainer.data, shuffle=trainer.shuffle, drop_last=trainer.drop_last)
         self._calls: dict[int, dict[str, int]] = {}
         self._saved = ""
         self.resume_by = f"phalanx.Options(out={str(options.out)!r}, resume=True)"
         if command:
             self.resume_by = f"{command} {options.out}"
         pieces = trainer.accumulation if is_cut_first else 1
-        self.loader = RankLoader(plain, comm, self.draws, pieces=pieces)
+        self.loader = RankLoader(
+            plain, comm, self.draws, pieces=pieces, has_spares=self._has_spares
+        )
         self.step = Step(
             model,
             self.optimizer,
@@ -230,11 +235,21 @@ class Fit:
             is_rest = False
 
     def _cut(self, batch: Any) -> list[Any]:
-        """Return this rank's microbatches of a batch."""
-        if self.trainer.accumulation == 1:
+        """Return this rank's microbatches of a batch: those in which some rank has a row."""
+        loader, num_pieces = self.loader, self.trainer.accumulation
+        num_shares = self.comm.size("data") if len(loader.piece_sizes) == 1 else 1
+        most = -(-loader.num_batch_rows // num_shares)  # of a rank; then one has more than others
+        if loader.is_at_empty and self._has_spares:
+            return [Spare(batch)] * min(num_pieces, most)
+        if num_pieces == 1:
             return [batch]
         pieces = self._pieces(count_rows(batch))
-        return [map_batch(batch, lambda tensor, here=here: tensor[here]) for here in pieces]
+        return [self._piece(batch, rows) for rows in pieces[:most]]
+
+    def _piece(self, batch: Any, rows: slice) -> Any:
+        if rows.stop > rows.start or not self._has_spares:
+            return map_batch(batch, lambda tensor: tensor[rows])
+        return Spare(map_batch(batch, lambda tensor: tensor[:1]))
 
     def rows(self) -> Sequence[torch.Tensor]:
         """Return where the rows of each microbatch of the last batch stand, see `RankLoader`."""
@@ -263,7 +278,10 @@ class Fit:
 
         modes = {module: module.training for module in self.step.model.modules()}
         self.step.model.eval()
-        for batch in RankLoader(plain, self.comm, Draws(torch.get_rng_state())):
+        draws = Draws(torch.get_rng_state())
+        loader = RankLoader(plain, self.comm, draws, has_spares=self._has_spares)
+        for rows in loader:
+            batch = Spare(rows) if loader.is_at_empty and self._has_spares else rows
             loss_sum = self.step.run.infer(batch, forward)
             totals[0] += 0 if loss_sum is None else loss_sum  # the last stage of a pipeline has it
             totals[1] += objective.num_valid(batch)
@@ -309,6 +327,7 @@ class Fit:
     def _place(self) -> Place | None:
         number = self.step.run.microbatch
         rows = self.loader.rows[self._pieces(len(self.loader.rows))[number]]
+        rows = rows if len(rows) else rows.new_zeros(1)  # of a spare row
         return Place(self.step.steps_done, rows, self._calls.setdefault(number, {}))
 
     def _count_flops(self, model: nn.Module) -> Flops | None:
@@ -335,14 +354,17 @@ class _OfSums:
         self._is_checked = False
 
     def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
-        loss = self._objective.loss_sum(model, microbatch, step)
-        if not self._is_checked and torch.is_grad_enabled():
-            check_sum(loss, self._objective.num_valid(microbatch), "Objective.loss_sum")
+        rows = microbatch.rows if isinstance(microbatch, Spare) else microbatch
+        loss = self._objective.loss_sum(model, rows, step)
+        if not self._is_checked and torch.is_grad_enabled() and rows is microbatch:
+            check_sum(loss, self._objective.num_valid(rows), "Objective.loss_sum")
             self._is_checked = True
-        count = torch.as_tensor(self._objective.num_valid(microbatch), device=loss.device)
+        count = torch.as_tensor(self.num_valid(microbatch), device=loss.device)
         return torch.where(count > 0, loss, 0.0)
 
     def num_valid(self, microbatch: Any) -> int | torch.Tensor:
+        if isinstance(microbatch, Spare):
+            return 0
         count = self._objective.num_valid(microbatch)
         check_count(count)
         return count

@@ -69,11 +69,13 @@ class _Fetched(NamedTuple):
         rows: the batch.
         own: where its rows stand among those of the pass, in each piece of the batch.
         is_last: whether no batch of the pass follows.
+        num_rows: of the global batch.
     """
 
     rows: Any
     own: list[range]
     is_last: bool
+    num_rows: int
 
 
 _LOADERS: weakref.WeakSet[RankLoader] = weakref.WeakSet()
@@ -98,6 +100,7 @@ class RankLoader:
         is_used: whether a gradient was made in the pass under way; to be set from outside.
         is_dataset_read: whether a script has read `dataset` after the pass; reset from outside.
         piece_sizes: how many of these rows are in each piece of the batch.
+        num_batch_rows: rows of that batch on all ranks.
     """
 
     def __init__(
@@ -107,11 +110,13 @@ class RankLoader:
         draws: Draws,
         on_batch: Callable[[RankLoader], None] = lambda _: None,
         pieces: int = 1,
+        has_spares: bool = False,
     ) -> None:
         """Deal the batches out over the data ranks of `comm`; `on_batch` is told of each.
 
         A batch is cut into `pieces`, and a rank has its share of each: then what all ranks have of
-        a microbatch is what one process has that cuts the batch into as many.
+        a microbatch is what one process has that cuts the batch into as many. If `has_spares`, a
+        rank without a row of a batch, see `is_at_empty`, is given one of another rank.
 
         Raises:
             ConfigError: the loader makes no batches, or deals them out itself, or they are small.
@@ -123,6 +128,8 @@ class RankLoader:
         self.is_last = self.is_used = self.is_at_empty = self.is_dataset_read = False
         self.rows = torch.zeros(0, dtype=torch.int64)
         self.piece_sizes: list[int] = []
+        self.num_batch_rows = 0
+        self._has_spares = has_spares
         self._comm = comm
         self._draws = draws
         self._on_batch = on_batch
@@ -154,7 +161,7 @@ class RankLoader:
         self._pass += 1
         number = self._pass
         batches = self._of_stream() if self._fetcher is None else self._of_dataset(self._fetcher)
-        for batch, own, is_last in batches:
+        for batch, own, is_last, self.num_batch_rows in batches:
             if number != self._pass:
                 raise ScriptError(
                     "a pass over the loader goes on after another over it has begun; prepare a "
@@ -234,7 +241,8 @@ class RankLoader:
             fetched = fetcher.iterate(wanted[first:], self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
             own = owns[number]
-            yield _Fetched(rows if any(own) else _no_rows(rows), own, number == len(order) - 1)
+            rows = rows if any(own) or self._has_spares else _no_rows(rows)
+            yield _Fetched(rows, own, number == len(order) - 1, len(order[number]))
 
     def _order(self, draws: Draws) -> list[list[Any]]:
         """Draw the samples of each batch of a pass, as the plain loader would."""
@@ -302,9 +310,10 @@ class RankLoader:
                     "seeded in __iter__"
                 )
             if not is_skipped:
-                here = torch.tensor([at - begin for piece in own for at in piece]).long()
+                places = [at - begin for piece in own for at in piece]
+                here = torch.tensor(places or [0] * self._has_spares).long()
                 rows = map_batch(batch, lambda t, here=here: t[here.to(t.device)])
-                yield _Fetched(rows, own, following is None)
+                yield _Fetched(rows, own, following is None, end - begin)
             batch = following
         self._num_rows = end
 

@@ -268,7 +268,9 @@ def _passes(trainer: Trainer) -> Iterator[Any]:
     data = trainer.data
     if isinstance(data, IterableDataset):
         data = copy.deepcopy(data)  # it may have one pass
-    loader: DataLoader[Any] = trainer.loader(data, shuffle=trainer.shuffle)
+    loader: DataLoader[Any] = trainer.loader(
+        data, shuffle=trainer.shuffle, drop_last=trainer.drop_last
+    )
     while True:
         is_empty = True
         for batch in loader:

@@ -95,6 +95,7 @@ class Trainer:
         steps: steps, in place of `epochs`.
         max_norm: the gradient is scaled to this norm where it is larger; None or 0: never.
         shuffle: whether each pass visits the samples in an order of its own.
+        drop_last: whether a pass leaves out its last batch if that is smaller than the others.
         seed: of first weights, order and masks of dropout.
         batch_norm: over what BatchNorm takes its statistics, see `Run.prepare`.
         roles: patterns of module names to roles for tp, see docs/tensor.md.
@@ -114,6 +115,7 @@ class Trainer:
     steps: Annotated[int | None, STEPS] = None
     max_norm: Annotated[float | None, Range(0)] = None
     shuffle: bool = True
+    drop_last: bool = False
     seed: Annotated[int, SEED] = 0
     batch_norm: Statistics | None = None
     roles: Mapping[str, str] | None = None
@@ -196,9 +198,13 @@ class Trainer:
                 "length; say shuffle=False and steps=N to phalanx.Trainer"
             )
 
-    def loader(self, data: Dataset[Any], *, shuffle: bool = False) -> DataLoader[Any]:
+    def loader(
+        self, data: Dataset[Any], *, shuffle: bool = False, drop_last: bool = False
+    ) -> DataLoader[Any]:
         """Return the global batches of a dataset."""
-        return DataLoader(data, self.batch_size, shuffle or None, collate_fn=self.collate)
+        return DataLoader(
+            data, self.batch_size, shuffle or None, collate_fn=self.collate, drop_last=drop_last
+        )
 
 
 def trainer_of(script: str) -> Trainer:

@@ -173,9 +173,9 @@ def evaluate(run: Fit, microbatches: Sequence[Any], recorder: Recorder | None = 
 
     def forward(batch: Any) -> Tensor:
         if recorder is None:
-            return run.trainer.objective.loss_sum(run.step.model, batch, 0)
+            return run.step.objective.loss_sum(run.step.model, batch, 0)
         with recorder.phase("forward"):
-            return run.trainer.objective.loss_sum(run.step.model, batch, 0)
+            return run.step.objective.loss_sum(run.step.model, batch, 0)
 
     run.step.model.eval()
     for run.step.run.microbatch, microbatch in enumerate(microbatches):

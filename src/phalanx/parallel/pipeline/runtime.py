@@ -130,8 +130,16 @@ class Sizes:
 
 def _key(stage: int, microbatch: Any) -> tuple[int, Any]:
     """Return what the sizes of an activation depend on."""
-    leaves = tree_leaves(vars(microbatch) if is_dataclass(microbatch) else microbatch)
-    return stage, tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+    return stage, tuple(_shapes(microbatch))
+
+
+def _shapes(value: Any) -> Iterator[torch.Size]:
+    """Yield the shapes of the tensors in a value, in dataclasses too."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf.shape
+        elif is_dataclass(leaf):
+            yield from _shapes(vars(leaf))
 
 
 class Pipeline(Runner):
