@@ -85,3 +85,13 @@ def test_the_files_that_a_page_names_are_there(page: Path) -> None:
     named = {name.lstrip("/") for name in re.findall(r"[\w/]+\.py\b", page.read_text())}
     real = {name for name in named if not name.endswith(SAMPLES)}
     assert [name for name in real if not any(path.endswith(f"/{name}") for path in FILES)] == []
+
+
+def test_the_page_of_loops_has_every_call_of_a_run() -> None:
+    from phalanx.script.run import Run
+
+    page = (DOCS / "your_model.md").read_text()
+    table = page[page.index("### All of a run") : page.index("### What differs")]
+    attributes = {"comm", "strategy", "accumulation"}  # set when it is made
+    for name in [*attributes, *vars(Run)]:
+        assert name.startswith("_") or f"`run.{name}" in table, name

@@ -163,6 +163,8 @@ def restored(strategy: str, folder: Path) -> list[bool]:
     saved = run.save(folder)
     own = copy.deepcopy(model.state_dict())
     found: list[bool] = []
+    average = run.average(0.5)
+    average.update()
     for give_back in (
         lambda: run.load_state_dict(whole),
         lambda: run.load_state_dict(whole if run.is_first else None),
@@ -176,7 +178,16 @@ def restored(strategy: str, folder: Path) -> list[bool]:
             optimizer.step()
         model.steps += 1
         moved = run.state_dict()
+        average.load_state_dict({**average.state_dict(), "num_updates": 1})
+        average.update()
+        with average.applied():
+            halved = run.state_dict()
+        for name in whole:
+            if name != "steps":  # a buffer is the model's
+                torch.testing.assert_close(halved[name], (whole[name] + moved[name]) / 2)
         give_back()
+        with average.applied():  # begin again with the first weights
+            run.load_state_dict(whole)
         back = run.state_dict()
         found.append(all(not torch.equal(moved[name], whole[name]) for name in whole))
         found.append(all(torch.equal(back[name], whole[name]) for name in whole))
