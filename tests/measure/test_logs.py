@@ -177,9 +177,10 @@ def test_a_disk_that_is_full_is_told_once(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     console, _ = plain_console()
     words = f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device"
-    with pytest.raises(TrainingError, match=words):
+    with pytest.raises(TrainingError, match=words) as raised:
         with RunLog(tmp_path, console, 1) as log:
             log.note("environment", {})
+    assert raised.value.exit_code == 2
 
 
 def test_a_disk_that_fills_up_under_the_curves_is_told_once(

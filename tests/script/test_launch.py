@@ -119,6 +119,25 @@ def test_a_script_that_is_killed_says_what_stands_and_how_to_resume(tmp_path: Pa
     assert message_of(raised.value).endswith(f"{folder}/{stands}")
 
 
+IMPATIENT = """
+import time
+import phalanx
+run = phalanx.init("dp2,fsdp2", timeout_s=3.0)
+if run.comm.coord("fsdp"):
+    time.sleep(1000)
+import torch
+run.comm.all_reduce(torch.ones(1), "fsdp")
+"""
+
+
+def test_the_timeout_of_a_script_holds_in_the_job_of_the_command(tmp_path: Path) -> None:
+    """In the groups of its axes too, which torch would give half an hour."""
+    script = tmp_path / "script.py"
+    script.write_text(IMPATIENT)
+    with pytest.raises(PhalanxError, match="has waited in vain for another rank"):
+        run_ranks(run_script, 4, str(script), [], None, threads=1)
+
+
 STARTS = """
 import os, signal, subprocess, sys
 from multiprocessing import Process

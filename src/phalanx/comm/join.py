@@ -283,9 +283,9 @@ def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
 
     A rank waits in it for another as long as the job says.
     """
-    # Private, and the only way to both; tests/comm/test_one_way_groups.py pins them.
+    # Private, and the only way; tests/comm/test_one_way_groups.py pins it.
     job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    timeout = job._get_backend(torch.device(device)).options._timeout
+    timeout = timedelta(seconds=_timeout_s(device))
     if job.bound_device_id is None:
         made = [dist.new_group(part, timeout) for part in parts]
         return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
@@ -321,6 +321,15 @@ def _new_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:
         groups = {axis: mesh.get_group(axis) for axis in axes}
         if "fsdp" in axes and "cp" in axes:
             groups["fsdp_cp"] = sharding_mesh(mesh)["fsdp_cp"].get_group()
+    # DeviceMesh makes its groups with torch's own timeout.
+    set_timeout(_timeout_s(device))
     for axis, group in groups.items():
         _connect(group, fully=axis != "dp")
     return mesh
+
+
+def _timeout_s(device: str) -> float:
+    """Return how long the job has a rank wait for another in one collective, in seconds."""
+    # Private, and the only way; tests/comm/test_join.py pins it.
+    job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+    return job._get_backend(torch.device(device)).options._timeout.total_seconds()
