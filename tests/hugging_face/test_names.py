@@ -132,6 +132,16 @@ def test_a_config_that_was_written_gives_the_shape_again(name: str) -> None:
     assert shape_from_hf(json.loads(json.dumps(config_to_hf(shape, "float32")))) == shape
 
 
+def test_an_old_gemma_without_layer_types_has_the_windows_of_a_new_one() -> None:
+    shape = shape_of("gemma3-270m")
+    config = config_to_hf(shape, "float32")
+    kinds = config.pop("layer_types")
+    assert kinds[:6] == ["sliding_attention"] * 5 + ["full_attention"]
+    assert shape_from_hf(config) == shape
+    del config["sliding_window_pattern"]
+    assert shape_from_hf(config) == shape
+
+
 @pytest.mark.parametrize(
     "name",
     [

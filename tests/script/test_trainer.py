@@ -92,6 +92,16 @@ def test_a_pass_may_leave_out_its_last_batch(tmp_path: Path) -> None:
     check(fitted, 0, trainer)
 
 
+def test_a_run_resumes_from_the_checkpoint_of_most_steps(tmp_path: Path) -> None:
+    """By number: as text, 9 comes after 10."""
+    trainer = dataclasses.replace(jobs.job(), validation=None, steps=10)
+    options = phalanx.Options(out=tmp_path, threads=1, save_every=9)
+    trainer.train("dp1", options)
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
+    longer = dataclasses.replace(trainer, steps=11)
+    assert len(longer.train("dp1", dataclasses.replace(options, resume=True)).losses) == 1
+
+
 def test_a_stream_that_ends_too_early_is_told(tmp_path: Path) -> None:
     trainer = dataclasses.replace(
         jobs.job(), data=jobs.OnlyOnce(), shuffle=False, validation=None, steps=7

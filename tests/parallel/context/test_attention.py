@@ -163,3 +163,21 @@ def test_a_query_that_sees_no_key_of_a_part_takes_nothing_of_it() -> None:
     mixed.add(q_BTHK, k_BTHK, k_BTHK, here, here, sight)
     assert mixed.lse_BTH.isfinite().all()
     assert torch.equal(mixed.o_BTHK[:, 2], k_BTHK[:, 2])  # it sees itself alone
+
+
+def test_what_many_hops_give_is_merged_in_float32() -> None:
+    """In bfloat16 a sum over 16 hops would round 16 times."""
+    generator = torch.Generator().manual_seed(0)
+    q_BTHK, k_BSHK, v_BSHK = torch.randn(3, 1, 256, 2, 16, generator=generator).bfloat16()
+    here, sight = partial.Chunk(slice(0, 256), 0), partial.Sight(is_causal=False)
+    errors: list[float] = []
+    for hops in (1, 16):
+        mixed = partial.Mixed(q_BTHK)
+        for at in range(0, 256, 256 // hops):
+            chunk = partial.Chunk(slice(at, at + 256 // hops), at)
+            mixed.add(q_BTHK, k_BSHK, v_BSHK, here, chunk, sight)
+        heads = (x.double().transpose(1, 2) for x in (q_BTHK, k_BSHK, v_BSHK))
+        due_BTHK = F.scaled_dot_product_attention(*heads).transpose(1, 2)
+        assert mixed.o_BTHK.dtype == torch.float32
+        errors.append(float((mixed.o_BTHK - due_BTHK).abs().max() / due_BTHK.abs().max()))
+    assert errors[1] < 1.5 * errors[0]
