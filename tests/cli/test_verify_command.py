@@ -13,6 +13,7 @@ import pytest
 
 from forked_torchrun import run_two
 from phalanx.cli.main import main
+from phalanx.cli.verify import beside
 from phalanx.strategy import Strategy
 from phalanx.verify.cases import awkward_shapes, splits, with_three
 
@@ -146,3 +147,11 @@ def test_train_is_asked_for_by_the_word_alone(capsys: pytest.CaptureFixture[str]
     for words in (["--train=true"], ["--train", "--no-train"]):
         assert main(["verify", "dp2", *words]) == 2
         assert "write --train, or leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [("pp2", "pp2,dp2"), ("tp2", "dp2,tp2"), ("dp2:naive", "dp2:naive,tp2"), ("dp2,tp2", "")],
+)
+def test_one_axis_says_what_to_run_beside(text: str, other: str) -> None:
+    assert beside(Strategy.parse(text)) == other

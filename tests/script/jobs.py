@@ -83,6 +83,10 @@ def with_batch_norm() -> phalanx.Trainer:
     return phalanx.Trainer(normed_of_doubles, Classes(), Numbers(), batch_norm="global")
 
 
+def with_local_norm() -> phalanx.Trainer:
+    return phalanx.Trainer(normed_of_doubles, Classes(), Numbers(), batch_norm="local")
+
+
 def no_job() -> int:
     return 0
 

@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 import phalanx
+from forked_torchrun import run_two
 from phalanx.checkpoint import state
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import batch_norm, dropout
@@ -122,3 +123,11 @@ def test_a_planted_fault_is_found_and_named(names: list[str], subtests: pytest.S
             assert verdict.place is not None
             assert verdict.place.module == module, str(verdict)
             assert words in str(verdict)
+
+
+def test_ranks_that_torchrun_started_say_what_differs() -> None:
+    script = f"{Path(__file__).parent}/jobs.py:with_local_norm"
+    done = run_two("-m", "phalanx", "verify", "dp2", "--script", script, "--steps", "1")
+    assert done.returncode == 1, done.stderr
+    assert "dp2 differs from one process, first at step 0, " in done.stdout
+    assert "takes mean and variance over the rows" in " ".join(done.stdout.split())

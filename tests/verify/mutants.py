@@ -424,6 +424,7 @@ SLOW = frozenset(
         "an optimizer without the last norm",
         "a schedule that begins anew",
         "evaluation with dropout",
+        "labels that are not shifted",
     }
 )
 """Mutants whose kind another shows too."""

@@ -14,6 +14,7 @@ from marks import by_hand
 from phalanx.checkpoint import state
 from phalanx.comm.comm import Counting, Ranks, local_shard
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
+from phalanx.data.samples import Samples
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -117,6 +118,14 @@ def _narrow_masters(right: Any) -> Any:
     return wrong
 
 
+def _unshifted_labels(right: Any) -> Any:
+    def wrong(self: Any, samples: Any, rows: Any) -> Any:
+        batch = right(self, samples, rows)
+        return dataclasses.replace(batch, labels_BT=batch.tokens_BT)
+
+    return wrong
+
+
 OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
     "first weights that begin anew on each rank": (
         [(session, "fill_initial", _first_rows_everywhere)],
@@ -151,6 +160,9 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
     ),
     "an optimizer without the last norm": (
         [(session, "build_optimizer", _without_a_step)], "norm", "first moment of norm.weight",
+    ),
+    "labels that are not shifted": (
+        [(Samples, "batch", _unshifted_labels)], "", "what calls the model: what it gives",
     ),
 }  # fmt: skip
 

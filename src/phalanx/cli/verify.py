@@ -70,8 +70,8 @@ def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
     is_equal = all(verdict.is_equal for verdict in verdicts)
     if os.environ.get("RANK", "0") == "0":
         show_verdicts(verdicts, screen())
-        if is_equal and (others := _beside(strategy)):
-            also = f"faults of two axes together show beside another: phalanx verify {others}"
+        if is_equal and (others := beside(strategy)):
+            also = f"One axis hides faults that two show. Also run: phalanx verify {others}"
             screen().print(Text(also, "dim"))
         if loaded.json:
             print_verdicts(verdicts)
@@ -167,9 +167,9 @@ def _wider(config: VerifyConfig, strategy: Strategy) -> Strategy | None:
     return choose_strategy(TrainConfig(strategy=str(wider), device=config.device))[0]
 
 
-def _beside(strategy: Strategy) -> str:
+def beside(strategy: Strategy) -> str:
     """Return the strategy with another axis beside its one; nothing if it has several."""
-    if len([*strategy.axes()]) != 1:
+    if len([name for name, axis in strategy.axes() if axis.degree > 1]) != 1:
         return ""
     return str(strategy.with_degree("dp" if strategy.data_ranks == 1 else "tp", 2))
 
@@ -210,8 +210,10 @@ def _show_errors(verdicts: Sequence[Verdict], console: Console) -> None:
 
 def _errors(verdicts: Sequence[Verdict]) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    found = {what for verdict in verdicts for what in verdict.largest_errors()}
+    table.add_column("", no_wrap=True)
+    # What is zero everywhere, such as the error of a learning rate, is left to the JSON document.
+    of_all = [each for verdict in verdicts for each in verdict.largest_errors().items()]
+    found = {what for what, error in of_all if error > 0}
     quantities = [what for what in QUANTITIES if what in found]
     for quantity in quantities:
         table.add_column(quantity, justify="right")

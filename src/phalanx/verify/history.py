@@ -15,7 +15,7 @@ from phalanx.data.order import Order
 from phalanx.data.samples import Samples
 from phalanx.train.job.resolve import Job
 from phalanx.verify.cases import decoder_case, initial_decoder
-from phalanx.verify.plain import PlainNextToken
+from phalanx.verify.plain import PlainNextToken, plain_batch
 from phalanx.verify.record import Case
 from phalanx.verify.reference import MOMENTS, ReferenceRun, StepRecord
 from phalanx.verify.runs import STEPS
@@ -83,22 +83,22 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
     for step in range(2 * STEPS):
         job = jobs[min(step // STEPS, len(jobs) - 1)]
         corpus, size = job.config.corpus, job.batch.global_size
-        samples = Samples(job.tokens.train, corpus.seq_len, document_mask=corpus.document_mask)
+        count = len(Samples(job.tokens.train, corpus.seq_len))
         kept_together = (corpus.shuffle_len or corpus.seq_len) // corpus.seq_len
-        order = Order(len(samples), job.config.seed, corpus.shuffle, kept_together)
+        order = Order(count, job.config.seed, corpus.shuffle, kept_together)
         rows = np.arange(position, position + size, dtype=np.int64)
-        yield samples.batch(order.samples(rows), rows)
+        yield plain_batch(job.tokens.train, order.samples(rows), rows, corpus)
         position += size
 
 
 @torch.no_grad()
 def _validation_loss(model: nn.Module, job: Job) -> float | None:
     corpus = job.config.corpus
-    samples = Samples(job.tokens.validation, corpus.seq_len, document_mask=corpus.document_mask)
-    rows = evaluation_rows(len(samples), job.config.eval_samples)
+    count = len(Samples(job.tokens.validation, corpus.seq_len))
+    rows = evaluation_rows(count, job.config.eval_samples)
     if not len(rows):
         return None
-    batch = samples.batch(rows, rows)
+    batch = plain_batch(job.tokens.validation, rows, rows, corpus)
     objective = PlainNextToken(job.config.seed, 0.0)
     model.eval()
     loss = float(objective.loss_sum(model, batch, 0)) / objective.num_valid(batch)

@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.config import CorpusConfig
 from phalanx.data.batch import Batch
+from phalanx.data.token_file import TokenFile
 from phalanx.models.shape import ModelShape
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -332,3 +334,24 @@ class PlainNextToken:
     def num_valid(self, microbatch: Batch) -> int:
         """Count the labels that are not negative."""
         return int((microbatch.labels_BT >= 0).sum())
+
+
+def plain_batch(file: TokenFile, samples: Any, rows: Any, corpus: CorpusConfig) -> Batch:
+    """Return samples of a file: T tokens each, and the token that follows each.
+
+    With a document mask, positions begin anew where the separator stands, but in its first place.
+    """
+    text, length = file.map(), corpus.seq_len
+    tokens, positions, documents = (np.zeros((len(samples), length), np.int64) for _ in range(3))
+    labels = np.full_like(tokens, -100)  # which cross_entropy ignores
+    for row, number in enumerate(samples):
+        window = text[number * length : (number + 1) * length + 1]
+        size = len(window) - 1
+        tokens[row, :size], labels[row, :size] = window[:-1], window[1:]
+        first = document = 0
+        for at in range(length):
+            if corpus.document_mask and 0 < at < size and window[at] == file.end_id:
+                first, document = at, document + 1
+            positions[row, at], documents[row, at] = at - first, document
+    made = (tokens, labels, positions, documents, np.asarray(rows, np.int64))
+    return Batch(*(torch.from_numpy(each) for each in made))
