@@ -61,6 +61,31 @@ def open_regular(path: Path) -> io.FileIO:
     return file
 
 
+def open_to_append(path: Path) -> io.TextIOWrapper:
+    """Open a file of text to write at its end, or make it; nothing is written through a link.
+
+    Raises:
+        CheckpointError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_APPEND | os.O_CREAT | os.O_RDWR
+    flags |= (
+        getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(
+                f"{path} is a link, expected a regular file; move it away, or give another folder"
+            ) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is no regular file; move it away, or give another folder")
+    return os.fdopen(descriptor, "a", encoding="utf-8")
+
+
 def checksum(path: Path, algorithm: str = "sha256") -> Checksum:
     """Return the size of a file in bytes and its hash, read from the disk.
 

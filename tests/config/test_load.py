@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from phalanx.config.fields import (
 )
 from phalanx.config.law import check
 from phalanx.config.load import load_config
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 
 KEYS = {setting.key: setting.hint for setting in settings(TrainConfig)}
 
@@ -89,3 +91,32 @@ def test_a_path_in_a_file_is_relative_to_the_working_folder(
     monkeypatch.chdir(tmp_path / "elsewhere")
     file.write_text('data = "text.txt"')
     assert load_config(["--config", str(file)]).config.data == "text.txt"
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda path: path.write_text('out = "/elsewhere"'), "no run keeps 'out' there"),
+    (lambda path: path.write_text("nproc = 7"), "no run keeps 'nproc' there"),
+    (os.mkfifo, "config.toml is no regular file"),
+    (lambda path: path.symlink_to("/dev/zero"), "config.toml is a link, expected a regular"),
+    (lambda path: path.symlink_to("nowhere"), "config.toml is a link, expected a regular"),
+    (Path.mkdir, "config.toml: cannot be read: Is a directory"),
+])  # fmt: skip
+def test_a_file_of_somebody_elses_run_is_not_obeyed(
+    make: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "config.toml")
+    with pytest.raises(PhalanxError, match=words):
+        load_config(["--resume", str(tmp_path)])
+
+
+def test_a_run_that_goes_on_writes_to_no_cache_that_its_file_names(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('seed = 7\n[corpus]\ncache = "/elsewhere"\n')
+    words = ["--resume", str(tmp_path)]
+    assert load_config(words).config.corpus.cache is None
+    assert load_config(words).config.seed == 7
+    assert load_config([*words, "--corpus.cache", "mine"]).config.corpus.cache == "mine"
+
+
+def test_a_device_is_no_file_of_settings() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero: has more than 1 MiB; expected a TOML file"):
+        load_config(["--config", "/dev/zero"])

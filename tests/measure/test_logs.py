@@ -11,7 +11,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from phalanx.errors import ConfigError, TrainingError
+from phalanx.errors import CheckpointError, ConfigError, TrainingError
 from phalanx.measure import logs
 from phalanx.measure.logs import (
     METRICS_FILE,
@@ -173,8 +173,8 @@ def test_a_narrow_terminal_loses_the_least_important_number(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-def test_a_disk_that_is_full_is_told_once(tmp_path: Path) -> None:
-    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+def test_a_disk_that_is_full_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "open_to_append", lambda _: Path("/dev/full").open("a"))
     console, _ = plain_console()
     words = f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device"
     with pytest.raises(TrainingError, match=words) as raised:
@@ -229,3 +229,13 @@ def test_a_folder_that_is_moved_ends_the_run_in_words(tmp_path: Path) -> None:
         ):
             log.note("summary", {})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, "tensorboard"])
+def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    run.mkdir()
+    (run / name).symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="is a link"):
+        RunLog(run, Console(file=io.StringIO()), 1)
+    assert not elsewhere.exists()

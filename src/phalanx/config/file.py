@@ -7,6 +7,7 @@ that a run writes has absolute ones.
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -15,20 +16,30 @@ from typing import Any, Final, cast
 
 from phalanx.config.fields import check_type, check_utf8
 from phalanx.errors import ConfigError, nearest
+from phalanx.storage import open_regular
+
+MAX_BYTES: Final = 1 << 20
+"""Largest file of settings that is read: a device has no end."""
 
 RUN_FILE: Final = "config.toml"
 """What a run's folder calls the file of its settings."""
 
 
-def read_values(path: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+def read_values(path: str, keys: Mapping[str, Any], *, is_foreign: bool = False) -> dict[str, Any]:
     """Return the values of a TOML file by dotted key.
+
+    Args:
+        path: of the file.
+        keys: type of each value that it may have.
+        is_foreign: whether somebody else may have put it there: then it is no link and no pipe.
 
     Raises:
         ConfigError: it cannot be read, or has an unknown key or a value of another type.
+        CheckpointError: it is no regular file.
     """
     sections = {key.split(".")[0] for key in keys if "." in key}
     values: dict[str, Any] = {}
-    for name, value in _read_toml(path).items():
+    for name, value in _read_toml(path, is_foreign).items():
         if name not in sections:
             values[name] = value
         elif isinstance(value, dict):
@@ -72,11 +83,18 @@ def _toml(key: str, value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _read_toml(path: str) -> dict[str, Any]:
+def _read_toml(path: str, is_foreign: bool) -> dict[str, Any]:
     """Read a TOML file; say why it cannot be read, with the line."""
     file = Path(path)
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        raw = open_regular(file) if is_foreign else file.open("rb", buffering=0)
+        with io.BufferedReader(raw) as opened:
+            text = opened.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ConfigError(
+                f"{path}: has more than {MAX_BYTES >> 20} MiB; expected a TOML file of settings"
+            )
+        return tomllib.loads(text.decode())
     except FileNotFoundError:
         beside = [other.name for other in file.parent.glob("*.toml")]
         raise ConfigError(f"{path}: there is no such file{nearest(file.name, beside)}") from None
@@ -84,6 +102,8 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not text; expected a TOML file") from None
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:  # also an endless number, or endless brackets
         raise ConfigError(f"{path}: is not TOML: {error}") from None
 

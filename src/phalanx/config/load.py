@@ -12,6 +12,7 @@ from phalanx.config.command_line import read_words
 from phalanx.config.fields import Schema, Use, keys_for, settings, with_value
 from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.schema import TrainConfig
+from phalanx.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def load_config(
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, a file that cannot be read.
+        CheckpointError: the file of settings of the run to go on with is no regular file.
         SystemExit: with code 0, after --help.
     """
     words = read_words(argv, _Options, schema, prog=prog)
@@ -74,11 +76,12 @@ def _run_file(resume: str | None) -> Path | None:
     """Return the file of settings of the run that is to go on, if there is one."""
     if resume is None:
         return None
-    if (Path(resume) / RUN_FILE).is_file():
+    if os.path.lexists(Path(resume) / RUN_FILE):  # a pipe, or a link to nowhere, is told of, too
         return Path(resume) / RUN_FILE
     folder = Path(os.path.abspath(resume))  # "." has no parents
     run_file = folder.parent.parent / RUN_FILE
-    return run_file if folder.parent.name == "checkpoints" and run_file.is_file() else None
+    is_there = folder.parent.name == "checkpoints" and os.path.lexists(run_file)
+    return run_file if is_there else None
 
 
 def _to_go_on(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,5 +95,11 @@ def _to_go_on(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]) 
     ):
         if all(said.get(other) is not None for other in others):
             dropped.append(key)
-    values = read_values(str(run_file), keys)
+    values = read_values(str(run_file), keys, is_foreign=True)
+    if unkept := [key for key in keys_for(TrainConfig, Use.UNKEPT) if key in values]:
+        raise ConfigError(
+            f"{run_file}: no run keeps '{unkept[0]}' there, and a run that goes on does not take "
+            f"it from a file that somebody else may have written; take it out, or give "
+            f"--{unkept[0].replace('_', '-')} on the command line"
+        )
     return {key: value for key, value in values.items() if key not in dropped}

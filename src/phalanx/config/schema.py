@@ -74,9 +74,9 @@ class CorpusConfig:
     tail: Annotated[Literal["keep", "drop", "pad"], Use.LAW] = "keep"
     """The samples left over at the end of the last epoch: a smaller batch, dropped, or padded with
     samples from the start of the epoch."""
-    cache: Annotated[str | None, Use.PATH] = None
-    """Folder of tokenizers and token files; $XDG_CACHE_HOME/phalanx or ~/.cache/phalanx if
-    unset."""
+    cache: Annotated[str | None, Use.PATH | Use.FRESH] = None
+    """Folder of tokenizers and token files; $XDG_CACHE_HOME/phalanx or ~/.cache/phalanx if unset. A
+    run that goes on writes to another only if it is given anew."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from phalanx.errors import ConfigError, TrainingError
+from phalanx.errors import CheckpointError, ConfigError, TrainingError
 from phalanx.measure.timer import StepTimes
 from phalanx.measure.utilization import percent
+from phalanx.storage import open_to_append
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -131,12 +132,18 @@ class RunLog:
 
         Raises:
             ConfigError: the folder cannot be written.
+            CheckpointError: a record would be written through a link, to somewhere else.
         """
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if (folder / "tensorboard").is_symlink():
+                raise CheckpointError(
+                    f"{folder / 'tensorboard'} is a link, and records are written to the run's own "
+                    "folder; move it away, or give another folder"
+                )
+            self._file = open_to_append(folder / METRICS_FILE)
             _cut_half_line(folder / METRICS_FILE)
-            self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"cannot write the run's records to {folder}: {error.strerror}; give another "
