@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import difflib
 import signal
+import textwrap
 from collections.abc import Iterable, Sequence
 
 NUM_NAMED = 8
@@ -145,3 +146,15 @@ def named(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:NUM_NAMED]))
     more = f" and {len(ranks) - NUM_NAMED} more" if len(ranks) > NUM_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return prose in lines of at most `width` columns; words stay whole, and so do short lines."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
+            drop_whitespace=True,
+        ) if len(line) > width else [line]  # fmt: skip
+    return "\n".join(lines)

@@ -65,6 +65,10 @@ def test_the_lectures_recipe_stands_beside_the_plain_one(
     assert document["recipe"] == "lecture" and document["width"] == 256
     assert [run["recipe"] for run in document["beside"]] == ["plain"]
     assert json.loads((tmp_path / "mfu-cpu-bfloat16-lecture.json").read_text()) == document
+    utilization = document["utilization"]
+    share = document["theoretical_s"] / utilization["time_s"]
+    assert share == pytest.approx(utilization["mfu_ceiling_causal"], rel=1e-9)
+    assert "t_theoretical, at the ceiling" in shown and "t_actual, median (best)" in shown
     heading = next(line for line in shown.splitlines() if "recipe" in line)
     assert heading.index("lecture") < heading.index("plain")
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from phalanx.cli import screen
-from phalanx.cli.screen import Preparation
+from phalanx.cli.screen import Preparation, say
 
 
 @pytest.mark.parametrize(("first_line_s", "num_lines"), [(0.0, 3), (60.0, 0)])
@@ -39,3 +39,16 @@ def test_only_the_part_at_work_is_shown_on_a_terminal() -> None:
         preparation.report("merge", 0, 0)
         (task,) = preparation._progress.tasks
         assert (task.description, task.total) == ("merge", None)
+
+
+def test_prose_is_broken_between_words_on_a_terminal_alone() -> None:
+    prose = "global batch 8 = microbatch 4 x accumulation 1, of runs/a-path-that-is-long/and-whole"
+    for is_terminal in (True, False):
+        file = io.StringIO()
+        console = Console(file=file, width=30, force_terminal=is_terminal, color_system=None)
+        say(console, f"{prose}\n  indented words are indented on")
+        lines = file.getvalue().splitlines()
+        words = [word for line in lines for word in line.split()]
+        assert words == [*prose.split(), *"indented words are indented on".split()]
+        assert (len(lines) > 2) == is_terminal
+        assert not is_terminal or lines[-1].startswith("  ")

@@ -133,6 +133,11 @@ def test_a_verified_run_takes_the_settings_of_a_run(
         ("--optimizer.clip-p 3", "optimizer.clip_p is 3; expected 1, 2 or inf"),
         ("--optimizer.lr -1", "optimizer.lr is -1.0; expected more than 0"),
         ("--steps 2 --optimizer.warmup-steps 5", "optimizer.warmup_steps is 5, but the run has 2"),
+        ("--seq-len 1000000000", "76,000,000,000 tokens, all of which one process computes, too"),
+        ("--accumulation 1000000000", "408,000,000,068 tokens, all of which one process"),
+        ("--steps 1000000000", "expected at most 16,777,216: lower steps"),
+        ("--train --data /nonexistent", "/nonexistent does not exist"),
+        ("--train --corpus.seq-len 1000000000", "expected at most 16,384, since verify makes its"),
         ("--shape.dropout 1", "shape.dropout is 1.0; expected a number in [0, 1)"),
     ],
 )

@@ -13,7 +13,7 @@ from phalanx.config.fields import (
     settings,
 )
 from phalanx.config.law import check
-from phalanx.config.load import load_config
+from phalanx.config.load import load_config, unfound_paths
 from phalanx.errors import ConfigError, PhalanxError
 
 KEYS = {setting.key: setting.hint for setting in settings(TrainConfig)}
@@ -120,3 +120,17 @@ def test_a_run_that_goes_on_writes_to_no_cache_that_its_file_names(tmp_path: Pat
 def test_a_device_is_no_file_of_settings() -> None:
     with pytest.raises(ConfigError, match="/dev/zero: has more than 1 MiB; expected a TOML file"):
         load_config(["--config", "/dev/zero"])
+
+
+def test_a_path_of_a_file_that_is_not_here_is_named_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x" / "notes").mkdir(parents=True)
+    (tmp_path / "y").mkdir()
+    (tmp_path / "x" / "run.toml").write_text('data = "notes"\ntokenizer = "t.json"')
+    monkeypatch.chdir(tmp_path / "y")
+    assert unfound_paths(load_config(["--config", "../x/run.toml"])) == [
+        "data 'notes', of ../x/run.toml, is looked for in the working folder; ../x/notes exists",
+        "tokenizer 't.json', of ../x/run.toml, is looked for in the working folder",
+    ]
+    assert unfound_paths(load_config(["--data", "notes"])) == []

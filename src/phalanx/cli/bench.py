@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.bench.picture import has_matplotlib
-from phalanx.cli.screen import print_json, screen
+from phalanx.cli.screen import print_json, say, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.errors import ConfigError, nearest
 
@@ -92,7 +92,7 @@ def _measure(verb: str, run: Callable[[Any, Say], Found], config: ResultConfig) 
             files["svg"] = found.draw
         for ending, write in files.items():
             _write(folder / f"{found.name}.{ending}", write)
-            console.print(Text(f"wrote {folder / found.name}.{ending}"), soft_wrap=True)
+            say(console, f"wrote {folder / found.name}.{ending}")
         if found.draw is not None and not has_matplotlib():
             show("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
     if config.json:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.text import Text
-
-from phalanx.cli.screen import Preparation, print_json, screen
+from phalanx.cli.screen import Preparation, print_json, say, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
@@ -68,8 +66,8 @@ def run(argv: list[str]) -> int:
     agreement = _agreement(converted) if config.check else None
     if agreement is not None:
         style = "green" if agreement.is_within else "bold red"
-        console.print(Text(f"checked: {agreement}", style=style), soft_wrap=True)
-    console.print(Text(_closing(converted, took_s)), soft_wrap=True)
+        say(console, f"checked: {agreement}", style)
+    say(console, _closing(converted, took_s))
     if config.json:
         print_json(_document(converted, agreement, took_s))
     return 0 if agreement is None or agreement.is_within else 1

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
-from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of, nearest
+from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of, nearest, wrapped
 from phalanx.launch import signals
 from phalanx.launch.local import server_stopped
 from phalanx.launch.rank import is_reader_gone, reader_has_left
@@ -202,7 +202,12 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=True)
-    console.print(Text("phalanx: ", style="bold red").append(message, style="not bold default"))
+    shown = f"phalanx: {message}"
+    if console.is_terminal:
+        shown = wrapped(shown, console.width)
+    text = Text(shown)
+    text.stylize("bold red", 0, len("phalanx:"))
+    console.print(text)
     if {"--json", "--json=true"}.intersection(words):
         print(json.dumps({"error": message, "exit_code": exit_code}), flush=True)
     return exit_code

@@ -11,6 +11,8 @@ from rich.progress import Progress, TaskID, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.errors import wrapped
+
 WIDTH = 100
 """Columns of the widest line, and of every line where the output is no terminal."""
 
@@ -31,6 +33,12 @@ def screen() -> Console:
     if not console.is_terminal:
         console.push_render_hook(_Plain(console))
     return console
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print prose: on a terminal in lines between whole words, elsewhere as it is, for `grep`."""
+    text = wrapped(text, console.width) if console.is_terminal else text
+    console.print(Text(text, style), soft_wrap=True)
 
 
 class _Plain(RenderHook):
@@ -104,4 +112,4 @@ class Preparation:
             self._next_line_s = now_s + LINES_S
             share = f" of {all_bytes / 1e6:,.1f}" if all_bytes else ""
             size = f": {done_bytes / 1e6:,.1f}{share} MB" if done_bytes else ""
-            self._console.print(Text(f"preparing the data: {what}{size} ..."), soft_wrap=True)
+            say(self._console, f"preparing the data: {what}{size} ...")

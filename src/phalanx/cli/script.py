@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.screen import print_json, screen
+from phalanx.cli.screen import print_json, say, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import (
     MINUTES,
@@ -220,4 +220,4 @@ def _show(fitted: Fitted, out: Path) -> None:
     rows += [("checkpoint", fitted.checkpoint), ("metrics", str(out / "metrics.jsonl"))]
     rows.append(("tensorboard", str(out / "tensorboard")))
     for name, text in rows:
-        console.print(Text(f"{name:<11} {text}"), soft_wrap=True)
+        say(console, f"{name:<11} {text}")

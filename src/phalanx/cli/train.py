@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text
 
 from phalanx.cli import script
 from phalanx.cli.choices import preset_help, strategy_help
 from phalanx.cli.config_view import show_config
-from phalanx.cli.screen import Preparation, print_json, screen
+from phalanx.cli.screen import Preparation, print_json, say, screen
 from phalanx.config import TrainConfig
 from phalanx.config.fields import value_at
-from phalanx.config.load import Loaded, load_config
+from phalanx.config.load import Loaded, load_config, unfound_paths
+from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:
     from phalanx.train.job.request import Request
@@ -38,7 +38,12 @@ def run(argv: list[str]) -> int:
                 of_scripts = script.script_help("train", script.ScriptTrainConfig)
                 print(f"{of_scripts}\n\n{strategy_help()}\n\n{preset_help()}")
             raise
-        return loaded, settle(loaded.config)
+        try:
+            return loaded, settle(loaded.config)
+        except PhalanxError as error:
+            for line in unfound_paths(loaded):
+                error.add_note(line)
+            raise
 
     return run_verb(prepare, lambda prepared: _run(*prepared))
 
@@ -86,8 +91,8 @@ def _announce(job: Job, console: Console) -> None:
     from phalanx.train.job.resolve import remarks_on, words_of
 
     for line in words_of(job):
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
     for line in remarks_on(job):
-        console.print(Text(line, style="yellow"), soft_wrap=True)
+        say(console, line, "yellow")
     for table in tables_of(job.strategy, job.shape, job.batch.accumulation):
         console.print(table)

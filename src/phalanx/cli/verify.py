@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +20,7 @@ from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, check_values, settings, value_at
 from phalanx.config.law import check_warmup
 from phalanx.config.load import Loaded, load_config
+from phalanx.data.corpus import sources
 from phalanx.errors import ConfigError
 from phalanx.verify.settings import QUANTITIES, VerifyConfig, VerifyTrainConfig
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from phalanx.models.shape import ModelShape
     from phalanx.strategy import Strategy
     from phalanx.verify.verdict import Verdict
+
+MOST_LENGTH: Final = 1 << 14
+"""Longest sample of a run that is verified."""
 
 AnyConfig = VerifyConfig | VerifyTrainConfig
 
@@ -98,7 +102,21 @@ def _checked(config: AnyConfig) -> Strategy:
         )
     if config.strategy is not None:
         require_built(Strategy.parse(config.strategy))
-    return choose_strategy(TrainConfig(strategy=config.strategy, device=config.device))[0]
+    strategy = choose_strategy(TrainConfig(strategy=config.strategy, device=config.device))[0]
+    if isinstance(config, VerifyConfig):
+        from phalanx.verify.cases import check_sizes
+
+        check_sizes(config, strategy)
+    else:  # before the models are verified, which takes a while
+        if config.data is not None:
+            sources(config.data)
+        if config.corpus.seq_len > MOST_LENGTH:
+            raise ConfigError(
+                f"corpus.seq_len is {config.corpus.seq_len:,}; expected at most {MOST_LENGTH:,}, "
+                "since verify makes its own text, of several samples, and computes it on one "
+                "process too"
+            )
+    return strategy
 
 
 def _join(config: AnyConfig, strategy: Strategy) -> Sequence[Verdict]:

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from phalanx.config.fields import Setting, choices, members, settings, value_at
+from phalanx.errors import wrapped
 
 WIDTH: Final = 100
 """Most columns of --help."""
@@ -46,7 +47,9 @@ def print_help(prog: str, schemas: Sequence[type]) -> None:
             words = texts[setting.key] + _default(value_at(schema(), setting.key))
             frames.setdefault(title, []).append((_flags(setting), words))
     about = inspect.cleandoc(schemas[-1].__doc__ or "")
-    console.print(Text(f"usage: {prog}{positionals} [OPTIONS]\n\n{about}\n"), soft_wrap=True)
+    paragraphs = [" ".join(each.split()) for each in about.split("\n\n")]
+    head = "\n\n".join([f"usage: {prog}{positionals} [OPTIONS]", *paragraphs, ""])
+    console.print(Text(wrapped(head, console.width)), soft_wrap=True)
     for title, rows in frames.items():
         if rows:
             head = texts.get(title.removesuffix(" options"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from phalanx.config.command_line import read_words
-from phalanx.config.fields import Schema, Use, keys_for, settings, with_value
+from phalanx.config.fields import Schema, Use, keys_for, settings, value_at, with_value
 from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.schema import TrainConfig
 from phalanx.errors import ConfigError
@@ -103,3 +103,16 @@ def _to_go_on(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]) 
             f"--{unkept[0].replace('_', '-')} on the command line"
         )
     return {key: value for key, value in values.items() if key not in dropped}
+
+
+def unfound_paths(loaded: Loaded[TrainConfig]) -> list[str]:
+    """Say of each relative path of a file of settings that is not here where it would be found."""
+    lines: list[str] = []
+    for key in keys_for(TrainConfig, Use.PATH):
+        value, source = value_at(loaded.config, key), loaded.sources[key]
+        if value is None or os.path.exists(value) or not os.path.isfile(source):
+            continue
+        beside = os.path.join(os.path.dirname(source), value)
+        exists = f"; {beside} exists" if os.path.exists(beside) else ""
+        lines.append(f"{key} '{value}', of {source}, is looked for in the working folder{exists}")
+    return lines

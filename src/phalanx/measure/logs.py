@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from phalanx.errors import CheckpointError, ConfigError, TrainingError
+from phalanx.errors import CheckpointError, ConfigError, TrainingError, wrapped
 from phalanx.measure.timer import StepTimes
 from phalanx.measure.utilization import percent
 from phalanx.storage import open_to_append
@@ -108,7 +108,8 @@ class LiveDisplay:
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
-        self._console.print(Text(line), soft_wrap=True)
+        shown = wrapped(line, self._console.width) if self._console.is_terminal else line
+        self._console.print(Text(shown), soft_wrap=True)
 
     def close(self) -> None:
         """End the display and leave its last state on the screen."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -24,9 +24,9 @@ _REPORTS: Final = frozenset(
     "steps_per_print wall_clock_breakdown dump_state tensorboard wandb csv_monitor comet "
     "comms_logger flops_profiler memory_breakdown autotuning zero_allow_untested_optimizer "
     "zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
-    "disable_allgather".split()
+    "disable_allgather activation_checkpointing".split()
 )
-"""Settings that report or tune."""
+"""Settings that report or tune; recompute:full in a strategy is what checkpoints activations."""
 
 _ZERO_TUNING: Final = frozenset(
     "allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size "
@@ -36,6 +36,16 @@ _ZERO_TUNING: Final = frozenset(
     "elastic_checkpoint memory_efficient_linear".split()
 )
 """Settings of zero_optimization that tune."""
+
+
+_TAKEN: Final = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer "
+    "scheduler zero_optimization bf16 fp16 gradient_clipping"
+).split()
+"""Settings that have a counterpart."""
+
+_OPTIMIZERS: Final = ("Adam", "AdamW", "SGD", "Adagrad")
+_SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 @dataclass(frozen=True)
@@ -89,54 +99,93 @@ def from_deepspeed(
         num_ranks: of the job; those that it was started with if None.
 
     Raises:
-        ConfigError: it cannot be read, or asks for what has no counterpart and changes numbers.
+        ConfigError: it cannot be read, or asks for what has no counterpart and changes numbers; all
+            that it asks for is named.
     """
     values = config if isinstance(config, Mapping) else _read(Path(config))
     if num_ranks is None:
         num_ranks = read_rank_env().num_ranks if is_under_torchrun() else 1
-    taken = (
-        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer "
-        "scheduler zero_optimization bf16 fp16 gradient_clipping"
-    ).split()
+    problems = _problems(values)
+    micro, accumulation = 1, 1
+    try:
+        micro, accumulation = _batch(values, num_ranks)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError(f"the DeepSpeed configuration cannot be taken: {'; '.join(problems)}")
+    zero = values.get("zero_optimization", {})
     left_out = [name for name in values if name in _REPORTS]
-    if unknown := [
-        name for name in values if name not in (*taken, *left_out) and _asks(values[name])
-    ]:
-        raise ConfigError(
-            f"the DeepSpeed configuration has {', '.join(unknown)}, which has no counterpart here; "
-            f"take it out, or leave it disabled. Taken are {', '.join(taken)}"
-        )
-    zero = dict(values.get("zero_optimization", {}))
-    stage = _whole(zero.pop("stage", 0), "zero_optimization.stage", least=0)
     left_out += [f"zero_optimization.{name}" for name in zero if name in _ZERO_TUNING]
-    for name, value in zero.items():
-        if name not in _ZERO_TUNING and _asks(value):
-            raise ConfigError(
-                f"zero_optimization.{name} has no counterpart here; take it out, or split over "
-                "more ranks if it does not fit"
-            )
-    for name in ("bf16", "fp16"):
-        if isinstance(section := values.get(name), Mapping) and section.get("enabled") == "auto":
-            raise ConfigError(
-                f"{name}.enabled is 'auto', which another program fills in; say which"
-            )
-    if stage > 3:
-        raise ConfigError(f"zero_optimization.stage is {stage}; expected 0, 1, 2 or 3")
-    if _asks(values.get("fp16", False)):
-        raise ConfigError("fp16 is enabled; only bf16 or float32 are taken: enable bf16 instead")
-    micro, accumulation = _batch(values, num_ranks)
+    stage = zero.get("stage", 0)
     axis = f"dp{num_ranks}" if stage == 0 else f"fsdp{num_ranks}:zero{stage}"
-    clipping = values.get("gradient_clipping", 0.0)
     return DeepSpeedSettings(
         strategy=axis if num_ranks > 1 else "dp1",
         accumulation=accumulation,
         batch_size=micro * num_ranks,
         autocast=torch.bfloat16 if _asks(values.get("bf16", False)) else None,
-        max_norm=_number(clipping, "gradient_clipping") or None,
+        max_norm=float(values.get("gradient_clipping", 0.0)) or None,
         left_out=tuple(left_out),
         _optimizer=values.get("optimizer", {}),
         _scheduler=values.get("scheduler", {}),
     )
+
+
+def _problems(values: Mapping[str, Any]) -> list[str]:
+    """Return all that cannot be taken of a configuration, each with what to do about it."""
+    problems: list[str] = []
+    for name, value in values.items():
+        if name not in _TAKEN and name not in _REPORTS and _asks(value):
+            problems.append(f"{name} has no counterpart here: take it out, or leave it disabled")
+    sections = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
+    for name in sections:
+        if not isinstance(values.get(name, {}), Mapping):
+            problems.append(f"{name} is {values[name]!r}, expected an object")
+    if problems and any(not isinstance(values.get(name, {}), Mapping) for name in sections):
+        return problems
+    zero = values.get("zero_optimization", {})
+    for name, value in zero.items():
+        if name not in (*_ZERO_TUNING, "stage") and _asks(value):
+            problems.append(
+                f"zero_optimization.{name} has no counterpart here: take it out, or split over "
+                "more ranks if it does not fit"
+            )
+    kept = {name: value for name, value in values.items() if name in _TAKEN}
+    kept["zero_optimization"] = {"stage": zero.get("stage", 0)}
+    if automatic := _paths_of_auto(kept):
+        has = "are" if len(automatic) > 1 else "is"
+        problems.append(
+            f"{', '.join(automatic)} {has} 'auto', which another program fills in: say which"
+        )
+    if (stage := zero.get("stage", 0)) not in (0, 1, 2, 3, "auto"):
+        problems.append(f"zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
+    if values.get("fp16", {}).get("enabled", False) not in (False, "auto"):
+        problems.append("fp16 is enabled, and only bf16 or float32 are taken: enable bf16 instead")
+    clipping = values.get("gradient_clipping", 0.0)
+    if clipping != "auto" and (isinstance(clipping, bool) or not isinstance(clipping, int | float)):
+        problems.append(f"gradient_clipping is {clipping!r}, expected a number")
+    for name, legal, given in (
+        ("optimizer", _OPTIMIZERS, values.get("optimizer", {})),
+        ("scheduler", _SCHEDULERS, values.get("scheduler", {})),
+    ):
+        kind = given.get("type")
+        fold = str.lower if name == "optimizer" else str  # as DeepSpeed reads them
+        if given and fold(str(kind)) not in map(fold, legal):
+            problems.append(
+                f"{name}.type is {kind!r}, expected {', '.join(legal[:-1])} or {legal[-1]}: take "
+                "it out, make one of torch's own, and give it to run.prepare"
+            )
+    return problems
+
+
+def _paths_of_auto(values: Mapping[str, Any], before: str = "") -> list[str]:
+    """Return the names, dotted inside a section, whose value is left to another program."""
+    found: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found += _paths_of_auto(cast("Mapping[str, Any]", value), f"{before}{name}.")
+        elif value == "auto":
+            found.append(f"{before}{name}")
+    return found
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -164,8 +213,10 @@ def _batch(values: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     """Return rows of a microbatch on a rank, and accumulation, by DeepSpeed's law of the three."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, times = (
-        None if values.get(name) is None else _whole(values[name], name) for name in names
+        None if values.get(name) in (None, "auto") else _whole(values[name], name) for name in names
     )
+    if whole is None and micro is None and "auto" in map(values.get, names):
+        return 1, 1  # which is told of with the other values that are left open
     if whole is None and micro is None:
         raise ConfigError(f"one of {names[0]} and {names[1]} has to be given, as DeepSpeed asks")
     if times is None:
@@ -186,20 +237,12 @@ def _whole(value: Any, name: str, least: int = 1) -> int:
     return value
 
 
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name} is {value!r}; expected a number")
-    return float(value)
-
-
 def _optimizer(
     section: Mapping[str, Any], parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    name = str(section.get("type", ""))
-    given = dict(section.get("params", {}))
-    for key, value in given.items():
-        if value == "auto":
-            raise ConfigError(f"optimizer.params.{key} is 'auto'; give its number")
+    if not section:
+        raise ConfigError("the DeepSpeed configuration has no optimizer; make one of torch's own")
+    name, given = str(section["type"]), dict(section.get("params", {}))
     # DeepSpeed's Adam decays as AdamW does unless told otherwise, and by nothing by default.
     is_adamw = given.pop("adam_w_mode", True) or name.lower() == "adamw"
     given.pop("torch_adam", None)
@@ -210,11 +253,6 @@ def _optimizer(
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
     }
-    if name.lower() not in kinds:
-        raise ConfigError(
-            f"optimizer.type is '{name}'; legal are Adam, AdamW, SGD and Adagrad, or make one of "
-            "your own and give it to run.prepare"
-        )
     if "betas" in given:
         given["betas"] = tuple(given["betas"])
     try:
@@ -226,16 +264,7 @@ def _optimizer(
 def _scheduler(
     section: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    name, given = str(section.get("type", "")), dict(section.get("params", {}))
-    legal = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-    if name not in legal:
-        raise ConfigError(
-            f"scheduler.type is '{name}'; legal are {', '.join(legal)}, or make one of torch's and "
-            "give it to run.prepare"
-        )
-    for key, value in given.items():
-        if value == "auto":
-            raise ConfigError(f"scheduler.params.{key} is 'auto'; give its number")
+    name, given = str(section["type"]), dict(section.get("params", {}))
     warmup = max(2, given.pop("warmup_num_steps", 1000))
     kind = given.pop("warmup_type", "log")
     total = (

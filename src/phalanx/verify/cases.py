@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.comm.axes import AXIS_SETS
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
-from phalanx.errors import StrategyError
+from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
@@ -27,6 +27,9 @@ from phalanx.verify.modules import module_cases
 from phalanx.verify.plain import PlainDecoder, PlainNextToken
 from phalanx.verify.record import Case
 from phalanx.verify.settings import VerifyConfig
+
+MOST_TOKENS = 1 << 24
+"""Most tokens of all steps: they are in memory at once, on one process too."""
 
 MOST_RANKS = 6
 """Ranks that are started for an axis of three where the strategy has one of two."""
@@ -157,6 +160,22 @@ def _sizes(strategy: Strategy, config: VerifyConfig) -> tuple[int, list[int]]:
     usual, more = 2 * least + (strategy.data_ranks > 1), 3 * least + 1
     num_rows = [more if step == 1 else usual for step in range(config.steps)]
     return accumulation, [config.global_size or rows for rows in num_rows]
+
+
+def check_sizes(config: VerifyConfig, strategy: Strategy) -> None:
+    """Refuse steps that are too large to be made on one process as well.
+
+    Raises:
+        ConfigError: names their size, and the largest.
+    """
+    _, num_rows = _sizes(strategy, dataclasses.replace(config, steps=2))
+    num_tokens = max(num_rows) * config.seq_len * config.steps
+    if num_tokens > MOST_TOKENS:
+        raise ConfigError(
+            f"{config.steps:,} steps of {max(num_rows):,} rows of {config.seq_len:,} tokens are "
+            f"{num_tokens:,} tokens, all of which one process computes, too; expected at most "
+            f"{MOST_TOKENS:,}: lower steps, accumulation, global_size or seq_len"
+        )
 
 
 def configured_case(shape: ModelShape, strategy: Strategy, config: VerifyConfig) -> Case:
