@@ -158,3 +158,11 @@ def wrapped(text: str, width: int) -> str:
             drop_whitespace=True,
         ) if len(line) > width else [line]  # fmt: skip
     return "\n".join(lines)
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a number of bytes in the largest unit of which there is at least one."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, size_text
 
 try:
     import fcntl
@@ -214,8 +214,8 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
     left_bytes = free_bytes(destination)
     if left_bytes < num_bytes:
         raise CheckpointError(
-            f"{destination} needs {num_bytes / 2**30:.2f} GiB, but {destination.resolve().parent} "
-            f"has {left_bytes / 2**30:.2f} GiB left; make room, or choose a folder on another disk"
+            f"{destination} needs {size_text(num_bytes)}, but {destination.resolve().parent} "
+            f"has {size_text(left_bytes)} left; make room, or choose a folder on another disk"
         )
     try:
         with new_folder(destination.resolve()) as partial:

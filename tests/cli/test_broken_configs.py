@@ -270,7 +270,7 @@ def test_no_space_left(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     assert main(["train", *SMALL.split(), "--out", "out"]) == 2
     message = capsys.readouterr().err
-    assert "out has 0.00 GiB left" in message and "another --out" in message
+    assert "out has 1 bytes left" in message and "another --out" in message
 
 
 @pytest.mark.parametrize("name", ["typo of an option", "missing data", "ranks that do not fit"])

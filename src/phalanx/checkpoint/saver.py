@@ -36,7 +36,7 @@ from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
 from phalanx.checkpoint.state import AnyOptimizer, Held, held_by, held_once_trained, is_of_job
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, size_text
 from phalanx.storage import Checksum
 
 NICENESS = 10
@@ -113,9 +113,9 @@ class Saver:
         if self._copy.reserve(tensors, free_bytes):
             return None
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        left = "" if free_bytes is None else f", but only {free_bytes / 2**30:.2f} GiB are free"
+        left = "" if free_bytes is None else f", but only {size_text(free_bytes)} are free"
         return (
-            f"the copy of a checkpoint takes {num_bytes / 2**30:.2f} GiB of host memory a rank"
+            f"the copy of a checkpoint takes {size_text(num_bytes)} of host memory a rank"
             f"{left}; training will wait while checkpoints are written"
         )
 

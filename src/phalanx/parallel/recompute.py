@@ -110,8 +110,8 @@ def check(model: nn.Module, recompute: Recompute) -> int:
     num_blocks = len(blocks_of(model))
     if num_blocks == 0:
         raise StrategyError(
-            f"{text}: {type(model).__name__} has no blocks to run again, that is no element "
-            "of a ModuleList; the nearest is recompute:none"
+            f"{text} needs a ModuleList of blocks, and this {type(model).__name__} has none; the "
+            "nearest is recompute:none"
         )
     for name, norm in batch_norms(model):
         if norm.training and norm.track_running_stats:

@@ -51,6 +51,12 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
     except Exception as error:
         if "default process group twice" in str(error):
             error.add_note("phalanx has begun it: take dist.init_process_group out of the script")
+        if "got mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "A parameter is a shard here. Call the model itself: only model(...) gathers its "
+                "shards, and no other method of it, nor a parameter that is read, does; and load "
+                "whole weights before run.prepare"
+            )
         if has_empty_batch():
             error.add_note(
                 "The batch of this rank has no rows, since it has fewer than there are ranks, and "

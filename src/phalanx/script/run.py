@@ -160,6 +160,7 @@ class Run:
         self._step: UserStep | None = None
         self._before: Names = {}
         self._is_warned = False
+        self._is_announced = False
         # What torch.save has of a loss is a float by name, which torch.load else does not know.
         torch.serialization.add_safe_globals([float])
 
@@ -233,6 +234,7 @@ class Run:
         for model in [each for each in objects if isinstance(each, nn.Module)]:
             self._take_model(model, batch_norm, roles)
         prepared = [self._take(each) for each in objects]
+        self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def backward(self, loss_sum: Tensor, count: float | Tensor | None = None) -> MeanLoss:
@@ -559,6 +561,20 @@ class Run:
                 f"{call}: within applied() of an average, where the model has averaged weights; "
                 "call it outside"
             )
+
+    def _announce(self) -> None:
+        """Say once on standard error how the job is split, when a loader is prepared."""
+        num_ranks = self.comm.size("job")
+        if self._is_announced or num_ranks == 1 or not self._loaders:
+            return
+        self._is_announced = True
+        plain = self._loaders[0].plain
+        rows = ""
+        if plain.batch_size is not None:
+            most = -(-plain.batch_size // self.comm.size("data"))
+            rows = f"; {most} of the {plain.batch_size} rows of a batch a rank"
+        words = f"phalanx: {num_ranks} ranks, {self.strategy} on {self.device.type}{rows}"
+        self.print(words, file=sys.stderr, flush=True)
 
     def _warn_of_schedules(self) -> None:
         """Say once that a checkpoint lacks a schedule that moves the rate of an optimizer."""

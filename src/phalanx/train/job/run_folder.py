@@ -13,7 +13,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, size_text
 from phalanx.hugging_face.companions import keep_tokenizer
 from phalanx.hugging_face.origin import keep_family
 from phalanx.models.shape import ModelShape
@@ -155,9 +155,9 @@ def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes:
     left_bytes = free_bytes(out)
     if left_bytes < num_checkpoints * one_bytes:
         raise ConfigError(
-            f"the run's checkpoints ({num_checkpoints}, of {one_bytes / 2**30:.2f} GiB each) need "
-            f"{num_checkpoints * one_bytes / 2**30:.2f} GiB, but {out} has "
-            f"{left_bytes / 2**30:.2f} GiB left; give another --out, make room, save less often "
+            f"the run's checkpoints ({num_checkpoints}, of {size_text(one_bytes)} each) need "
+            f"{size_text(num_checkpoints * one_bytes)}, but {out} has "
+            f"{size_text(left_bytes)} left; give another --out, make room, save less often "
             "(--save-every), keep fewer (--keep-checkpoints), or none by the clock "
             "(--save-every-minutes 0)"
         )
