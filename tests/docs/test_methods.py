@@ -51,11 +51,26 @@ SPLITS = {
     "dp": "the samples",
     "fsdp": "the samples, and what is stored for each layer",
     "tp": "every layer",
-    "recompute": "nothing: activations are computed again instead of kept",
+    "recompute": "nothing; activations are recomputed to save memory (activation checkpointing)",
     "pp": "the model, by layers",
     "cp": "each sample, by positions",
 }
 """Axis -> what it splits, in the order of the table."""
+
+PAGES = {
+    "dp": "data_parallel",
+    "fsdp": "data_parallel",
+    "tp": "tensor",
+    "recompute": "recompute",
+    "pp": "pipeline",
+    "cp": "context",
+}
+"""Axis -> the page of docs that explains its methods."""
+
+COMMANDS = {
+    "pp": "phalanx bench pipeline --schedule {kind}",
+}
+"""Axis -> what shows a method best, where it is not `phalanx verify`."""
 
 
 def is_built(text: str) -> bool:
@@ -68,11 +83,22 @@ def is_built(text: str) -> bool:
 
 
 def table() -> str:
-    rows = ["| strategy | method | file |", "|---|---|---|"]
+    rows = ["| name in the field | run this | read this | file |", "|---|---|---|---|"]
     for text, (method, file) in METHODS.items():
-        home = f"[parallel/{file}.py](../src/phalanx/parallel/{file}.py)" if file else "not built"
-        rows.append(f"| `{text}` | {method} | {home} |")
+        if file is None:
+            rows.append(f"| {method} | `{text}` is not built | - | - |")
+            continue
+        axis, kind = sorted(kinds_of(text))[-1]
+        run = COMMANDS.get(axis, f"phalanx verify {text}").format(kind=kind_text(text) or kind)
+        page = f"[{PAGES[axis]}.md]({PAGES[axis]}.md)"
+        home = f"[{file}.py](../src/phalanx/parallel/{file}.py)"
+        rows.append(f"| {method} | `{run}` | {page} | {home} |")
     return "\n".join(rows)
+
+
+def kind_text(text: str) -> str:
+    """Return the kind of a strategy of one axis as it is written, with its option."""
+    return text.partition(":")[2]
 
 
 def overview() -> str:
