@@ -14,6 +14,7 @@ from phalanx.debug.check import LIMIT_S, CollectiveCheck
 from phalanx.launch.pulse import PULSE
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.job.resolve import Job
+from phalanx.train.notice import compiling
 from phalanx.train.pace import Pace
 from phalanx.train.report.records import Records
 from phalanx.train.report.summary import Summary, summarize_run
@@ -74,7 +75,8 @@ def take_steps(session: Session, records: Watcher) -> int:
     """Take all steps, evaluate and save; return the signal that ended them early, or 0."""
     step, config, num_steps = session.step, session.job.config, session.job.num_steps
     pace = Pace(60 * config.save_every_minutes, session.is_first)
-    _evaluate(session, records)
+    with compiling(config.compile):
+        _evaluate(session, records)
     while step.steps_done < num_steps and not pace.stop_signal:
         with PULSE.doing(f"data of step {step.steps_done + 1}"):
             with records.watching_data():

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from phalanx.launch.pulse import PULSE
+
 PATIENCE_S = 2.0
 """How long a person waits without a word."""
 
@@ -26,6 +28,20 @@ def said_if_long(what: str) -> Generator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def compiling(is_asked: bool) -> Generator[None]:
+    """Run what compiles the blocks on its way, if they are to be compiled at all.
+
+    The compiler runs other programs for minutes, in one place of the code. So ranks that stand
+    there are not told of as standing still.
+    """
+    if not is_asked:
+        yield
+        return
+    with PULSE.waiting("compiling the blocks"), said_if_long("compiling the blocks"):
+        yield
 
 
 def _say(line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import cast
 
@@ -23,7 +23,7 @@ from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.model_shape import step_flops
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.notice import said_if_long
+from phalanx.train.notice import compiling, said_if_long
 from phalanx.train.session import Session
 from phalanx.train.step import TERMS, StepResult
 
@@ -120,8 +120,7 @@ class Records:
                 yield
             self.memory = memory.account()
         else:
-            is_compiling = self.session.job.config.compile and self.num_steps == 0
-            with said_if_long("compiling the blocks") if is_compiling else nullcontext():
+            with compiling(self.session.job.config.compile and self.num_steps == 0):
                 yield
 
     def keep(self, result: StepResult) -> None:
