@@ -287,7 +287,7 @@ def test_a_look_at_the_first_batch_is_no_pass(tmp_path: Path) -> None:
 
 class Drawing(Dataset[Any]):
     def __len__(self) -> int:
-        return 5
+        return 8
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.rand(())
