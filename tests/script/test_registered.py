@@ -217,3 +217,27 @@ def test_a_state_that_is_not_alike_on_all_ranks_is_told_once(tmp_path: Path) -> 
     assert other == []
     assert len(first) == 1
     assert re.search(r"the state of 'meter' on rank 1 is not that of rank 0.*run.sum", first[0])
+
+
+def saved_by_adafactor(folder: Path) -> tuple[list[str], str]:
+    run = phalanx.init("dp2")
+    model = perceptron().double()
+    prepared = run.prepare(
+        model, torch.optim.Adafactor(model.parameters()), DataLoader(Numbers(), 8)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            take_step(run, *prepared)
+    with pytest.raises(CheckpointError) as raised:
+        run.save(folder)
+    return [str(each.message) for each in caught], str(raised.value)
+
+
+def test_an_optimizer_that_no_checkpoint_holds_is_told_after_its_first_step(tmp_path: Path) -> None:
+    (first, words), (other, _) = run_ranks(saved_by_adafactor, 2, tmp_path, threads=1)
+    assert other == []
+    assert len(first) == 1
+    assert re.search(r"Adafactor keeps a row_var of shape \[10, 1\] of a parameter", first[0])
+    assert "the weights alone are saved there" in words
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1

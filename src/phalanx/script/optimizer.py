@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -96,6 +98,24 @@ def _split(value: Any, parameter: nn.Parameter) -> Any:
     split = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
     local_shard(split).copy_(value[here])
     return split
+
+
+def warn_of_state(optimizer: torch.optim.Optimizer) -> None:
+    """Warn, on the first rank, of an optimizer that has stepped, whose state no file can hold."""
+    for parameter, held in optimizer.state.items():
+        for key, value in cast("dict[str, Any]", held).items():
+            is_held = isinstance(value, Tensor) and value.shape in ((), parameter.shape)
+            if value is None or is_held or dist.get_rank() > 0:
+                continue
+            what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            warnings.warn(
+                f"{type(optimizer).__name__} keeps a {key} {what} of a parameter of shape "
+                f"{list(parameter.shape)}, which no checkpoint can hold: run.save will save the "
+                "weights alone, and end the script; take an optimizer whose state is numbers and "
+                "tensors of the parameter's shape, such as AdamW",
+                stacklevel=5,
+            )
+            return
 
 
 def guard(optimizer: torch.optim.Optimizer, steps: Steps) -> None:

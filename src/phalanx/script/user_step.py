@@ -29,6 +29,7 @@ from phalanx.script.buffers import warn_of_buffers
 from phalanx.script.hooks import WholeHooks
 from phalanx.script.loss import check_sum
 from phalanx.script.mean_loss import MeanLoss
+from phalanx.script.optimizer import warn_of_state
 from phalanx.script.reading import Reading
 from phalanx.script.replicas import Replicas
 
@@ -162,6 +163,8 @@ class UserStep:
         """Note the step."""
         self.steps_done += not self._stepped
         self._stepped.add(id(optimizer))
+        if self.steps_done == 1:  # and not at the first save, which may come hours later
+            warn_of_state(optimizer)
         PULSE.stepping(self.steps_done)
         self.replicas.note_step()
         if self._reducer is not None:
