@@ -376,6 +376,29 @@ def test_an_optimizer_that_calls_the_forward_itself() -> None:
         assert loss == pytest.approx(with_a_closure(None), rel=1e-8)
 
 
+def steps_of_passes() -> list[int]:
+    """Return the steps done after each of two passes, with a look at other data before the last."""
+    run = phalanx.init("dp2", accumulation=2)
+    model = loops.perceptron().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader, held_back = DataLoader(Numbers(), 8), DataLoader(Numbers(), 16)
+    model, optimizer, loader, held_back = run.prepare(model, optimizer, loader, held_back)
+    steps: list[int] = []
+    for _ in range(2):
+        for number, (x, y) in enumerate(loader):
+            run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+            if run.is_step_end:
+                optimizer.step()
+            if number == 3:
+                assert [len(model(x)) for x, _ in held_back]  # outside torch.no_grad
+        steps.append(run.steps_done)
+    return steps
+
+
+def test_an_evaluation_with_gradients_ends_no_pass() -> None:
+    assert run_ranks(steps_of_passes, 2, threads=1) == [[3, 6], [3, 6]]
+
+
 class Moving(nn.Module):
     """Keeps the mean of what it has seen."""
 

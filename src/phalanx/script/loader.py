@@ -92,6 +92,7 @@ class RankLoader:
     Attributes:
         plain: that loader; its batches are the global ones.
         epoch: passes that have ended.
+        num_begun: passes that have begun.
         batches_done: batches yielded in the pass under way.
         is_last: whether the batch that was yielded last is the last of its pass.
         rows: where the rows of that batch stand in the order of the samples, which counts on from
@@ -136,7 +137,7 @@ class RankLoader:
         self._pieces = pieces
         self._first_row = self._num_rows = 0
         self._before: dict[str, Tensor] = {}
-        self._skip = self._pass = 0
+        self._skip = self.num_begun = 0
         self._digest = ""
         self._fetcher = None
         _LOADERS.add(self)
@@ -158,11 +159,11 @@ class RankLoader:
             self.epoch += 1
         skip = self._skip
         self.batches_done, self._skip, self.is_used = skip, 0, False
-        self._pass += 1
-        number = self._pass
+        self.num_begun += 1
+        number = self.num_begun
         batches = self._of_stream() if self._fetcher is None else self._of_dataset(self._fetcher)
         for batch, own, is_last, self.num_batch_rows in batches:
-            if number != self._pass:
+            if number != self.num_begun:
                 raise ScriptError(
                     "a pass over the loader goes on after another over it has begun; prepare a "
                     "DataLoader for each"
@@ -177,7 +178,9 @@ class RankLoader:
             try:
                 yield map_tensors(batch, lambda t: t.to(self._comm.device, non_blocking=True))
             except GeneratorExit:
-                if not self.is_used and number == self._pass:  # a look at it: the pass is to come
+                if (
+                    not self.is_used and number == self.num_begun
+                ):  # a look at it: the pass is to come
                     self.batches_done, self._skip = 0, skip
                 raise
         self._first_row += self._num_rows
@@ -256,7 +259,7 @@ class RankLoader:
             length = len(sampler)
             batches = iter(sampler)  # one that draws at once does so before the plain loader's seed
             # By which that seeds its workers; those that stay have theirs.
-            if not (self.plain.persistent_workers and (self.epoch or self._pass > 1)):
+            if not (self.plain.persistent_workers and (self.epoch or self.num_begun > 1)):
                 torch.empty((), dtype=torch.int64).random_(generator=self.plain.generator)
             order = [list(batch) for batch in itertools.islice(batches, length + 1)]
         if len(order) > length:
@@ -292,7 +295,7 @@ class RankLoader:
             stream = iter(self.plain)
         end, was, skipped = 0, self._digest, self.batches_done
         batch = self._next_of(stream)
-        if self._pass == 1:
+        if self.num_begun == 1:
             self._compare_streams(batch)
         for number in itertools.count(1):
             if batch is None:

@@ -103,7 +103,7 @@ class UserStep:
                 reducer.abandon()
             self._clear()
             raise
-        self._reading.use()
+        self._reading.use(is_last)
         if is_last:
             if reducer is not None:
                 reducer.finish()
@@ -114,6 +114,7 @@ class UserStep:
     def reset(self) -> None:
         """Forget the step under way; the next backward begins one."""
         self._num_backwards, self.state = 0, State.IDLE
+        self._reading.forget()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that there are."""
@@ -180,6 +181,7 @@ class UserStep:
         self._num_begun += 1
         if self._num_begun == 2:  # and not by the steps, of which a rank may have taken another
             warn_of_buffers(self._model, self._comm)
+            self._reading.warn_of_others(self._comm)
         self._check_gradients()
         self._clear()
         self._totals = torch.zeros_like(self._totals)
