@@ -285,7 +285,7 @@ def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
     """
     # Private, and the only way; tests/comm/test_one_way_groups.py pins it.
     job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    timeout = timedelta(seconds=_timeout_s(device))
+    timeout = _timeout(device)
     if job.bound_device_id is None:
         made = [dist.new_group(part, timeout) for part in parts]
         return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
@@ -322,14 +322,14 @@ def _new_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:
         if "fsdp" in axes and "cp" in axes:
             groups["fsdp_cp"] = sharding_mesh(mesh)["fsdp_cp"].get_group()
     # DeviceMesh makes its groups with torch's own timeout.
-    set_timeout(_timeout_s(device))
+    set_timeout(_timeout(device).total_seconds())
     for axis, group in groups.items():
         _connect(group, fully=axis != "dp")
     return mesh
 
 
-def _timeout_s(device: str) -> float:
-    """Return how long the job has a rank wait for another in one collective, in seconds."""
+def _timeout(device: str) -> timedelta:
+    """Return how long the job has a rank wait for another in one collective."""
     # Private, and the only way; tests/comm/test_join.py pins it.
     job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    return job._get_backend(torch.device(device)).options._timeout.total_seconds()
+    return job._get_backend(torch.device(device)).options._timeout
