@@ -1,94 +1,43 @@
 """Training scripts as users write them, each once: `on` is one process, or the ranks of a job.
 
-A script calls nothing of Phalanx. What `Plain` and `OnRanks` do for it is what a user changes.
+A script calls nothing of Phalanx; plain_adapters.py does.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from plain_adapters import Plain
+from plain_models import (
+    Boxes,
+    Branched,
+    Checkpointed,
+    LoRA,
+    Pair,
+    Recurrent,
+    Residual,
+    Scaled,
+    Stream,
+    Tables,
+    Tied,
+    TwoHeads,
+    UNet,
+    ViT,
+    as_lists,
+    mlp,
+    rows_of,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
-import phalanx
-
-
-class Plain:
-    """A script on one process, in PyTorch alone."""
-
-    def __init__(self) -> None:
-        self.printed: list[float] = []
-        torch.manual_seed(11)
-
-    def prepare(self, *objects: Any, **options: Any) -> Any:
-        return objects if len(objects) > 1 else objects[0]
-
-    def backward(self, loss_sum: Tensor, count: Any) -> Tensor:
-        loss = loss_sum / count
-        loss.backward()
-        return loss.detach()
-
-    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-    def sum(self, value: Tensor) -> Tensor:
-        return value
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def print(self, *numbers: float | Tensor) -> None:
-        self.printed += [float(number) for number in numbers]
-
-
-class OnRanks(Plain):
-    """The same script on the ranks of a job."""
-
-    def __init__(self, strategy: str) -> None:
-        super().__init__()
-        self.run = phalanx.init(strategy)
-
-    def prepare(self, *objects: Any, **options: Any) -> Any:
-        return self.run.prepare(*objects, **options)
-
-    def backward(self, loss_sum: Tensor, count: Any) -> Tensor:
-        return self.run.backward(loss_sum, count)
-
-    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
-        return self.run.clip(max_norm)
-
-    def sum(self, value: Tensor) -> Tensor:
-        return self.run.sum(value)
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return self.run.gather(rows)
-
-
 Script = Callable[[Plain], None]
-
-
-def rows_of(*sizes: int, num_rows: int = 37, classes: int = 5) -> TensorDataset:
-    """Return numbers of a size, and a class for each row."""
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(num_rows, *sizes, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(classes, (num_rows,), generator=generator))
-
-
-def mlp(*sizes: int) -> nn.Sequential:
-    layers = [(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
-    return nn.Sequential(*itertools.chain(*layers)).double()[:-1]
 
 
 def sum_of_losses(logits: Tensor, y: Tensor) -> Tensor:
@@ -98,17 +47,6 @@ def sum_of_losses(logits: Tensor, y: Tensor) -> Tensor:
 def step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
-
-
-class Pair(nn.Module):
-    """Two models that take turns."""
-
-    def __init__(self, g: nn.Module, d: nn.Module) -> None:
-        super().__init__()
-        self.g, self.d = g, d
-
-    def forward(self, which: str, x: Tensor) -> Tensor:
-        return self.g(x) if which == "g" else self.d(x)
 
 
 def epoch_means(on: Plain) -> None:
@@ -213,39 +151,6 @@ def inference_mode(on: Plain) -> None:
             step(optimizer)
 
 
-class Residual(nn.Module):
-    """Blocks between a first and a last map."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
-        self.blocks = nn.ModuleList(mlp(8, 12, 8) for _ in range(3))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.last(x)
-
-
-class Branched(nn.Module):
-    """Has a head for the rows of one class alone, so that some ranks do not use it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(6, 10), nn.BatchNorm1d(10)
-        self.second, self.norm_2 = nn.Linear(10, 10), nn.BatchNorm1d(10)
-        self.last, self.head = nn.Linear(10, 5), nn.Linear(10, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.norm_2(self.second(self.norm(self.first(x)).tanh())).tanh()
-        logits = self.last(x)
-        if (y == 0).any():
-            logits = logits + torch.where((y == 0)[:, None], self.head(x), 0)
-        return logits
-
-
 def branches_with_batch_norm(on: Plain) -> None:
     model = Branched().double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -304,16 +209,6 @@ def hooked_gradients(on: Plain) -> None:
     perceptron_loop(on, model, torch.optim.SGD(model.parameters(), 1.0))
 
 
-class Tables(nn.Module):
-    def __init__(self, *, sparse: bool = True) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(40, 6, sparse=sparse, mode="sum").double()
-        self.rest = mlp(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rest(self.table((x * 4).long() + 20))
-
-
 def sparse_embeddings(on: Plain) -> None:
     model = Tables()
     sparse = torch.optim.SparseAdam(model.table.parameters(), 0.05)
@@ -326,30 +221,6 @@ def sparse_embeddings(on: Plain) -> None:
             on.print(on.backward(sum_of_losses(model(x), y), len(y)))
             sparse.step()
             dense.step()
-
-
-class Scaled(nn.Module):
-    """A number without dimensions scales the logits, as that of CLIP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rest, self.logit_scale = mlp(6, 8, 5), nn.Parameter(torch.tensor(0.7).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rest(x) * self.logit_scale.exp()
-
-
-class LoRA(nn.Module):
-    """A frozen map and what is learned beside it."""
-
-    def __init__(self, frozen: nn.Linear) -> None:
-        super().__init__()
-        self.frozen = frozen.requires_grad_(False)
-        self.down = nn.Linear(frozen.in_features, 2, bias=False)
-        self.up = nn.Linear(2, frozen.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + self.up(self.down(x))
 
 
 def lora(on: Plain) -> None:
@@ -394,18 +265,6 @@ def lbfgs(on: Plain) -> None:
             on.print(float(optimizer.step(closure)))
 
 
-class Recurrent(nn.Module):
-    """A recurrent model of rows of unlike lengths, by a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.last = nn.GRU(3, 8, 2, batch_first=True), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        mask = (torch.arange(x.shape[1]) < lengths[:, None]).to(x.dtype)[..., None]
-        return self.last((self.cell(x)[0] * mask).sum(1) / mask.sum(1))
-
-
 def recurrent(on: Plain) -> None:
     model = Recurrent().double()
     optimizer = torch.optim.RMSprop(model.parameters(), 0.01)
@@ -414,18 +273,6 @@ def recurrent(on: Plain) -> None:
         logits = model(x, 1 + (x[:, 0, 0].abs() * 3).long().clamp(max=6))
         on.print(on.backward(sum_of_losses(logits, y), len(y)), on.clip(model, 0.1))
         step(optimizer)
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.middle = nn.Conv2d(1, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1)
-        self.norm, self.up = nn.GroupNorm(2, 4), nn.ConvTranspose2d(4, 3, 4, 2, 1)
-        self.last = nn.Conv2d(4, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.middle(self.down(x).relu())).relu()
-        return self.last(torch.cat([self.up(y), x], 1))
 
 
 def u_net(on: Plain) -> None:
@@ -438,44 +285,10 @@ def u_net(on: Plain) -> None:
         step(optimizer)
 
 
-class ViT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.token = nn.Conv2d(1, 8, 4, 4), nn.Parameter(torch.zeros(1, 1, 8))
-        self.positions = nn.Parameter(torch.randn(1, 5, 8) * 0.02)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.last = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x[:, 0])
-
-
 def vit(on: Plain) -> None:
     model = ViT().double()
     loader = DataLoader(rows_of(1, 8, 8), 9, shuffle=True)
     perceptron_loop(on, model, torch.optim.AdamW(model.parameters(), 0.01), loader=loader)
-
-
-class Boxes(Dataset[Any]):
-    """Images, each with its own number of boxes."""
-
-    def __len__(self) -> int:
-        return 22
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        draws = torch.Generator().manual_seed(index)
-        x = torch.randn(6, generator=draws, dtype=torch.float64)
-        return x, torch.randn(index % 4, 2, generator=draws, dtype=torch.float64)
-
-
-def as_lists(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Tensor]]:
-    return torch.stack([x for x, _ in samples]), [boxes for _, boxes in samples]
 
 
 def detection(on: Plain) -> None:
@@ -489,11 +302,6 @@ def detection(on: Plain) -> None:
             losses = [(c - b).abs().sum() for c, b in zip(centers, boxes, strict=True)]
             on.print(on.backward(sum(losses, centers.sum() * 0), sum(map(len, boxes))))
             step(optimizer)
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter([rows_of(6)[index] for index in range(37)])
 
 
 def two_loaders(on: Plain) -> None:
@@ -537,19 +345,6 @@ def normalized_weights(on: Plain) -> None:
     perceptron_loop(on, model, torch.optim.SGD(model.parameters(), 0.1))
 
 
-class Tied(nn.Module):
-    """A language model whose head is its table of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.middle = nn.Embedding(11, 8), mlp(8, 8, 8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.middle(self.table(tokens)))
-
-
 def language_model(on: Plain) -> None:
     """Count tokens, of which rows have unlike numbers."""
     model = Tied().double()
@@ -562,17 +357,6 @@ def language_model(on: Plain) -> None:
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
         on.print(on.backward(loss, (labels != -100).sum()))
         step(optimizer)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.last = nn.ModuleList(mlp(6, 6) for _ in range(3)), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return self.last(x)
 
 
 def read_ahead(on: Plain) -> None:
@@ -601,16 +385,6 @@ def distillation(on: Plain) -> None:
         loss = F.kl_div(model(x).log_softmax(1), wanted, reduction="sum")
         on.print(on.backward(loss, len(x)))
         step(optimizer)
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = mlp(6, 10)
-        self.heads = nn.ModuleList(nn.Linear(10, 5) for _ in range(2))
-
-    def forward(self, x: Tensor, task: int) -> Tensor:
-        return self.heads[task](self.trunk(x).tanh())
 
 
 def tasks_in_turns(on: Plain) -> None:

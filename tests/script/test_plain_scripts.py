@@ -6,7 +6,8 @@ import functools
 from collections.abc import Sequence
 
 import pytest
-from plain_scripts import SCRIPTS, OnRanks, Plain
+from plain_adapters import OnRanks, Plain
+from plain_scripts import SCRIPTS
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.local import run_ranks
