@@ -14,6 +14,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast, get_args
 
 import torch
 
@@ -138,6 +139,14 @@ def checked_device(device: torch.device | str, arithmetic: Arithmetic) -> torch.
     elif arithmetic == "tf32":
         raise ConfigError("tf32 exists on CUDA devices only; on the CPU use float32 or bfloat16")
     return found
+
+
+def arithmetic_in(dtype: torch.dtype, device: torch.device) -> Arithmetic | None:
+    """Return in what a device multiplies matrices of a data type; None if it is not measured."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "float32" and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return cast(Arithmetic, name) if name in get_args(Arithmetic) else None
 
 
 @contextmanager

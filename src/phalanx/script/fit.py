@@ -31,8 +31,8 @@ from phalanx.launch.pulse import PULSE
 from phalanx.measure.environment import environment
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger
-from phalanx.measure.products import quick_ceiling
 from phalanx.measure.timer import StepTimer
+from phalanx.models.attention import to_device
 from phalanx.parallel.batch_norm import batch_norms, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, naming_draws
 from phalanx.parallel.plan import Plan
@@ -42,6 +42,7 @@ from phalanx.script.checks import check_count, check_model, optimizer_of, schedu
 from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
+from phalanx.script.mfu import Mfu, ProductTypes
 from phalanx.script.spare import Spare
 from phalanx.script.stages import cut_by_flops
 from phalanx.strategy import Strategy
@@ -68,7 +69,8 @@ class Fitted:
         sent: what the first rank sent in one step.
         memory: what it held in one step; None where fewer than three were taken.
         step_s: median wall time of a step; None likewise.
-        mfu: share of the rate of matrix products that the model's FLOPs took; None if unknown.
+        mfu: share of the rate of matrix products that the model's FLOPs took; None if unknown, as
+            where rows are padded to the longest of their batch.
         checkpoint: folder of the last one.
         stop_signal: the signal that ended the run before its last step, or 0.
         resume_by: the command that resumes the run, or what to say in Python.
@@ -123,8 +125,7 @@ class Fit:
         in_training(model)
         self.draws = Draws()
         # Before anything is split: the FLOPs are those of one process.
-        flops = self._count_flops(model)
-        self.flops = None if flops is None else flops.total
+        self.flops = self._count_flops(model)
         # BatchNorm over all ranks takes the rows of a microbatch that one process has in it. Asked
         # of the whole model: the ranks of all stages must read the same rows.
         is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
@@ -132,7 +133,7 @@ class Fit:
         self._has_spares = not batch_norms(model)
         refuse_max_norm(model)
         settle_batch_norms(model, comm, trainer.batch_norm)
-        cut, self.stages = cut_by_flops(strategy, model, flops)
+        cut, self.stages = cut_by_flops(strategy, model, self.flops)
         plan = Plan(cut, model.to(comm.device), roles=trainer.roles, pp_rank=comm.coord("pp"))
         runner = plan.build(comm)
         self.optimizer = optimizer_of(trainer.optimizer, model)
@@ -359,8 +360,10 @@ class _OfSums:
         if not self._is_checked and torch.is_grad_enabled() and rows is microbatch:
             check_sum(loss, self._objective.num_valid(rows), "Objective.loss_sum")
             self._is_checked = True
-        count = torch.as_tensor(self.num_valid(microbatch), device=loss.device)
-        return torch.where(count > 0, loss, 0.0)
+        count = self.num_valid(microbatch)
+        if not isinstance(count, torch.Tensor):  # filled in on the device: no copy is waited for
+            count = loss.new_full((), count, dtype=torch.int64)
+        return torch.where(to_device(count, loss.device) > 0, loss, 0.0)
 
     def num_valid(self, microbatch: Any) -> int | torch.Tensor:
         if isinstance(microbatch, Spare):
@@ -382,7 +385,8 @@ class Records:
         self.memory: MemoryAccount | None = None
         self.losses: list[float] = []
         self.evaluations: list[tuple[int, float]] = []
-        self._rate = self._ceiling()
+        self._mfu = Mfu(run.flops, comm)
+        self._types = ProductTypes()
         self._watching = ExitStack()
         self.log: RunLog | None = None
         if dist.get_rank() == 0:
@@ -408,7 +412,11 @@ class Records:
     def take(self, step: Step, microbatches: list[Any]) -> StepResult:
         """Take a step, one of which is counted and one accounted for."""
         number = len(self.losses)
-        if number == LEDGER_STEP:
+        self._mfu.look(microbatches)
+        if number == 0:
+            with self._types:
+                result = step(microbatches)
+        elif number == LEDGER_STEP:
             with Ledger(self._run.comm.mesh) as ledger, step.watched(ledger.phase):
                 result = step(microbatches)
             self.entries = ledger.entries()
@@ -425,6 +433,9 @@ class Records:
         """Keep the record of the step that has just been taken."""
         self.losses.append(result.loss)
         times = self.timer.end_step()
+        if len(self.losses) == 1:
+            self._measure_rate()
+            self.timer.begin_step()  # without the measurement
         if self.log is not None:
             self.log.step(
                 StepRecord(
@@ -434,7 +445,7 @@ class Records:
                     lr=result.learning_rate,
                     tokens=result.num_valid_tokens,
                     tokens_per_s=result.num_valid_tokens / times.wall_s,
-                    mfu=self._mfu(times.wall_s),
+                    mfu=self._mfu.share(times.wall_s, self._run.loader.num_batch_rows),
                     times=times,
                     unit=self._run.trainer.unit,
                     skipped=result.is_skipped,
@@ -459,21 +470,12 @@ class Records:
             sent=self.entries,
             memory=self.memory,
             step_s=step_s,
-            mfu=None if step_s is None else self._mfu(step_s),
+            mfu=None if step_s is None else self._mfu.share(step_s),
             checkpoint=saved,
             stop_signal=stop_signal,
             resume_by=self._run.resume_by,
         )
 
-    def _ceiling(self) -> float:
-        """Return the rate of matrix products of all ranks, which call this together."""
-        comm = self._run.comm
-        own = torch.tensor(quick_ceiling(comm.device, "float32"), dtype=torch.float64)
-        return float(comm.all_reduce(own.to(comm.device), "job"))
-
-    def _mfu(self, step_s: float) -> float | None:
-        """Return the share of the measured rate of matrix products; None if unknown or above 1."""
-        if self._run.flops is None:
-            return None
-        share = self._run.flops / step_s / self._rate
-        return share if share <= 1 else None
+    def _measure_rate(self) -> None:
+        """Measure the rate of matrix products that the MFU is a share of; all ranks call this."""
+        self._mfu.measure(self._types)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.data.rows import map_tensors
+from phalanx.data.rows import count_rows, map_tensors, tensors_of
 from phalanx.train.objective import Objective
 
 
@@ -21,10 +22,19 @@ class Flops:
     Attributes:
         total: of the model.
         of_module: of each module in it, by its name.
+        num_rows: of the batch.
+        row_shapes: of a row in each of its tensors.
     """
 
     total: int
     of_module: Mapping[str, int]
+    num_rows: int
+    row_shapes: tuple[torch.Size, ...]
+
+
+def row_shapes(batch: Any) -> tuple[torch.Size, ...]:
+    """Return the shape of a row in each tensor of a batch."""
+    return tuple(tensor.shape[1:] for tensor in tensors_of(batch))
 
 
 def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None:
@@ -57,7 +67,8 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None
         for name, of_kinds in counter.get_flop_counts().items()
         if "." in name
     }
-    return Flops(counter.get_total_flops(), counted) if counter.get_total_flops() else None
+    total = counter.get_total_flops()
+    return Flops(total, counted, count_rows(batch), row_shapes(batch)) if total else None
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

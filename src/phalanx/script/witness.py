@@ -151,8 +151,8 @@ class Witness(Records):
         now = {name for name, module in self.fit.step.model.named_modules() if module.training}
         self.seen.idle += sorted(self._training - now)
 
-    def _ceiling(self) -> float:
-        return 1.0  # no share of it is shown
+    def _measure_rate(self) -> None:
+        """Measure nothing: no share of it is shown."""
 
     def _held(self) -> dict[str, dict[str, Tensor]]:
         model, states = self.fit.step.model, self.fit.optimizer.state

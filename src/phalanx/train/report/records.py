@@ -7,7 +7,6 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import cast
 
 import torch
 from rich.console import Console
@@ -18,7 +17,7 @@ from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger
 from phalanx.measure.peaks import Arithmetic, peak_of
-from phalanx.measure.products import quick_ceiling
+from phalanx.measure.products import arithmetic_in, quick_ceiling
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.model_shape import step_flops
@@ -201,10 +200,10 @@ class Records:
 
     @property
     def _arithmetic(self) -> Arithmetic:
-        name = self.session.precision.name
-        if name == "float32" and self.session.comm.device.type == "cuda":
-            name = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-        return cast(Arithmetic, name)
+        dtype: torch.dtype = getattr(torch, self.session.precision.name)
+        found = arithmetic_in(dtype, self.session.comm.device)
+        assert found is not None, "products of every precision are measured"
+        return found
 
     def _measure_ceiling(self) -> float:
         """Measure on all ranks at once, and return the mean over the ranks."""
