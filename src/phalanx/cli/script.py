@@ -185,13 +185,18 @@ def _judged_job(argv: list[str]) -> tuple[ScriptVerifyConfig, Callable[[], Verdi
 
 
 def _verify(config: ScriptVerifyConfig, judge: Callable[[], Verdict]) -> int:
+    import torch.distributed as dist
+
     from phalanx.cli.verify import print_verdicts, show_verdicts
+    from phalanx.comm.together import barrier
 
     verdict = judge()
     if os.environ.get("RANK", "0") == "0":
         show_verdicts([verdict], screen())
         if config.json:
             print_verdicts([verdict])
+    if dist.is_initialized():  # torchrun ends all ranks when the first leaves with 1
+        barrier()
     return 0 if verdict.is_equal else 1
 
 
