@@ -332,7 +332,7 @@ def num_clean(strategy: str) -> int:
             loop = Loop(
                 strategy, lambda m, k=kind: kinds(m)[k], build, dtype, accumulation, **options
             )
-            loop.train(lambda loop, _: loop.run.is_step_end and loop.run.clip(0.5), 7)
+            loop.train(lambda loop, _: loop.run.is_step_end and loop.run.clip(0.5), 10)
             evaluate(loop)
             assert len(loop.run.state_dict()) > 0
             if number % 8 == 0:
