@@ -6,16 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forked_torchrun import run_two
+from phalanx.cli import verify
 from phalanx.cli.main import main
 from phalanx.cli.verify import beside
+from phalanx.config.load import load_config
+from phalanx.parallel.pipeline.runtime import HEADER_BYTES
 from phalanx.strategy import Strategy
 from phalanx.verify.cases import awkward_shapes, splits, with_three
+from phalanx.verify.settings import VerifyConfig
+from phalanx.verify.verdict import Verdict
 
 CASES = ["llama", "gpt2", "windowed", "reused", "normed"]
 
@@ -41,6 +47,14 @@ def test_settings_reach_the_run_and_the_document_has_all(
         if verdict["case"] != "normed":  # whose statistics are sums in backward too
             assert sent["backward"]["counted"] == sent["backward"]["predicted"] > 0
     assert [verdict["case"] for verdict in document["verdicts"]] == CASES
+
+
+def test_a_step_of_new_shapes_sends_the_headers_that_are_predicted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    document = document_of(capsys, "pp2", "--no-three", "--steps", "2", "--shape.num-layers", "1")
+    sent = {row["phase"]: row for row in document["verdicts"][0]["sent"]}
+    assert sent["sizes"]["counted"] == sent["sizes"]["predicted"] == 2 * HEADER_BYTES
 
 
 def test_an_axis_of_two_runs_with_three_as_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +101,30 @@ def test_ranks_that_torchrun_started_verify_together() -> None:
     verdicts = json.loads(line)["verdicts"]
     found = [(v["strategy"], v["case"], v["is_equal"]) for v in verdicts]
     assert found == [("fsdp2", case, True) for case in CASES]
+
+
+def test_the_first_rank_prints_the_verdicts_within_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Torchrun ends a rank that still prints when another has left with 1."""
+    shown: list[str] = []
+
+    def run_here(
+        prepare: Callable[[], Any], _facts: Any, function: Callable[[Any], Any], **_: Any
+    ) -> Any:
+        result = function(prepare())
+        shown.append(capsys.readouterr().out)
+        return result
+
+    failed = Verdict("dp2", [], failure="a rank failed")
+    monkeypatch.setattr("phalanx.launch.torchrun.run_here", run_here)
+    monkeypatch.setattr("phalanx.launch.rank_env.is_under_torchrun", lambda: True)
+    monkeypatch.setattr("phalanx.cli.verify._verify", lambda *_: [failed])
+    monkeypatch.setenv("RANK", "0")
+    loaded = load_config(["dp2", "--json"], VerifyConfig, prog="phalanx verify")
+    assert verify._run(loaded, Strategy.parse("dp2")) == 1
+    assert failed.headline() in shown[0]
+    assert not json.loads(shown[0].splitlines()[-1])["is_equal"]
 
 
 @pytest.mark.parametrize(

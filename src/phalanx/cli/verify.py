@@ -63,23 +63,28 @@ def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
     """Verify, and print the verdicts, in a job on rank 0; return the exit code."""
     from phalanx.launch.rank_env import is_under_torchrun
 
-    config = loaded.config
     if loaded.show_config:
         show_config(loaded)
         return 0
     if is_under_torchrun():
-        verdicts = _join(config, strategy)
+        is_equal = _join(loaded, strategy)
     else:
-        verdicts = _verify(config, strategy, screen())
+        is_equal = _verify_and_show(loaded, strategy, screen())
+    return 0 if is_equal else 1
+
+
+def _verify_and_show(loaded: Loaded[AnyConfig], strategy: Strategy, console: Console) -> bool:
+    """Verify, and print the verdicts on the first rank; return whether everything is equal."""
+    verdicts = _verify(loaded.config, strategy, console)
     is_equal = all(verdict.is_equal for verdict in verdicts)
     if os.environ.get("RANK", "0") == "0":
-        show_verdicts(verdicts, screen())
+        show_verdicts(verdicts, console)
         if is_equal and (others := beside(strategy)):
             also = f"One axis hides faults that two show. Also run: phalanx verify {others}"
-            screen().print(Text(also, "dim"))
+            console.print(Text(also, "dim"))
         if loaded.json:
             print_verdicts(verdicts)
-    return 0 if is_equal else 1
+    return is_equal
 
 
 def _checked(config: AnyConfig) -> Strategy:
@@ -119,17 +124,21 @@ def _checked(config: AnyConfig) -> Strategy:
     return strategy
 
 
-def _join(config: AnyConfig, strategy: Strategy) -> Sequence[Verdict]:
-    """Verify on the ranks that torchrun has started."""
+def _join(loaded: Loaded[AnyConfig], strategy: Strategy) -> bool:
+    """Verify on the ranks that torchrun has started, which ends all when one leaves with 1.
+
+    So the first prints the verdicts within the job, whose ranks wait for it.
+    """
     from phalanx.launch.torchrun import run_here
     from phalanx.verify.harness import WAIT_S
 
+    config = loaded.config
     console = screen() if os.environ["RANK"] == "0" else Console(quiet=True)
     keys = [setting.key for setting in settings(type(config)) if not setting.use & Use.LOCAL]
     return run_here(
         lambda: config,
         lambda config: {key: value_at(config, key) for key in keys},
-        lambda config: _verify(config, strategy, console),
+        lambda _: _verify_and_show(loaded, strategy, console),
         device=config.device,
         timeout_s=WAIT_S,
     )

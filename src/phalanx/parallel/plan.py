@@ -110,6 +110,15 @@ class Plan(Generic[Model]):
             microbatches = [split.leaves(microbatch) for microbatch in microbatches]
         return entries
 
+    def announces(
+        self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
+    ) -> list[Entry]:
+        """Return what the first rank sends besides `traffic`, for shapes that are new in a step.
+
+        Both are microbatches of (rows, positions), `before` those of all earlier steps.
+        """
+        return [each for split in self._splits for each in split.announces(microbatches, before)]
+
     def table(self) -> list[Row]:
         """Return what tp does to each parameter; empty without tp."""
         return [row for split in self._splits for row in split.table()]

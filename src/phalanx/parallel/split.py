@@ -132,6 +132,18 @@ class Split:
         _ = microbatches
         return []
 
+    def announces(
+        self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
+    ) -> list[Entry]:
+        """Return what the first rank sends in a step besides: headers of shapes that are new.
+
+        Args:
+            microbatches: rows and positions of each of this rank's microbatches of the step.
+            before: those of all earlier steps.
+        """
+        _ = microbatches, before
+        return []
+
     def table(self) -> list[Row]:
         """Return what it does to each parameter, as far as that differs between parameters."""
         return []

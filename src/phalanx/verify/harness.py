@@ -8,6 +8,7 @@ differs, the step runs again, recorded, to find the module at fault (locate.py).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -268,13 +269,12 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
     """Set what this rank sent in the last step beside what the strategy's account predicts."""
     if not entries:  # one rank, or it stopped before the last step
         return []
-    microbatches = split(case.batches[-1], 0, strategy.data_ranks, case.accumulation)
-    shapes = [max((t.shape for t in tensors_of(m)), key=len) for m in microbatches]
+    *before, sizes = (_sizes(case, batch, strategy) for batch in case.batches)
     model = case.build().to(case.torch_dtype)
-    sizes = [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
+    plan = Plan(strategy, model, roles=case.roles)
+    first_time = plan.announces(sizes, list(itertools.chain(*before)))
     predicted = {
-        (e.phase, e.axis, e.op): e.payload_bytes
-        for e in Plan(strategy, model, roles=case.roles).traffic(sizes)
+        (e.phase, e.axis, e.op): e.payload_bytes for e in (*plan.traffic(sizes), *first_time)
     }
     for phase, name in (("count", "data"), ("metrics", "loss")):  # valid tokens, and the loss
         for axis in comm.axes_of(name):
@@ -287,3 +287,10 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
         Sent(*key, counted.get(key, 0), predicted.get(key, unknown), is_exact)
         for key in dict.fromkeys([*counted, *predicted])
     ]
+
+
+def _sizes(case: Case, batch: Any, strategy: Strategy) -> list[tuple[int, int]]:
+    """Return the rows and positions of each of the first rank's microbatches of a global batch."""
+    microbatches = split(batch, 0, strategy.data_ranks, case.accumulation)
+    shapes = [max((t.shape for t in tensors_of(m)), key=len) for m in microbatches]
+    return [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]

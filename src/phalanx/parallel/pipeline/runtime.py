@@ -41,6 +41,8 @@ HEADER_SIZE = 3 + 64
 """Numbers of a header: data type, length of an outline that follows, dimensions, and sizes, of
 which torch computes on 64 at most."""
 
+HEADER_BYTES = HEADER_SIZE * torch.int64.itemsize
+
 
 class Message(NamedTuple):
     """What one stage sends another of a microbatch.

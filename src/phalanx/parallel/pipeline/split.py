@@ -32,7 +32,7 @@ from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.pipeline.cut import cut_chain, cut_of, schedule_of
 from phalanx.parallel.pipeline.links import cost_of, links_of
 from phalanx.parallel.pipeline.modules import ModuleStages
-from phalanx.parallel.pipeline.runtime import Pipeline, sent_after
+from phalanx.parallel.pipeline.runtime import HEADER_BYTES, Pipeline, sent_after
 from phalanx.parallel.pipeline.stage import DecoderStages, Stages
 from phalanx.parallel.reduce import GradientReducer, Parameters
 from phalanx.parallel.split import Split, Target
@@ -83,6 +83,20 @@ class PipelineSplit(Split):
             for phase, each in sizes.items()
             if each
         ]
+
+    @override
+    def announces(
+        self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
+    ) -> list[Entry]:
+        rank, stages = self.target.pp_rank, self.stages
+        rank_of = schedule_of(self.target.strategy, 1).rank_of
+        following = [stage + 1 for stage in stages.here if stage + 1 < stages.num_stages]
+        num_receivers = sum(rank_of[stage] != rank for stage in following)
+        calls = num_receivers * len(set(microbatches).difference(before))
+        if not stages.has_fixed_sizes or not calls:
+            return []
+        payload = calls * HEADER_BYTES
+        return [Entry("sizes", "pp", "send", calls, payload, sent_bytes("send", payload, 2))]
 
     def _message_bytes(self, num_rows: int, length: int) -> int:
         width = self._width
