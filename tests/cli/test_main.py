@@ -152,6 +152,31 @@ def test_show_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert document["sources"]["batch.accumulation"] == document["sources"]["model"] == "derived"
 
 
+def test_what_an_encoding_lacks_is_escaped() -> None:
+    words = ["train", "--show-config", "--out", "runs/é模"]
+    run = subprocess.run(
+        [sys.executable, "-m", "phalanx", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "runs/\\xe9\\u6a21" in run.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_escapes_what_an_encoding_lacks(tmp_path: Path) -> None:
+    words = ["--strategy", "dp2", "--steps", "1", "--out", str(tmp_path / "é模")]
+    run = subprocess.run(
+        [sys.executable, "-m", "phalanx", "train", *words, "--shape.num-layers", "1"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "\\xe9\\u6a21" in run.stdout
+
+
 def test_show_config_is_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("train --optimizer.clip-p inf --show-config --json".split()) == 0
     text = capsys.readouterr().out

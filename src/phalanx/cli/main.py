@@ -17,7 +17,7 @@ from typing import Final
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of, nearest, wrapped
 from phalanx.launch import signals
 from phalanx.launch.local import server_stopped
-from phalanx.launch.rank import is_reader_gone, reader_has_left
+from phalanx.launch.rank import escape_unknown_characters, is_reader_gone, reader_has_left
 
 VERBS: Final[Mapping[str, str]] = {
     "train": "train a decoder on text over one or many processes",
@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         129, 143 ended by SIGHUP or SIGTERM, 141 nobody reads the output any more.
     """
     _open_standard_streams()
+    escape_unknown_characters()
     words = list(sys.argv[1:] if argv is None else argv)
     # Its warnings come with forty lines of C++ frames each; what matters is raised as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

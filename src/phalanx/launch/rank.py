@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import io
 import multiprocessing
 import os
 import re
@@ -149,6 +150,7 @@ def run_rank(
 ) -> None:
     """Join the job, call the function, and report; never returns."""
     leave_to_parent()
+    escape_unknown_characters()
     line = Line(connection, info.sockets)
     # A server forked this process; the helpers it starts, such as a DataLoader's, begin as Python's
     # do by default, or each would begin with the script anew.
@@ -174,6 +176,15 @@ def run_rank(
         end_helpers()
     # gloo's threads sometimes abort a process that succeeded while they are torn down.
     os._exit(exit_code)
+
+
+def escape_unknown_characters() -> None:
+    """Have standard output escape what its encoding lacks, as standard error does.
+
+    The name of a folder may have any character, and a run must not end by printing it.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _flush(stream: Any) -> None:
