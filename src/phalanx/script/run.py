@@ -430,10 +430,11 @@ class Run:
         """
         check_keep(keep)
         (model, step), wanted = self._prepared("save"), folder_of("save", folder)
+        # First: what follows asks all ranks, of which one may have left a step out.
+        self._check_replicas("save")
         step.refuse_unused()
         self._refuse_average("save")
         self._own_rows.warn()
-        self._check_replicas("save")
         self._warn_of_schedules()
         if wanted not in self._folders:
             self._folders[wanted] = checkpoint.free_folder(wanted)
