@@ -244,8 +244,8 @@ def wrapped(forward: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "text", "words"),
     [
-        (nn.Linear(2, 2), "full", "recompute:full: Linear has no blocks.*nearest is .*none"),
-        (nn.Linear(2, 2), "sqrt", "recompute:sqrt: Linear has no blocks"),
+        (nn.Linear(2, 2), "full", "recompute:full needs a ModuleList.*nearest is .*none"),
+        (nn.Linear(2, 2), "sqrt", "recompute:sqrt needs a ModuleList.* this Linear has none"),
         (Own(), "every/2", "recompute:every/2: Own cannot run 2 blocks.*nearest is .*full"),
         (Own(), "sqrt", "recompute:sqrt: Own cannot run 2 blocks"),
         (Own(), "every/5", "recompute:every/5: the model has 4 blocks; the nearest is .*every/4"),

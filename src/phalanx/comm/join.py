@@ -332,4 +332,7 @@ def _timeout(device: str) -> timedelta:
     """Return how long the job has a rank wait for another in one collective."""
     # Private, and the only way; tests/comm/test_join.py pins it.
     job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    return job._get_backend(torch.device(device)).options._timeout
+    options = job._get_backend(torch.device(device)).options
+    if options is None:  # of torch's fake backend, which waits for nobody
+        return dist.distributed_c10d.default_pg_timeout
+    return options._timeout

@@ -151,7 +151,7 @@ class Fit:
         self.step = Step(
             model,
             self.optimizer,
-            _OfSums(trainer.objective),
+            _OfSums(trainer.objective, has_stages=comm.size("pp") > 1),
             OptimizerConfig(clip_norm=trainer.max_norm or 0.0),
             comm=comm,
             num_steps=None,
@@ -347,16 +347,20 @@ class Fit:
 class _OfSums:
     """An objective whose first losses are looked at: a mean would be off by its count.
 
-    The loss of no rows is 0: as a mean, times their count, it would not be a number.
+    The loss of no rows is 0: as a mean, times their count, it would not be a number. What a stage
+    of a pipeline gives the next, which some models return to the objective, is no loss.
     """
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, *, has_stages: bool) -> None:
         self._objective = objective
+        self._has_stages = has_stages
         self._is_checked = False
 
     def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
         rows = microbatch.rows if isinstance(microbatch, Spare) else microbatch
         loss = self._objective.loss_sum(model, rows, step)
+        if self._has_stages and loss.ndim > 0:
+            return loss
         if not self._is_checked and torch.is_grad_enabled() and rows is microbatch:
             check_sum(loss, self._objective.num_valid(rows), "Objective.loss_sum")
             self._is_checked = True
