@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from marks import by_hand
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.dropout import name_draws
+from phalanx.parallel.dropout import key_dropouts, name_draws
 
 
 class Dropping(nn.Module):
@@ -91,6 +91,17 @@ def test_each_use_of_a_dropout_has_a_mask_of_its_own() -> None:
     masks = run_ranks(masks_of_two_uses, 1)[0]
     assert len(masks) == 4
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
+
+
+def test_nothing_is_kept_of_a_forward_outside_of_steps() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4))
+    key_dropouts(model, 0, lambda: None)
+    (uses,) = (each for each in model[1].forward.args if isinstance(each, tuple))
+    for is_recomputed in (False, True):
+        x = torch.randn(3, 6)
+        y = checkpoint(model, x, use_reentrant=False) if is_recomputed else model(x)
+        y.sum().backward()
+    assert not uses.uses._now and not uses.uses._before
 
 
 class Recomputed(nn.Module):

@@ -105,15 +105,17 @@ def _draw(of: _Keyed, input: Tensor) -> _Drawn | None:
     # Activation checkpointing restores torch's generator before it runs a part again, so that the
     # number drawn here is that of the first run, whatever has been read and run in between.
     ticket = int(torch.empty((), dtype=torch.int64).random_())
+    place = of.where()
+    if place is None:
+        return None  # and nothing is kept: no step would end that
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
         return of.uses.again(ticket, of.name)
-    place = of.where()
     by = None
-    if place is not None and len(place.rows) == len(input) and input.ndim > 1:
+    if len(place.rows) == len(input) and input.ndim > 1:
         call = place.calls[of.name] = place.calls.get(of.name, -1) + 1
         rows = to_device(place.rows, input.device)
         by = _Drawn(row_keys(of.seed, place.step, rows), call)
-    of.uses.note(ticket, by, None if place is None else place.step)
+    of.uses.note(ticket, by, place.step)
     return by
 
 
@@ -129,9 +131,9 @@ class _Uses:
         self._now: dict[int, _Drawn | None] = {}
         self._before: dict[int, _Drawn | None] = {}
 
-    def note(self, ticket: int, by: _Drawn | None, step: int | None) -> None:
+    def note(self, ticket: int, by: _Drawn | None, step: int) -> None:
         """Keep a use of a step until the end of the next, in which its backward may be."""
-        if step is not None and step != self._step:
+        if step != self._step:
             self._step, self._now, self._before = step, {}, self._now
         self._now[ticket] = by
 
