@@ -80,8 +80,9 @@ class Loop:
             self.run.backward(loss, len(y))
             self.is_skipped = False
             mistake(self, number)
-            if self.run.is_step_end and not self.is_skipped:
-                self.optimizer.step()
+            if self.run.is_step_end:
+                if not self.is_skipped:
+                    self.optimizer.step()
                 self.optimizer.zero_grad()
 
 
