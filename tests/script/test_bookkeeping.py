@@ -241,6 +241,17 @@ def contrastive(z: Tensor, y: Tensor) -> Tensor:
     return -(logits.log_softmax(1) * same).sum() / len(z)
 
 
+def check_rows_of_unlike_lengths(run: phalanx.Run, num_rows: int) -> None:
+    """Gather one row, while ranks without it have none of another length."""
+    own = torch.ones(num_rows, 3 if num_rows else 5, requires_grad=True)
+    rows = run.gather(own, grad=True)
+    assert rows.shape == (1, 3)
+    rows.sum().backward()
+    assert own.grad is not None
+    assert own.grad.shape == own.shape
+    assert (own.grad == run.comm.size("data")).all()
+
+
 def contrastive_losses(strategy: str | None) -> list[float]:
     """Return the losses of two epochs, in plain PyTorch if there is no strategy."""
     model, optimizer, loader, _ = parts()
@@ -257,6 +268,8 @@ def contrastive_losses(strategy: str | None) -> list[float]:
             else:
                 z, labels, is_small = run.gather((model(x), y, y < 2), grad=True)
                 assert torch.equal(is_small, labels < 2)
+                if len(z) == 1:
+                    check_rows_of_unlike_lengths(run, len(y))
                 loss = run.backward(contrastive(z, labels) * len(y), len(y))
             optimizer.step()
             losses.append(loss.item())

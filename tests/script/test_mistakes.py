@@ -177,6 +177,22 @@ def saved_within_a_step() -> None:
     script.run.save("runs/nowhere")
 
 
+def saved_after_a_step_of_one_rank() -> None:
+    script = Script()
+    script.backward()
+    if script.run.is_first:
+        script.optimizer.step()
+    script.run.save("runs/nowhere")
+
+
+def a_state_on_one_rank() -> None:
+    script = Script()
+    if script.run.is_first:
+        weight = next(script.model.parameters())
+        script.optimizer.state[weight]["momentum_buffer"] = torch.ones_like(weight)
+    script.run.save("runs/nowhere")
+
+
 def an_optimizer_of_whole_parameters() -> None:
     run = phalanx.init("fsdp2")
     model = perceptron()
@@ -478,6 +494,8 @@ MISTAKES: dict[Callable[[], None], str] = {
     kept_zero: r"save: keep is 0; expected how many",
     resumed_from_a_number: r"resume: the folder is 3; expected a path",
     resumed_from_a_file: r"resume: .*test_mistakes.py is a file; expected the folder of a run",
+    saved_after_a_step_of_one_rank: r"save: rank 0 has taken 1 steps and rank 1 has taken 0",
+    a_state_on_one_rank: r"the optimizer's momentum_buffer of 0.weight is there on rank 0 alone",
     a_sum_of_text: r"sum: 'a' is no number; expected a number or a tensor",
     a_layer_of_no_role: r"the roles of the modules of Twice are not known; give patterns",
 }
@@ -502,23 +520,29 @@ def test_each_mistake_is_named_in_one_sentence() -> None:
             assert len(words.splitlines()) == 1, mistake.__name__
 
 
-def saved_without_its_schedule(folder: str) -> list[str]:
+def saved_without_its_schedule(folder: str, is_registered: bool) -> list[str]:
     script = Script()
-    torch.optim.lr_scheduler.StepLR(script.optimizer, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(script.optimizer, 1)
+    if is_registered:
+        script.run.register("schedule", scheduler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             script.backward()
             script.optimizer.step()
+            scheduler.step()
             script.run.save(folder)
     return [str(each.message) for each in caught if "schedule" in str(each.message)]
 
 
 def test_a_schedule_that_no_checkpoint_has_is_told_once(tmp_path: Path) -> None:
-    first, other = run_ranks(saved_without_its_schedule, 2, str(tmp_path), threads=1)
+    args = str(tmp_path / "not"), False
+    first, other = run_ranks(saved_without_its_schedule, 2, *args, threads=1)
     assert len(first) == 1
     assert re.search(r"rate of SGD and is not prepared, so no checkpoint has it", first[0])
     assert other == []
+    args = str(tmp_path / "registered"), True
+    assert run_ranks(saved_without_its_schedule, 2, *args, threads=1) == [[], []]
 
 
 def test_a_strategy_for_many_ranks_names_the_command_on_one_process() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.utils.data import (
 import phalanx
 from marks import by_hand
 from phalanx.errors import PhalanxError
+from phalanx.launch.attach import check_end
 from phalanx.launch.local import run_ranks
 from phalanx.script.loader import RankLoader
 
@@ -283,6 +285,41 @@ def test_a_look_at_the_first_batch_is_no_pass(tmp_path: Path) -> None:
     for is_resumed, first in ((False, 0), (True, 2)):
         found = run_ranks(after_a_look, 2, is_resumed, str(tmp_path), threads=1)
         assert found == [list(range(first + rank, 8, 2)) for rank in range(2)]
+
+
+def of_accumulated_passes() -> tuple[list[int], list[str]]:
+    """Return where the loaders of a zip stand that is left, and what was warned of."""
+    run = phalanx.init(accumulation=2)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, *loaders = run.prepare(
+        model, optimizer, *(DataLoader(torch.arange(n).float()[:, None], 2) for n in (10, 8, 8))
+    )
+
+    def train(passes: Iterable[Any], most: int = 100) -> None:
+        for x, *_ in itertools.islice(passes, most):
+            run.backward(model(x).sum(), len(x))
+            if run.is_step_end:
+                optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        next(iter(loaders[0]))  # a look
+        for _ in range(2):  # which the second loader ends, when a batch of the first is read
+            train(zip(*loaders[:2], strict=False))
+        train(zip(*loaders[1:], strict=True))
+        run.print("warns of passes", file=io.StringIO())
+        train(zip(*loaders[1:], strict=True), 2)
+        check_end()
+        if run.is_first:
+            model.half()  # to export it
+        check_end()
+    return [loader.state().batches for loader in loaders[1:]], [str(each) for each in caught]
+
+
+def test_passes_that_a_script_may_make_raise_no_alarm() -> None:
+    for stands, told in run_ranks(of_accumulated_passes, 2, threads=1):
+        assert (stands, told) == ([2, 2], [])
 
 
 class Drawing(Dataset[Any]):

@@ -55,10 +55,12 @@ def gather_with_gradient(batch: Any, comm: Comm, num_rows: int | None) -> Any:
     shapes = [shape for _, shape in sorted(dict(rows).items())]
     wholes: list[Tensor] = []
     for tensor, of_ranks in zip(own, zip(*shapes, strict=True), strict=True):
-        _check_shapes([shape for shape in of_ranks if shape[0]])
+        filled = [shape for shape in of_ranks if shape[0]] or [tuple(tensor.shape)]
+        _check_shapes(filled)
         counts = [shape[0] for shape in of_ranks]
         begin = sum(counts[: comm.coord("data")])
-        wholes.append(_RowsOfAll.apply(tensor, comm, begin, sum(counts)))  # pyright: ignore
+        shape = (sum(counts), *filled[0][1:])
+        wholes.append(_RowsOfAll.apply(tensor, comm, begin, shape))  # pyright: ignore
     found = iter(wholes)
     return map_batch(batch, lambda _: next(found))
 
@@ -67,17 +69,19 @@ class _RowsOfAll(torch.autograd.Function):
     """The rows of all ranks of `data`; each of them has a term of the gradient of each row."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, comm: Comm, begin: int, num_rows: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.comm, ctx.rows = comm, slice(begin, begin + len(own))
-        whole = torch.zeros(num_rows, *own.shape[1:], dtype=own.dtype, device=own.device)
-        whole[ctx.rows] = own
+    def forward(ctx: Any, own: Tensor, comm: Comm, begin: int, shape: tuple[int, ...]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.comm, ctx.rows, ctx.shape = comm, slice(begin, begin + len(own)), own.shape
+        whole = torch.zeros(shape, dtype=own.dtype, device=own.device)
+        if len(own):  # no rows may be of another length than the others' are padded to
+            whole[ctx.rows] = own
         if own.dtype == torch.bool:
             return comm.all_reduce(whole.byte(), "data").bool()
         return comm.all_reduce(whole, "data")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.comm.all_reduce(grad.clone(), "data")[ctx.rows], None, None, None
+        own = ctx.comm.all_reduce(grad.clone(), "data")[ctx.rows]
+        return own.reshape(ctx.shape), None, None, None
 
 
 def _check_rows(own: Sequence[Tensor], num_rows: int | None) -> None:

@@ -30,6 +30,7 @@ class Reading:
         self._leading: RankLoader | None = None
         self._pass: tuple[RankLoader, int] | None = None
         self._open: tuple[RankLoader, int] | None = None
+        self._unused: set[RankLoader] = set()
         self._calls: dict[str, int] = {}
         self._is_warned = False
 
@@ -40,8 +41,11 @@ class Reading:
         if not self.is_evaluation:  # a batch of an evaluation ends no pass of the training
             self._check_pass(loader)
             self.trained, self._calls = loader, {}
-            # Of several read in turns the first, and none whose pass has ended: a validation's.
-            if self._leading is None or not self._leading.batches_done:
+            self._unused.add(loader)
+            # Of several read in turns the first, and none whose pass has ended: a validation's, or
+            # one that was left before a backward used its batch.
+            is_new = loader is self._leading and self._pass != (loader, loader.num_begun)
+            if self._leading is None or not self._leading.batches_done or is_new:
                 self._leading = loader
                 self._pass = loader, loader.num_begun
             self.num_batches += 1
@@ -83,8 +87,9 @@ class Reading:
 
     def use(self, is_step_end: bool) -> None:
         """Record that a backward has used what was read."""
-        if self.trained is not None:
-            self.trained.is_used = True
+        for loader in self._unused:
+            loader.is_used = loader.is_used or loader.batches_done > 0
+        self._unused.clear()
         if is_step_end:
             self._open = None
         else:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -56,6 +56,11 @@ class Registered:
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
         self._told: set[str] = set()
+
+    @property
+    def objects(self) -> Collection[Any]:
+        """The objects."""
+        return self._objects.values()
 
     def add(self, name: str, each: Any) -> None:
         """Take an object, whose state is looked at now.

@@ -89,6 +89,7 @@ class Replicas:
         self._made: list[tuple[weakref.ref[Tensor], int]] = []
         self._gradient_writes = 0
         self._first_version = self._version = self._versions()
+        self._addresses = self._addresses_now()
 
     def judge(self, call: str = "backward") -> bool:
         """Refuse what the last step found to differ; compare the weights where it is time.
@@ -202,7 +203,7 @@ class Replicas:
     def note_step(self) -> None:
         """Note that an optimizer has written weights."""
         if self._size > 1:
-            self._version = self._versions()
+            self._version, self._addresses = self._versions(), self._addresses_now()
 
     # Parts of the above.
 
@@ -217,7 +218,12 @@ class Replicas:
 
     def _is_written(self) -> bool:
         """Return whether weights have been written since the last step, for export perhaps."""
-        return self._versions() != self._version
+        # `model.half()` gives a parameter another tensor, which counts as no write.
+        return (self._versions(), self._addresses_now()) != (self._version, self._addresses)
+
+    @torch.no_grad()
+    def _addresses_now(self) -> list[int]:
+        return [local_shard(held.tensor).data_ptr() for held in self._weights.values()]
 
     def _settings_now(self) -> dict[str, str]:
         """Return the settings of the optimizers by their names, as text."""
@@ -295,10 +301,14 @@ class Replicas:
         Raises:
             ScriptError: what differs is more than rounding.
         """
-        found = first_difference(gather_objects(self._facts()))
+        ranks = gather_objects(self._facts())
+        found = first_difference(ranks)
         if found is None:  # alike again
             return
-        if found.kind not in ("weights", "states") or not self._differ_by_rounding():
+        is_rounding = found.kind in ("weights", "states")
+        # A state that some ranks lack cannot be compared with theirs.
+        is_rounding = is_rounding and all(f.states.keys() == ranks[0].states.keys() for f in ranks)
+        if not (is_rounding and self._differ_by_rounding()):
             raise ScriptError(f"{call}: {found.words}")
         if not self._is_rounding and dist.get_rank() == 0:
             warnings.warn(

@@ -579,7 +579,8 @@ class Run:
 
     def _warn_of_schedules(self) -> None:
         """Say once that a checkpoint lacks a schedule that moves the rate of an optimizer."""
-        known = {id(getattr(each, "optimizer", None)) for each in self._schedulers}
+        saved = [*self._schedulers, *self._registered.objects]
+        known = {id(getattr(each, "optimizer", None)) for each in saved}
         # Set by torch's schedulers on their optimizer; tests/script/test_mistakes.py pins it.
         left = [o for o in self._optimizers if hasattr(o, "_opt_called") and id(o) not in known]
         if left and self.is_first and not self._is_warned:
