@@ -13,13 +13,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from marks import by_hand
-from phalanx.comm.comm import Ranks
+from phalanx.comm.comm import Counting, Ranks
+from phalanx.comm.ledger import no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import reduce
+from phalanx.parallel.pipeline.split import TiedReducer
 from phalanx.parallel.plan import Plan, shard_of
+from phalanx.parallel.sparse import SparseReducer
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -134,11 +137,11 @@ def added(is_in_parts: bool) -> tuple[int, int, Tensor]:
     places: set[int] = set()
     with Additions() as additions:
         for factor in (1, 10, 100):
-            (factor * parameter.to_local()).sum().backward()
-            places.add(parameter.grad.to_local().data_ptr())
+            (factor * parameter.to_local()).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
+            places.add(parameter.grad.to_local().data_ptr())  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
         Unused.apply(parameter).backward()
     del reducer
-    return additions.num_seen, len(places), parameter.grad.to_local()
+    return additions.num_seen, len(places), parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize("is_in_parts, num_additions", [(True, 0), (False, 2)])
@@ -146,3 +149,41 @@ def test_gradients_are_added_in_parts(is_in_parts: bool, num_additions: int) -> 
     ((num_seen, num_places, gradient),) = run_ranks(added, 1, is_in_parts)
     assert (num_seen, num_places) == (num_additions, 1)
     assert torch.equal(gradient, torch.full((2, 3), 111.0))
+
+
+class Told(reduce.GradientReducer):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__([], Counting({"pp": 2}))
+        self.calls: list[str] = []
+
+    def before_backward(self, last: Any, reached: Any = None) -> None:
+        self.calls.append("before_backward")
+
+    def finish(self, phase: Any = no_phase) -> None:
+        self.calls.append("finish")
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+
+    def after_step(self) -> None:
+        self.calls.append("after_step")
+
+
+def test_a_reducer_around_another_tells_it_all() -> None:
+    inners = [Told(), Told(), Told()]
+    comm = inners[0].comm
+    outers = (
+        TiedReducer(nn.Parameter(torch.ones(2)), comm, 1, inners[0]),
+        reduce.ReplicaReducer([], comm, inners[1]),
+        SparseReducer([], inners[2]),
+    )
+    for inner, outer in zip(inners, outers, strict=True):
+        for parameter in outer.parameters:
+            parameter.grad = torch.ones(2)
+        outer.before_backward([])
+        outer.finish()
+        outer.abandon()
+        outer.after_step()
+        assert inner.calls == ["before_backward", "finish", "abandon", "after_step"]

@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import (
     Placement,
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
+from typing_extensions import override
 
 from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Comm, local_shard
@@ -103,38 +104,51 @@ class GradientReducer:
         return [parameter.grad is not None for parameter in self.parameters]
 
 
-class ReplicaReducer(GradientReducer):
+class OuterReducer(GradientReducer):
+    """Does more once an `inner` reducer, if there is one, has finished; tells it all else."""
+
+    def __init__(
+        self, parameters: list[nn.Parameter], comm: Comm, inner: GradientReducer | None
+    ) -> None:
+        super().__init__(parameters, comm)
+        self._inner = inner
+
+    @override
+    def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
+        if self._inner is not None:
+            self._inner.before_backward(last, reached)
+
+    @override
+    def finish(self, phase: Phase = no_phase) -> None:
+        if self._inner is not None:
+            self._inner.finish(phase)
+
+    @override
+    def abandon(self) -> None:
+        if self._inner is not None:
+            self._inner.abandon()
+
+    @override
+    def after_step(self) -> None:
+        if self._inner is not None:
+            self._inner.after_step()
+
+
+class ReplicaReducer(OuterReducer):
     """Reduces over data as `inner` does, then over the sub-axes of tp that hold replicas."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], comm: Comm, inner: GradientReducer | None
     ) -> None:
-        super().__init__([p for p in parameters if p.requires_grad], comm)
-        self._inner = inner
+        super().__init__([p for p in parameters if p.requires_grad], comm, inner)
         # Under fsdp autograd sees other parameters than these: what was gathered.
         is_sharded = comm.size("fsdp") > 1
         self._adders = add_up_in_parts([] if is_sharded else self.parameters)
 
-    def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
-        """Tell the reducer over data."""
-        if self._inner is not None:
-            self._inner.before_backward(last, reached)
-
-    def abandon(self) -> None:
-        """Tell the reducer over data."""
-        if self._inner is not None:
-            self._inner.abandon()
-
-    def after_step(self) -> None:
-        """Tell the reducer over data."""
-        if self._inner is not None:
-            self._inner.after_step()
-
     @torch.no_grad()
     def finish(self, phase: Phase = no_phase) -> None:
         """Return when every gradient is whole."""
-        if self._inner is not None:
-            self._inner.finish(phase)
+        super().finish(phase)
         partial: dict[tuple[tuple[str, ...], torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for parameter in self.parameters:
             if isinstance(parameter.grad, DTensor):

@@ -12,9 +12,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from phalanx.comm.ledger import Phase, no_phase
-from phalanx.parallel.reduce import GradientReducer, Parameters
+from phalanx.parallel.reduce import GradientReducer, OuterReducer
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -27,34 +28,24 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-class SparseReducer(GradientReducer):
+class SparseReducer(OuterReducer):
     """Reduces the gradients of sparse tables after backward, and all others as `dense` does."""
 
     def __init__(self, tables: list[nn.Parameter], dense: GradientReducer) -> None:
-        super().__init__([*dense.parameters, *tables], dense.comm)
+        super().__init__([*dense.parameters, *tables], dense.comm, dense)
         self._tables = tables
-        self._dense = dense
 
-    def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
-        """Tell the reducer of the others."""
-        self._dense.before_backward(last, reached)
-
+    @override
     def retrain(self, trained: list[nn.Parameter]) -> bool:
         """Tell the reducer of the others; a table that is frozen has no gradient."""
-        return self._dense.retrain([p for p in trained if not _is_in(p, self._tables)])
+        dense = [parameter for parameter in trained if not _is_in(parameter, self._tables)]
+        return self._inner is not None and self._inner.retrain(dense)
 
-    def abandon(self) -> None:
-        """Tell the reducer of the others."""
-        self._dense.abandon()
-
-    def after_step(self) -> None:
-        """Tell the reducer of the others."""
-        self._dense.after_step()
-
+    @override
     @torch.no_grad()
     def finish(self, phase: Phase = no_phase) -> None:
         """Return when every gradient is the sum over dp."""
-        self._dense.finish(phase)
+        super().finish(phase)
         with phase("agree"):
             is_used = self.agree([table.grad is not None for table in self._tables])
         with phase("reduce"):

@@ -34,7 +34,7 @@ from phalanx.parallel.pipeline.links import cost_of, links_of
 from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.pipeline.runtime import HEADER_BYTES, Pipeline, sent_after
 from phalanx.parallel.pipeline.stage import DecoderStages, Stages
-from phalanx.parallel.reduce import GradientReducer, Parameters
+from phalanx.parallel.reduce import GradientReducer, OuterReducer
 from phalanx.parallel.split import Split, Target
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.spec import BatchShape
@@ -162,27 +162,20 @@ def _module_stages(model: nn.Module, strategy: Strategy, here: Sequence[int]) ->
     return ModuleStages(model, links, cut, here)
 
 
-class TiedReducer(GradientReducer):
+class TiedReducer(OuterReducer):
     """Reduces as `inner` does, then adds up the gradients of the two copies of a tied weight."""
 
     def __init__(
         self, weight: nn.Parameter, comm: Comm, other: int, inner: GradientReducer | None
     ) -> None:
         """Exchange with the rank at coordinate `other` of pp."""
-        super().__init__([weight], comm)
+        super().__init__([weight], comm, inner)
         self._other = other
-        self._inner = inner
-
-    @override
-    def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
-        if self._inner is not None:
-            self._inner.before_backward(last, reached)
 
     @override
     @torch.no_grad()
     def finish(self, phase: Phase = no_phase) -> None:
-        if self._inner is not None:
-            self._inner.finish(phase)
+        super().finish(phase)
         (weight,) = self.parameters
         assert weight.grad is not None, "both ends of a pipeline read the tied weight"
         mine = local_shard(weight.grad)
