@@ -106,14 +106,14 @@ def test_a_job_too_large_for_the_files_is_refused_with_the_most_that_fit(
 def test_groups_of_others_are_connected_as_ever() -> None:
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
-    with join._lazily_connected():
+    with join._lazily_connected():  # pyright: ignore[reportPrivateUsage]
         assert os.environ[name] == "1"
     assert os.environ.get(name) == before
 
 
 def meshes_and_a_split(text: str) -> list[bool]:
     sizes = {"vocab_size": 16, "num_layers": 1, "hidden": 16, "num_heads": 2, "num_kv_heads": 2}
-    shape = ModelShape(**sizes, head_dim=8, ffn=16, max_seq_len=8)
+    shape = ModelShape(**sizes, head_dim=8, ffn=16, max_seq_len=8)  # pyright: ignore[reportArgumentType]
     axes = Strategy.parse(text).mesh_axes()
     first, second = join.open_mesh(axes), join.open_mesh(dict(axes))
     alone = join.open_mesh({"dp": 4})
@@ -128,3 +128,18 @@ def meshes_and_a_split(text: str) -> list[bool]:
 def test_a_job_has_one_mesh_of_the_same_axes() -> None:
     """FSDP2 refuses a parameter whose mesh is only equal to the one that it is given."""
     assert run_ranks(meshes_and_a_split, 4, "fsdp2,tp2") == [[True, True]] * 4
+
+
+def groups_beside(num_models: int) -> tuple[set[str], float]:
+    """Ask for a second group of each axis, as one model after another does, and sum over one."""
+    comm = Ranks({"dp": 2, "fsdp": 2})
+    others = [comm.apart("data") for _ in range(num_models)]
+    names = {other._groups[axis].group_name for other in others for axis in ("dp", "fsdp")}  # pyright: ignore[reportAttributeAccessIssue]
+    assert names.isdisjoint(group.group_name for group in comm._groups.values())  # pyright: ignore[reportPrivateUsage]
+    return names, float(others[-1].all_reduce(torch.ones(()), "data"))
+
+
+def test_a_job_has_one_second_group_of_an_axis() -> None:
+    for names, total in run_ranks(groups_beside, 4, 3, threads=1):
+        assert len(names) == 2
+        assert total == 4

@@ -61,6 +61,9 @@ OneWayGroups = dict[tuple[int, int], dist.ProcessGroup]
 _one_way_groups: dict[DeviceMesh, OneWayGroups] = {}
 """By the mesh of the job."""
 
+_groups_apart: dict[tuple[DeviceMesh, str], dist.ProcessGroup] = {}
+"""By the mesh of the job and the axis."""
+
 
 def join(
     rank: int,
@@ -185,7 +188,7 @@ def _connect(group: dist.ProcessGroup, *, fully: bool) -> None:
     if dist.get_backend(group) != "gloo":
         return
     if fully:
-        numbers = torch.zeros(group.size())
+        numbers = torch.zeros(group.size(), device="cpu")
         dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
     else:
         dist.barrier(group)
@@ -297,21 +300,22 @@ def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
 
 
 def groups_apart(mesh: DeviceMesh, axes: Iterable[str]) -> dict[str, dist.ProcessGroup]:
-    """Make a second group of each of some axes, for reductions that keep no order with the first.
+    """Return a second group of each of some axes, for reductions that keep no order with the first.
 
-    Every rank of the job calls this.
+    Every rank of the job calls this. A mesh has one second group an axis, however often it is asked
+    for: its calls keep one order among themselves.
     """
-    groups: dict[str, dist.ProcessGroup] = {}
-    with _lazily_connected():
-        for axis in axes:
+    axes = list(axes)
+    for axis in axes:
+        if (mesh, axis) not in _groups_apart:
             number = (mesh.mesh_dim_names or ()).index(axis)
             ranks = mesh.mesh.movedim(number, -1).reshape(-1, mesh.size(number)).tolist()
-            own = _split_job(ranks, mesh.device_type)
+            with _lazily_connected():
+                own = _split_job(ranks, mesh.device_type)
             assert own is not None, "every rank is on every axis of its mesh"
-            groups[axis] = own
-    for group in groups.values():
-        _connect(group, fully=False)
-    return groups
+            _connect(own, fully=False)
+            _groups_apart[mesh, axis] = own
+    return {axis: _groups_apart[mesh, axis] for axis in axes}
 
 
 def _new_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:
