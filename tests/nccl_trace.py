@@ -5,6 +5,10 @@ messages apart by tags and reduces tensors that are not contiguous. So a job run
 `with Trace() as trace:`, and `trace.check()` says what NCCL would make of it. A trace sees every
 collective of its thread, whoever calls it, and which of them is waited for when. An exchange of
 comm.exchange counts as the one collective that NCCL runs in its place.
+
+NCCL takes tensors of the device alone. Here all are on the CPU, so `HostTensors` marks those that a
+GPU job would have on the host: what torch makes without being told a device, and what is brought
+there, until it is sent to a device.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from nccl_rules import Broken, Call, Event, Message, Wait, check
 from phalanx.comm import calls, exchange
@@ -32,6 +38,48 @@ DTYPES = {
 
 REDUCTIONS = ("", "sum", "product", "min", "max", "avg")
 """NCCL knows nothing of bits."""
+
+
+CREATES = {
+    "tensor", "as_tensor", "from_numpy", "frombuffer", "empty", "zeros", "ones", "full", "arange",
+    "linspace", "eye", "rand", "randn", "randint", "randperm",
+}  # fmt: skip
+"""Functions of torch whose result is on the host if they are told no device."""
+
+_MARK = "is_on_the_host"
+
+
+def _is_on_host(tensor: Any) -> bool:
+    return getattr(tensor, _MARK, False)
+
+
+class HostTensors(TorchFunctionMode):
+    """Marks the tensors that are on the host whatever the job computes on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, result = getattr(func, "__name__", ""), func(*args, **kwargs)
+        if name == "cpu":  # which a GPU job would copy
+            result = result.view(result.shape)
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        if name != "to":  # what is written in place stays where it is
+            made = [each for each in made if not any(each is given for given in args)]
+        is_here = bool(made) and self._is_of_host(name, args, kwargs)
+        for each in made:
+            if is_here is not _is_on_host(each):
+                setattr(each, _MARK, is_here)
+        return result
+
+    def _is_of_host(self, name: str, args: Any, kwargs: Any) -> bool:
+        if name == "cpu":
+            return True
+        given = [*args[1:], *kwargs.values()] if name == "to" else [kwargs.get("device")]
+        if any(isinstance(each, torch.device | str) for each in given):
+            return False
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if name == "tensor" or (name in CREATES and not tensors):
+            return True
+        return bool(tensors) and all(map(_is_on_host, tensors))
 
 
 class _Awaited(dist.Work):
@@ -90,8 +138,8 @@ class Trace(Watch):
         result = func(*args, **kwargs)
         if func.namespace == "phalanx_comm":
             # Whoever begins an exchange takes it over by its number, and waits for it.
-            transfer = exchange._BEGUN[result]
-            exchange._BEGUN[result] = exchange.Transfer([_Awaited(transfer, self, number)])
+            transfer = exchange._BEGUN[result]  # pyright: ignore[reportPrivateUsage]
+            exchange._BEGUN[result] = exchange.Transfer([_Awaited(transfer, self, number)])  # pyright: ignore[reportPrivateUsage]
         elif func.namespace == "c10d":
             result = self._watched(result, number)
         else:  # what is functional is waited for by whoever reads it; here, at once
@@ -117,7 +165,7 @@ def traced(function: Callable[..., Any], *args: Any) -> Any:
     Raises:
         Broken: NCCL would not.
     """
-    with Trace() as trace:
+    with Trace() as trace, HostTensors():
         result = function(*args)
     trace.check()
     return result
@@ -150,7 +198,9 @@ def _refuse_tensors(call: calls.Call, what: Fingerprint) -> None:
     if what.reduction not in REDUCTIONS:
         why = "NCCL knows no such reduction"
     for tensor in _flat([*call.inputs, *call.outputs]):
-        if tensor.layout != torch.strided:
+        if _is_on_host(tensor):
+            why = "NCCL takes no tensor of the host"
+        elif tensor.layout != torch.strided:
             why = "NCCL knows no sparse tensor"
         elif tensor.dtype not in DTYPES:
             why = f"NCCL knows no {tensor.dtype}"

@@ -10,6 +10,7 @@ import runs
 import torch
 
 from marks import by_hand
+from nccl_trace import traced
 from phalanx.checkpoint import manifest, state
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
@@ -126,8 +127,8 @@ def two_steps(
 def two_steps_each(
     run: Path, texts: list[str], steps_done: int
 ) -> list[tuple[list[tuple[float, float]], State, State]]:
-    """Go on under strategies of as many ranks, one after another."""
-    return [two_steps(run, text, steps_done + 2 * n, 2) for n, text in enumerate(texts)]
+    """Go on under strategies of as many ranks, one after another; NCCL would run their calls."""
+    return [traced(two_steps, run, text, steps_done + 2 * n, 2) for n, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("num_links", [5, by_hand(len(CHAIN))])

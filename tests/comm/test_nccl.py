@@ -46,7 +46,7 @@ def broken(function: Any, *args: Any) -> str:
 
 def one_group(self: Ranks, axis: str, peer: int, *, is_send: bool) -> Any:
     """The defect: activations and gradients pass through one group."""
-    return self._groups[axis], peer
+    return self._groups[axis], peer  # pyright: ignore[reportPrivateUsage]
 
 
 def both_receive_first(self: TiedReducer, phase: Phase = no_phase) -> None:
@@ -54,8 +54,8 @@ def both_receive_first(self: TiedReducer, phase: Phase = no_phase) -> None:
     (weight,) = self.parameters
     assert weight.grad is not None
     with phase("reduce"):
-        theirs = self.comm.recv_start(torch.empty_like(weight.grad), "pp", self._other)
-        sent = self.comm.send_start(weight.grad.clone(), "pp", self._other)
+        theirs = self.comm.recv_start(torch.empty_like(weight.grad), "pp", self._other)  # pyright: ignore[reportPrivateUsage]
+        sent = self.comm.send_start(weight.grad.clone(), "pp", self._other)  # pyright: ignore[reportPrivateUsage]
         weight.grad.add_(theirs.wait())
         sent.wait()
 
@@ -120,9 +120,16 @@ def test_ends_that_first_speak_at_the_tie_and_both_receive_first_are_found() -> 
         assert wrong.startswith("deadlock:") and "rank 0: recv" in wrong and "rank 2: recv" in wrong
 
 
+DEVICE = torch.device("cpu")
+
+
+def on_device(size: int) -> torch.Tensor:
+    return torch.ones(size, device=DEVICE)
+
+
 def exchange_transposed() -> None:
     comm = Ranks({"pp": 2})
-    tensor = torch.ones(3, 2).T
+    tensor = torch.ones(3, 2, device=DEVICE).T
     if comm.coord("pp") == 0:
         comm.send_start(tensor, "pp", 1).wait()
     else:
@@ -135,17 +142,25 @@ def reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
 
 def send_in_the_order_of_tags() -> None:
     if dist.get_rank() == 0:
-        works = [dist.isend(torch.ones(size), 1, tag=size) for size in (1, 2)]
+        works = [dist.isend(on_device(size), 1, tag=size) for size in (1, 2)]
     else:
-        works = [dist.irecv(torch.ones(size), 0, tag=size) for size in (2, 1)]
+        works = [dist.irecv(on_device(size), 0, tag=size) for size in (2, 1)]
     for work in works:
         assert work is not None
         work.wait()
 
 
 def leave_one_alone() -> None:
-    dist.all_reduce(torch.ones(1), async_op=True)
+    dist.all_reduce(on_device(1), async_op=True)
     dist.barrier()
+
+
+def add_on_host() -> None:
+    dist.all_reduce(on_device(2).cpu() + torch.ones(2))
+
+
+def add_on_device() -> None:
+    dist.all_reduce(on_device(2) + torch.tensor(2.0) + torch.ones(2).to(DEVICE))
 
 
 def what_gloo_forgives() -> dict[str, str]:
@@ -156,7 +171,8 @@ def what_gloo_forgives() -> dict[str, str]:
         "a reduction": broken(reduce, torch.ones(2, dtype=torch.int64), dist.ReduceOp.BAND),
         "messages by their tags": broken(send_in_the_order_of_tags),
         "a work that nobody waits for": broken(leave_one_alone),
-        "nothing": broken(reduce, torch.ones(2)),
+        "a tensor of the host": broken(add_on_host),
+        "nothing": broken(reduce, torch.ones(2)) + broken(add_on_device),
     }
 
 
@@ -168,6 +184,7 @@ def test_what_gloo_forgives_is_found() -> None:
         "a reduction": "NCCL knows no such reduction",
         "messages by their tags": "differs in the shape",
         "a work that nobody waits for": "is never waited for",
+        "a tensor of the host": "NCCL takes no tensor of the host",
     }
     for found in run_ranks(what_gloo_forgives, 2, threads=1):
         assert not found.pop("nothing")

@@ -200,7 +200,7 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
             module = "" if name is None else f"FSDP module {name or '(root)'}"
         if code.co_name == "__torch_dispatch__":
             places.clear()  # a mode hands the call on, or runs a composite, whose place is told
-        elif not _is_hidden(code.co_filename):
+        elif code.co_name != "__torch_function__" and not _is_hidden(code.co_filename):
             place = f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
             places.append((place, code.co_filename.startswith(str(_ROOMS))))
         frame = frame.f_back
