@@ -68,6 +68,32 @@ class Twice(nn.Module):
         return self.after(self.shared(self.shared(x).tanh()))
 
 
+class Viewing(nn.Module):
+    """A block that returns a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.tanh()).t().t()
+
+
+class Views(nn.Module):
+    """Writes in place what its blocks return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Viewing() for _ in range(4))
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += 0.5
+        return self.last(x).t().t()
+
+
 def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5))
 
@@ -134,7 +160,7 @@ def plain(case: Case) -> tuple[list[float], dict[str, Tensor]]:
             count = sum(len(y) for _, y in step)
             optimizer.zero_grad()
             sums = [cross_entropy(model(x), y, reduction="sum") for x, y in step]
-            (sum(sums) / count).backward()
+            (sum(sums) / count).backward()  # pyright: ignore[reportAttributeAccessIssue]
             if case.max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
             optimizer.step()

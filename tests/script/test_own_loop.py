@@ -15,7 +15,7 @@ import loops
 import pytest
 import torch
 from jobs import Dropping
-from loops import Case, Numbers, Stream, Twice, as_rows, normed, of_groups
+from loops import Case, Numbers, Stream, Twice, Views, as_rows, normed, of_groups
 from torch import nn
 from torch.nn.functional import cross_entropy, softplus
 from torch.utils.data import DataLoader, TensorDataset
@@ -44,6 +44,7 @@ CASES: dict[str, Case] = {
     "dataclasses": Case(dataset=lambda: Numbers("dict"), collate=as_rows),
     "stream": Case(dataset=Stream, shuffle=False),
     "twice": Case(build=Twice),
+    "views": Case(build=Views),
     "batch norm": Case(build=normed, options={"batch_norm": "global"}),
 }
 
@@ -54,6 +55,7 @@ SOME = ("groups", "accumulated", "one row left", "twice", "batch norm")
 
 def results(strategies: list[str], names: Sequence[str]) -> dict[tuple[str, str], Any]:
     """Run cases under every strategy, on the ranks of one job."""
+    warnings.filterwarnings("error", "FSDP2-wrapped module")  # of gradients, which are right here
     return {
         (strategy, name): loops.distributed(CASES[name], strategy)
         for strategy in strategies
@@ -66,7 +68,7 @@ def results(strategies: list[str], names: Sequence[str]) -> dict[tuple[str, str]
     [
         (1, ["dp1"], tuple(CASES)),
         (2, ["dp2", "fsdp2:zero2"], tuple(CASES)),
-        (2, ["dp2:naive", "fsdp2", "fsdp2:zero1"], ("accumulated", "twice")),
+        (2, ["dp2:naive", "fsdp2", "fsdp2:zero1"], ("accumulated", "twice", "views")),
         (3, ["fsdp3"], SOME),
         (4, ["dp2,fsdp2"], ("groups", "one row left")),
         by_hand(2, ["dp2:naive", "fsdp2", "fsdp2:zero1"], tuple(CASES)),
@@ -165,7 +167,7 @@ def weights_of_multistep(folder: Path, num_steps: int | None) -> list[float]:
     loop.train(num_steps)
     if num_steps is not None:
         loop.run.save(folder)
-    return [steps.last_epoch, *steps.get_last_lr()]
+    return [steps.last_epoch, *steps.get_last_lr()]  # pyright: ignore[reportReturnType]
 
 
 def test_a_schedule_whose_state_has_numbers_for_keys_goes_on(tmp_path: Path) -> None:
@@ -418,7 +420,7 @@ def with_buffers(batch_norm: str | None) -> tuple[list[str], list[float]]:
     torch.manual_seed(0)
     model = (Moving() if batch_norm is None else normed()).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    prepared = run.prepare(model, optimizer, DataLoader(Numbers(), 8), batch_norm=batch_norm)
+    prepared = run.prepare(model, optimizer, DataLoader(Numbers(), 8), batch_norm=batch_norm)  # pyright: ignore[reportArgumentType]
     model, optimizer, loader = prepared
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

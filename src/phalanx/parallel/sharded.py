@@ -54,6 +54,7 @@ from phalanx.parallel.reduce import (
 )
 from phalanx.parallel.sparse import sparse_tables
 from phalanx.parallel.split import Split, StateBytes, Target
+from phalanx.parallel.views import allow_views
 
 Kind = Literal["zero1", "zero2", "zero3"]
 
@@ -252,6 +253,7 @@ class ShardedReducer(GradientReducer):
         # torch 2.13 there is no such setting, and all ranks must use the same parameters.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
+        allow_views(module)
         self._watch(cast(nn.Module, module))
 
     def _watch(self, module: nn.Module) -> None:
