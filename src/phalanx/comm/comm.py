@@ -18,9 +18,10 @@ a sum still owed over x. N is the size of the axis; a rank sends, for a byte of 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -39,7 +40,7 @@ from phalanx.comm.join import (
     open_mesh,
 )
 from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
-from phalanx.comm.waits import waiting
+from phalanx.comm.waits import is_compared, waiting
 from phalanx.comm.watch import Phases
 from phalanx.strategy import Strategy, check_ranks
 
@@ -58,12 +59,22 @@ _scatter_single = (
 class Pending:
     """A collective under way; `wait` returns its tensor when it is there."""
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None = None) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        work: dist.Work | None = None,
+        begin: Callable[[], Pending] | None = None,
+    ) -> None:
+        """Have `wait` wait for `work`, or begin it."""
         self._tensor = tensor
         self._work = work
+        self._begin = begin
 
     def wait(self) -> Tensor:
         """Return the tensor once the collective has ended (for CUDA: once it is on the stream)."""
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin().wait()
         if self._work is not None:
             with waiting(self._tensor):
                 self._work.wait()
@@ -116,6 +127,11 @@ class Comm(ABC):
             number = number * self.axes[axis] + self._coords[axis]
         return number
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether the ranks meet at each call, see debug.check."""
+        return False
+
     def apart(self, name: str) -> Comm:
         """Return these ranks with calls over `name` that keep no order with those made here.
 
@@ -128,10 +144,17 @@ class Comm(ABC):
 
     def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
         """Reduce `tensor` in place; every rank of `name` then holds the result."""
-        return self.all_reduce_start(tensor, name, reduction).wait()
+        return self._all_reduce_start(tensor, name, reduction).wait()
 
     def all_reduce_start(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Pending:
-        """Begin `all_reduce`; of several axes, only the last is still under way at return."""
+        """Begin `all_reduce`; of several axes, only the last is still under way at return.
+
+        Under the check of calls it begins when it is waited for, where all ranks can meet.
+        """
+        begin = functools.partial(self._all_reduce_start, tensor, name, reduction)
+        return Pending(tensor, begin=begin) if self.is_compared else begin()
+
+    def _all_reduce_start(self, tensor: Tensor, name: str, reduction: Reduction) -> Pending:
         pending = Pending(tensor)
         for axis in self._speaking(name):
             pending.wait()
@@ -262,6 +285,11 @@ class Ranks(Comm):
             # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
             of_tp = self.mesh[self.axes_of("tp")]._flatten()  # pyright: ignore[reportPrivateUsage]
             self._groups["tp"] = of_tp.get_group()
+
+    @property
+    @override
+    def is_compared(self) -> bool:
+        return is_compared(self.mesh)
 
     @override
     def apart(self, name: str) -> Comm:

@@ -11,10 +11,11 @@ where one differs, or ranks give and take unlike shapes, each reads what all oth
 A `CollectiveCheck` is a dispatch mode, so it belongs to the thread that entered it, and to the
 threads of autograd that work for it: the collectives of any other thread pass unseen. The ranks
 meet at each call, even of an asynchronous collective; all must make their calls in one order,
-across groups too.
+across groups too. What `Comm.all_reduce_start` begins is called where it is waited for: gradients
+are ready in another order on each rank.
 
-A send and its receive are compared when the second of them is called, without a meeting. What a
-rank is to receive of one that has left is told by the later of the two.
+A send and its receive are compared when the second of them is called, without a meeting: see
+messages.py.
 
 A rank that waits for long says for whom, in a call or, by `Comm`, for a message. Ranks that wait
 for each other in a cycle never go on, and are told so.
@@ -25,10 +26,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -40,23 +40,16 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from phalanx.comm.calls import Call, axes_by_ranks, read_call
-from phalanx.comm.join import job_store
-from phalanx.comm.waits import told_to
+from phalanx.comm.waits import compared, told_to
 from phalanx.comm.watch import Watch
-from phalanx.debug.deadlock import Edge, WaitGraph
-from phalanx.debug.fingerprint import Fingerprint, difference, find_places, pair_difference, take
+from phalanx.debug.deadlock import Edge
+from phalanx.debug.fingerprint import Fingerprint, difference, find_places, take
+from phalanx.debug.messages import Messages
+from phalanx.debug.words import GRACE_S, LEFT, Words, described
 from phalanx.errors import CollectiveMismatch, named
 
 LIMIT_S = 30.0
 """How long a rank waits for the others to come to a call."""
-
-LOOK_S = 0.25
-"""How long a rank waits before it looks, again and again, where the others are."""
-
-GRACE_S = 5.0
-"""How long a rank waits for one that an error of its own has ended, and which is to say so."""
-
-LEFT = "left"
 
 
 @dataclass(frozen=True)
@@ -107,24 +100,21 @@ class CollectiveCheck(Watch):
             limit_s: how long the ranks wait for one that does not come, in seconds.
         """
         super().__init__()
-        self.limit_s = limit_s
+        self.phase_name = ""
+        self._mesh = mesh
         self._axis_of = axes_by_ranks(mesh)
         self._named = dict(named or {})
-        self._rank = dist.get_rank()
-        self.phase_name = ""
         self._numbers: Counter[str] = Counter()
-        self._awaited: set[int] = set()
-        # Address of what a message is to fill -> its sender, its key and this rank's call.
-        self._receiving: dict[int, tuple[int, str, Fingerprint]] = {}
         self._telling = ExitStack()
-        store = job_store()
-        # Each rank counts its own, and all make the same: what an earlier check left, is not read.
-        self._store = dist.PrefixStore(f"check/{store.add(f'checks/{self._rank}', 1)}", store)
-        self._graph = WaitGraph(self._store, self._rank)
+        self._words = Words(limit_s)
+        self._messages = Messages(self._words)
+        self._store = self._words.store
+        self._rank = self._words.rank
 
     @override
     def __enter__(self) -> Self:
-        self._telling.enter_context(told_to(self._wait_for_message))
+        self._telling.enter_context(compared(self._mesh))
+        self._telling.enter_context(told_to(self._messages.wait_for))
         return super().__enter__()
 
     def __exit__(
@@ -136,7 +126,7 @@ class CollectiveCheck(Watch):
         try:
             self._store.set(f"gone/{self._rank}", LEFT if error is None else repr(error))
             if error is None:
-                self._leave()
+                self._messages.leave()
         except dist.DistNetworkError:
             if error is None:
                 raise  # else the error goes on, and matters more
@@ -152,32 +142,19 @@ class CollectiveCheck(Watch):
         """
         call = read_call(func, args, kwargs)
         if call is not None and len(call.ranks) > 1:
-            with self._store_is_held():
+            with self._words.held():
                 self._check(call)
         return func(*args, **kwargs)
-
-    @contextmanager
-    def _store_is_held(self) -> Generator[None]:
-        """Say what it means that the store cannot be reached."""
-        try:
-            yield
-        except dist.DistNetworkError as error:
-            raise CollectiveMismatch(
-                "the calls of the ranks cannot be compared any more: the process that holds "
-                "the job's store (rank 0, or torchrun's own) has ended; its last words say why",
-                self._rank,
-            ) from error
 
     def _check(self, call: Call) -> None:
         places, module = find_places(inspect.currentframe())
         if call.op == "recv_any_source":
-            # What it receives is not known; sends to this rank are no longer told to be wrong.
-            self._store.set(self._any_source_key(call, self._rank), "")
+            self._messages.receive_any(call)
             return
         tensor = module or self._name_of(call)
         fingerprint = take(call, tensor=tensor, places=places, phase=self.phase_name)
         if call.op in ("send", "recv"):
-            self._pair(call, fingerprint)
+            self._messages.pair(call, fingerprint)
         else:
             self._meet(call, fingerprint)
 
@@ -202,9 +179,9 @@ class CollectiveCheck(Watch):
         calls = {r: Fingerprint.read(t) for r, t in zip(call.ranks, texts, strict=True)}
         if found := difference(calls, self._has_name):
             one, other, what = found
-            raise self._verdict(
+            raise self._words.verdict(
                 f"ranks {one} and {other} differ at {meeting}, in the {what}\n"
-                f"{_told(one, calls[one])}\n{_told(other, calls[other])}\n"
+                f"{described(one, calls[one])}\n{described(other, calls[other])}\n"
                 "Each rank of a group must make the same calls in the same order."
             )
 
@@ -230,59 +207,41 @@ class CollectiveCheck(Watch):
 
     def _wait(self, meeting: Meeting, fingerprint: Fingerprint) -> None:
         """Return when all ranks have come to a call."""
-        told = f"{_told(self._rank, fingerprint)}\n{'':10}waits there, {meeting}"
+        told = f"{described(self._rank, fingerprint)}\n{'':10}waits there, {meeting}"
 
         def look(waited_s: float) -> None:
             missing = self._missing(meeting)
             self._look(meeting, missing, waited_s)
-            self._refuse_deadlock([Edge(rank, meeting.key(rank), False) for rank in missing], told)
+            self._words.refuse_deadlock(
+                [Edge(rank, meeting.key(rank), False) for rank in missing], told
+            )
 
         # The store answers all ranks: the more they are, the less often each may ask.
         longest_s = 2e-3 * max(1.0, len(meeting.ranks) / 8)
         try:
-            self._poll(lambda: self._store.check([meeting.key("all")]), look, longest_s)
+            self._words.poll(lambda: self._store.check([meeting.key("all")]), look, longest_s)
         except CollectiveMismatch:
             # A rank that comes later must not be the last, and run the collective.
             self._store.add(meeting.key("count"), -1)
             self._store.delete_key(meeting.key(self._rank))
             raise
 
-    def _poll(
-        self, is_over: Callable[[], bool], look: Callable[[float], None], longest_s: float
-    ) -> None:
-        """Return when a wait is over; call `look` now and then, with the time that it has taken."""
-        self._graph.begin()
-        began_s = time.monotonic()
-        look_s, pause_s = began_s + LOOK_S, 20e-6
-        try:
-            while not is_over():
-                now_s = time.monotonic()
-                if now_s > look_s:
-                    if self._store.check(["verdict"]):
-                        raise self._verdict("")
-                    look(now_s - began_s)
-                    look_s = now_s + LOOK_S
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, longest_s)
-        finally:
-            self._graph.end()
-
     def _look(self, meeting: Meeting, missing: list[int], waited_s: float) -> None:
         """Find out why ranks have not come, and raise if they never will."""
         why, advice = "", ""
         for rank in missing:
-            end = self._read(f"gone/{rank}")
+            end = self._words.read(f"gone/{rank}")
             if end == LEFT:
                 why = f"rank {rank} has left, without an error, and will not come to {meeting}"
                 advice = "\nEach rank must make the same number of calls."
                 break
-            if end is not None and waited_s > min(GRACE_S, self.limit_s):
+            if end is not None and waited_s > min(GRACE_S, self._words.limit_s):
                 why = f"rank {rank} has ended by {end} and will not come to {meeting}"
                 break
-        if missing and not why and waited_s > self.limit_s:
-            why = f"{named(missing)} did not come to {meeting} within {self.limit_s:g} s"
+        if missing and not why and waited_s > self._words.limit_s:
+            why = f"{named(missing)} did not come to {meeting} within {self._words.limit_s:g} s"
         if why:
-            raise self._verdict(f"{why}\n{self._scene(meeting, missing)}{advice}")
+            raise self._words.verdict(f"{why}\n{self._scene(meeting, missing)}{advice}")
 
     def _missing(self, meeting: Meeting) -> list[int]:
         """Return the ranks that have not come to a call; they are few, so halves are asked for."""
@@ -298,15 +257,6 @@ class CollectiveCheck(Watch):
                 asked += [ranks[len(ranks) // 2 :], ranks[: len(ranks) // 2]]
         return missing
 
-    def _refuse_deadlock(self, edges: Sequence[Edge], told: str) -> None:
-        """Raise if one of those that this rank waits for waits for it in turn."""
-        if cycle := self._graph.cycle(edges, told):
-            lines = "\n".join(cycle.values())
-            raise self._verdict(
-                f"deadlock: {named(sorted(cycle))} wait for each other\n{lines}\n"
-                "Ranks must come to their calls and messages in one order."
-            )
-
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
         """Tell what a rank waits in, and the last call of each that it waits for."""
         here = next(rank for rank in meeting.ranks if rank not in missing)
@@ -314,115 +264,15 @@ class CollectiveCheck(Watch):
         too = f", as {'does' if len(others) == 1 else 'do'} {named(others)}" if others else ""
         lines: list[str] = []
         for rank in (here, *missing):
-            if (text := self._read(f"last/{rank}")) is None:
+            if (text := self._words.read(f"last/{rank}")) is None:
                 lines.append(f"  rank {rank}: has made no call yet")
                 continue
             call, which = json.loads(text)
             how = f"was its last call{which and ', '}{which}"
             if rank == here:
                 how = f"waits there{too}"
-            lines.append(f"{_told(rank, Fingerprint.read(call))}\n{'':10}{how}")
+            lines.append(f"{described(rank, Fingerprint.read(call))}\n{'':10}{how}")
         return "\n".join(lines)
-
-    def _verdict(self, message: str) -> CollectiveMismatch:
-        """Return the error that all ranks raise: the first that any of them found."""
-        mine = json.dumps([message, self._rank])
-        first, speaker = json.loads(self._store.compare_set("verdict", "", mine))
-        return CollectiveMismatch(first, speaker)
-
-    def _read(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    # Sends and receives: the second of a pair compares.
-
-    def _pair(self, call: Call, fingerprint: Fingerprint) -> None:
-        """Compare a send with its receive if the other rank has called before."""
-        is_send = call.op == "send"
-        peer = call.ranks[call.arguments["dst" if is_send else "src"]]
-        sender, receiver = (self._rank, peer) if is_send else (peer, self._rank)
-        line = f"{call.group.group_name}/{sender}-{receiver}/{call.arguments['tag']}"
-        self._numbers[line] += 1
-        text = fingerprint.text()
-        self._store.set(f"last/{self._rank}", json.dumps([text, ""]))
-        key = f"{line}/{self._numbers[line]}"
-        theirs = self._store.compare_set(key, "", text).decode()
-        if theirs == text:  # this rank is the first of the two
-            if not is_send:
-                if call.inputs[0].numel():
-                    self._receiving[call.inputs[0].data_ptr()] = peer, key, fingerprint
-                self._await(peer, key, fingerprint, self._numbers[line])
-            return
-        self._store.delete_key(key)
-        other = Fingerprint.read(theirs)
-        what = pair_difference(fingerprint, other)
-        if what and not self._store.check([self._any_source_key(call, receiver)]):
-            raise self._verdict(
-                f"ranks {self._rank} and {peer} differ in message {self._numbers[line]} from rank "
-                f"{sender} to rank {receiver}, in the {what}\n"
-                f"{_told(self._rank, fingerprint)}\n{_told(peer, other)}"
-            )
-
-    def _await(self, sender: int, key: str, fingerprint: Fingerprint, number: int) -> None:
-        """Say that this rank waits for a message, unless its sender has left already."""
-        waits = f"it has not sent message {number} to rank {self._rank}"
-        told = f"{_told(self._rank, fingerprint)}\n{'':10}waits for it"
-        if sender not in self._awaited:
-            self._awaited.add(sender)
-            number = self._store.add(f"receivers/{sender}", 1)
-            self._store.set(f"receivers/{sender}/{number}", str(self._rank))
-        self._store.set(f"awaits/{sender}/{self._rank}", json.dumps([key, waits, told]))
-        if self._read(f"gone/{sender}") == LEFT:
-            raise self._unsent(sender, waits, told)
-
-    @contextmanager
-    def _wait_for_message(self, tensor: torch.Tensor | None) -> Generator[None]:
-        """Wait for the sender of what a tensor is to receive, before this rank blocks for it."""
-        address = None if tensor is None or not tensor.numel() else tensor.data_ptr()
-        if address in self._receiving:
-            self._wait_for_sender(*self._receiving.pop(address))
-        yield
-
-    def _wait_for_sender(self, sender: int, key: str, fingerprint: Fingerprint) -> None:
-        """Return when a message is sent, or, as it may take its time, after the limit."""
-        told = f"{_told(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
-        until_s = time.monotonic() + self.limit_s
-
-        def look(waited_s: float) -> None:
-            end = self._read(f"gone/{sender}")
-            # Of one that has left, `_await` or its own `_leave` tells.
-            if end not in (None, LEFT) and waited_s > min(GRACE_S, self.limit_s):
-                raise self._verdict(f"rank {sender} has ended by {end}, and sends no more\n{told}")
-            self._refuse_deadlock([Edge(sender, key, True)], told)
-
-        def is_over() -> bool:
-            return not self._store.check([key]) or time.monotonic() > until_s
-
-        with self._store_is_held():
-            self._poll(is_over, look, 2e-3)
-
-    def _leave(self) -> None:
-        """Raise if another rank waits for a message of this one, which has left."""
-        num_receivers = int(self._read(f"receivers/{self._rank}") or 0)
-        for number in range(1, num_receivers + 1):
-            receiver = self._read(f"receivers/{self._rank}/{number}")
-            if text := self._read(f"awaits/{self._rank}/{receiver}"):
-                key, waits, told = json.loads(text)
-                if self._store.check([key]):  # else it was sent
-                    raise self._unsent(self._rank, waits, told)
-
-    def _unsent(self, sender: int, waits: str, told: str) -> CollectiveMismatch:
-        last = f"  rank {sender}: has made no call yet"
-        if (text := self._read(f"last/{sender}")) is not None:
-            last = (
-                f"{_told(sender, Fingerprint.read(json.loads(text)[0]))}\n{'':10}was its last call"
-            )
-        return self._verdict(
-            f"rank {sender} has left, without an error, and {waits}\n{told}\n{last}\n"
-            "Each rank must make the same number of calls."
-        )
-
-    def _any_source_key(self, call: Call, receiver: int) -> str:
-        return f"any/{call.group.group_name}/{receiver}"
 
     # Names of tensors.
 
@@ -448,9 +298,3 @@ def _address(tensor: torch.Tensor) -> int:
         with torch.no_grad():
             return tensor.to_local().data_ptr()
     return tensor.data_ptr()
-
-
-def _told(rank: int, call: Fingerprint) -> str:
-    """Return a rank's call and its places in lines of a message."""
-    places = ", called from ".join(call.places) or "a thread without a place in Python"
-    return f"  rank {rank}: {call}\n{'':10}at {places}"

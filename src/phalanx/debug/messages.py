@@ -1,0 +1,127 @@
+"""Compare each send with its receive, without a meeting: the second of the two compares.
+
+What a rank is to receive of one that has left is told by the later of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+from phalanx.comm.calls import Call
+from phalanx.debug.deadlock import Edge
+from phalanx.debug.fingerprint import Fingerprint, pair_difference
+from phalanx.debug.words import GRACE_S, LEFT, Words, described
+from phalanx.errors import CollectiveMismatch
+
+
+class Messages:
+    """The sends and receives of this rank."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._store = words.store
+        self._rank = words.rank
+        self._numbers: Counter[str] = Counter()
+        self._awaited: set[int] = set()
+        # Address of what a message is to fill -> its sender, its key and this rank's call.
+        self._receiving: dict[int, tuple[int, str, Fingerprint]] = {}
+
+    def receive_any(self, call: Call) -> None:
+        """Compare no messages to this rank from now on: what it receives is not known."""
+        self._store.set(self._any_source_key(call, self._rank), "")
+
+    def pair(self, call: Call, fingerprint: Fingerprint) -> None:
+        """Compare a send with its receive if the other rank has called before."""
+        is_send = call.op == "send"
+        peer = call.ranks[call.arguments["dst" if is_send else "src"]]
+        sender, receiver = (self._rank, peer) if is_send else (peer, self._rank)
+        line = f"{call.group.group_name}/{sender}-{receiver}/{call.arguments['tag']}"
+        self._numbers[line] += 1
+        text = fingerprint.text()
+        self._store.set(f"last/{self._rank}", json.dumps([text, ""]))
+        key = f"{line}/{self._numbers[line]}"
+        theirs = self._store.compare_set(key, "", text).decode()
+        if theirs == text:  # this rank is the first of the two
+            if not is_send:
+                if call.inputs[0].numel():
+                    self._receiving[call.inputs[0].data_ptr()] = peer, key, fingerprint
+                self._await(peer, key, fingerprint, self._numbers[line])
+            return
+        self._store.delete_key(key)
+        other = Fingerprint.read(theirs)
+        what = pair_difference(fingerprint, other)
+        if what and not self._store.check([self._any_source_key(call, receiver)]):
+            raise self._words.verdict(
+                f"ranks {self._rank} and {peer} differ in message {self._numbers[line]} from rank "
+                f"{sender} to rank {receiver}, in the {what}\n"
+                f"{described(self._rank, fingerprint)}\n{described(peer, other)}"
+            )
+
+    def _await(self, sender: int, key: str, fingerprint: Fingerprint, number: int) -> None:
+        """Say that this rank waits for a message, unless its sender has left already."""
+        waits = f"it has not sent message {number} to rank {self._rank}"
+        told = f"{described(self._rank, fingerprint)}\n{'':10}waits for it"
+        if sender not in self._awaited:
+            self._awaited.add(sender)
+            number = self._store.add(f"receivers/{sender}", 1)
+            self._store.set(f"receivers/{sender}/{number}", str(self._rank))
+        self._store.set(f"awaits/{sender}/{self._rank}", json.dumps([key, waits, told]))
+        if self._words.read(f"gone/{sender}") == LEFT:
+            raise self._unsent(sender, waits, told)
+
+    @contextmanager
+    def wait_for(self, tensor: torch.Tensor | None) -> Generator[None]:
+        """Wait for the sender of what a tensor is to receive, before this rank blocks for it."""
+        address = None if tensor is None or not tensor.numel() else tensor.data_ptr()
+        if address in self._receiving:
+            self._wait_for_sender(*self._receiving.pop(address))
+        yield
+
+    def _wait_for_sender(self, sender: int, key: str, fingerprint: Fingerprint) -> None:
+        """Return when a message is sent, or, as it may take its time, after the limit."""
+        told = f"{described(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
+        until_s = time.monotonic() + self._words.limit_s
+
+        def look(waited_s: float) -> None:
+            end = self._words.read(f"gone/{sender}")
+            # Of one that has left, `_await` or its own `leave` tells.
+            if end not in (None, LEFT) and waited_s > min(GRACE_S, self._words.limit_s):
+                raise self._words.verdict(
+                    f"rank {sender} has ended by {end}, and sends no more\n{told}"
+                )
+            self._words.refuse_deadlock([Edge(sender, key, True)], told)
+
+        def is_over() -> bool:
+            return not self._store.check([key]) or time.monotonic() > until_s
+
+        with self._words.held():
+            self._words.poll(is_over, look, 2e-3)
+
+    def leave(self) -> None:
+        """Raise if another rank waits for a message of this one, which has left."""
+        num_receivers = int(self._words.read(f"receivers/{self._rank}") or 0)
+        for number in range(1, num_receivers + 1):
+            receiver = self._words.read(f"receivers/{self._rank}/{number}")
+            if text := self._words.read(f"awaits/{self._rank}/{receiver}"):
+                key, waits, told = json.loads(text)
+                if self._store.check([key]):  # else it was sent
+                    raise self._unsent(self._rank, waits, told)
+
+    def _unsent(self, sender: int, waits: str, told: str) -> CollectiveMismatch:
+        last = f"  rank {sender}: has made no call yet"
+        if (text := self._words.read(f"last/{sender}")) is not None:
+            call = Fingerprint.read(json.loads(text)[0])
+            last = f"{described(sender, call)}\n{'':10}was its last call"
+        return self._words.verdict(
+            f"rank {sender} has left, without an error, and {waits}\n{told}\n{last}\n"
+            "Each rank must make the same number of calls."
+        )
+
+    def _any_source_key(self, call: Call, receiver: int) -> str:
+        return f"any/{call.group.group_name}/{receiver}"
