@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import storage
+from phalanx.errors import ConfigError
 
 
 def write_folder(final: Path, error: BaseException | None = None) -> None:
@@ -64,3 +65,11 @@ def test_a_file_stays_whole_until_the_new_one_is(
     storage.replace_file(file, b"third")
     assert file.read_bytes() == b"third"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_destination_below_a_circle_of_links_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "source").mkdir()
+    storage.check_free(tmp_path / "source", tmp_path / "circle" / "x")
+    with pytest.raises(ConfigError, match="lies in"):
+        storage.check_free(tmp_path / "source", tmp_path / "source" / "x")

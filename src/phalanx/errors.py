@@ -21,6 +21,8 @@ Each message says what is wrong, the actual value, what was expected, and the ne
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 import signal
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -31,6 +33,9 @@ NUM_NAMED = 8
 
 LONGEST = 20_000
 """Characters of an error's text that are shown, its traceback included."""
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class PhalanxError(Exception):
@@ -51,9 +56,9 @@ class NotDivisible(ConfigError):
     """A size does not split evenly over a degree."""
 
     def __init__(self, what: str, size: int, degree: int) -> None:
-        legal = min(
-            (d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - degree), d)
-        )
+        start = min(degree, size)  # outward, since a size may be large
+        near = (start + way * gap for gap in itertools.count() for way in (-1, 1))
+        legal = next(each for each in near if each > 0 and size % each == 0)
         super().__init__(
             f"{what} is {size}, which {degree} does not divide; the nearest degree that does is "
             f"{legal}"
@@ -123,7 +128,9 @@ class Interrupted(KeyboardInterrupt):
 
 def message_of(error: BaseException) -> str:
     """Return the message of `error` and the notes on it, such as a save that failed as well."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    # A file's name may have what would steer the terminal.
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def shortened(text: str) -> str:

@@ -194,7 +194,7 @@ def check_free(source: Path, destination: Path) -> None:
     Raises:
         ConfigError: says which, and what to give instead.
     """
-    if destination.resolve().is_relative_to(source.resolve()):
+    if _whole(destination).is_relative_to(_whole(source)):
         raise ConfigError(
             f"{destination} lies in {source}, which is read; give a folder outside of it"
         )
@@ -214,11 +214,11 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
     left_bytes = free_bytes(destination)
     if left_bytes < num_bytes:
         raise CheckpointError(
-            f"{destination} needs {size_text(num_bytes)}, but {destination.resolve().parent} "
+            f"{destination} needs {size_text(num_bytes)}, but {_whole(destination).parent} "
             f"has {size_text(left_bytes)} left; make room, or choose a folder on another disk"
         )
     try:
-        with new_folder(destination.resolve()) as partial:
+        with new_folder(_whole(destination)) as partial:
             yield partial
     except OSError as error:
         raise CheckpointError(
@@ -228,8 +228,13 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
 
 
 def existing(path: Path) -> Path:
-    """Return the path if it is there, else the nearest folder above that is."""
-    return next(each for each in (path, *path.resolve().parents) if each.exists())
+    """Return the path if it is there, as a link to nowhere too, else the nearest folder above."""
+    return next(each for each in (path, *_whole(path).parents) if os.path.lexists(each))
+
+
+def _whole(path: Path) -> Path:
+    """Return a path without links, as far as these lead; `Path.resolve` raises at a circle."""
+    return Path(os.path.realpath(path))
 
 
 def free_bytes(path: Path) -> int:

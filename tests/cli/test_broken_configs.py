@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.data import corpus, tokenizer
 from small_run import tokenizer_of
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 20
@@ -47,6 +49,11 @@ CASES = {
     "value that is not a choice": Broken(
         "train --precision bfloat", "--precision is 'bfloat'", "did you mean 'bfloat16'?"
     ),
+    "controls in a word": Broken("trai\x1b[31mn", "'trai\\x1b[31mn' is not a verb", "'train'?"),
+    "controls in a name": Broken("train --data a\x1b[31mb", "matches a\\x1b[31mb", "a glob"),
+    "threads without end": Broken(
+        "bench mfu --threads 99999999", "threads is 99999999", "the nearest is 4096"
+    ),
     # The configuration file.
     "missing file": Broken(
         "train --config rum.toml", "rum.toml: there is no such file", "'run.toml'", {"run.toml": ""}
@@ -79,6 +86,10 @@ CASES = {
     "brackets without end": Broken(
         "train --config a.toml", "a.toml: is not TOML", "recursion",
         {"a.toml": "data = " + "[" * 5000},
+    ),
+    "NUL in a text": Broken(
+        "train --config a.toml", "out is 'a\\x00b'", "without the NUL",
+        {"a.toml": 'out = "a\\u0000b"'},
     ),
     # Values and what contradicts what.
     "name that is not UTF-8": Broken(
@@ -118,6 +129,11 @@ CASES = {
     "preset": Broken("train --model gpt2-125m", "no preset 'gpt2-125m'", "'gpt2-124m'"),
     "heads that do not divide": Broken(
         "train --shape.num-heads 4 --shape.num-kv-heads 3", "num_heads 4", "num_kv_heads 3"
+    ),
+    "a width too large to try its divisors": Broken(
+        "train --shape.num-heads 2 --shape.hidden 999999999999",
+        "hidden is 999999999999, which 2 does not divide",
+        "the nearest degree that does is 1",
     ),
     "float16 on a CPU": Broken(
         f"train {SMALL} --precision float16 --device cpu", "precision is float16", "is bfloat16"
@@ -212,6 +228,13 @@ CASES = {
     "out is a file": Broken(
         f"train {SMALL} --out text.txt", "cannot write to text.txt", "another --out"
     ),
+    "job that is no Python": Broken(
+        "train --script a.py:job", "a.py is no Python", "null bytes", {"a.py": "x = 1\0\n"}
+    ),
+    "job that takes arguments": Broken(
+        "train --script wants.py:job", "takes arguments, (lr)", "a function that needs none",
+        {"wants.py": "def job(lr): pass"},
+    ),
     "verify a strategy that is not built": Broken(
         "verify dp2:ps", "dp2:ps is not built", "built: ppN"
     ),
@@ -264,10 +287,77 @@ def test_a_broken_request(case: Broken, folder: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(("words", "pattern"), [
+    ("run a.py", "a.py is no Python: invalid syntax .*line 2"),
+    ("run b.py --strategy dp2:ps", "dp2:ps is not built yet; built: ppN"),
+])  # fmt: skip
+def test_a_broken_script(
+    words: str, pattern: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, {"a.py": "x = 1\ndef job(:\n", "b.py": ""})
+    assert main(words.split()) == 2
+    assert re.search(pattern, capsys.readouterr().err)
+
+
+LINKS = ("train --out circle", "train --out circle/x", 
+    "train --out dangling", "bench mfu --out circle/x")  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("line", LINKS)
+def test_links_that_lead_nowhere(
+    line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "circle").symlink_to("circle")
+    (folder / "dangling").symlink_to("nowhere")
+    verb, *words = line.split()
+    assert main([verb, *(SMALL.split() if verb == "train" else []), *words]) == 2
+    message = capsys.readouterr().err
+    assert len(message.splitlines()) == 1
+    assert re.search(r"(circle|dangling|nowhere).*; (give|choose) another|leads nowhere", message)
+    assert not (folder / "nowhere").exists()
+
+
+def test_a_large_file_that_is_no_text_is_not_read_to_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(corpus, "HEAD_BYTES", 8)
+    with (folder / "a.txt").open("wb") as file:
+        file.truncate(1 << 42)  # more than the memory
+    assert main(["train", *SMALL.split(), "--data", "a.txt"]) == 2
+    assert "a.txt is not text: it has a NUL at byte 0" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_too_large_is_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tokenizer, "MOST_BYTES", 300)
+    write(folder, {"t.json": " " * 301})
+    assert main(["train", *SMALL.split(), "--tokenizer", "t.json"]) == 2
+    assert re.search(r"t.json has 301 bytes; expected .* at most 300", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "0"}, {"WORLD_SIZE": "2"}])
+def test_a_job_that_is_set_by_half(
+    variables: dict[str, str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *SMALL.split()]) == 2
+    assert re.search(
+        r"(RANK|WORLD_SIZE) is '.', but .* is not set; set both", capsys.readouterr().err
+    )
+
+
+@pytest.mark.usefixtures("nothing_starts")
 def test_no_space_left(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    full = SimpleNamespace(free=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)  # pyright: ignore
     assert main(["train", *SMALL.split(), "--out", "out"]) == 2
     message = capsys.readouterr().err
     assert "out has 1 bytes left" in message and "another --out" in message

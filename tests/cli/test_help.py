@@ -63,3 +63,13 @@ def test_help_alone_is_the_help_of_all(capsys: pytest.CaptureFixture[str]) -> No
     shown = capsys.readouterr().out
     assert all(f"\n  {verb} " in shown for verb in VERBS)
     assert "tensor" in shown and "scaling" in shown
+
+
+def test_a_width_of_none_is_no_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["trian"]) == 2
+    assert "'trian' is not a verb" in capsys.readouterr().err
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["run", "--help"]) == 0

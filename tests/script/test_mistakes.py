@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import warnings
 from collections.abc import Callable
@@ -163,7 +164,7 @@ def a_loop_that_reads_ahead() -> None:
 
 def a_zip_that_the_second_ends() -> None:
     script = Script(accumulation=3)
-    short = script.run.prepare(DataLoader(range(16), 4))
+    short = script.run.prepare(DataLoader(range(16), 4))  # pyright: ignore
     for _ in range(2):
         for (x, y), _ in zip(script.loader, short, strict=False):
             script.run.backward(cross_entropy(script.model(x), y, reduction="sum"), len(y))
@@ -253,13 +254,13 @@ def frozen_afterwards() -> None:
 
 def hooked_beside_an_accumulation() -> None:
     script = Script(accumulation=2)
-    script.model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    script.model[0].weight.register_hook(lambda gradient: 2 * gradient)  # pyright: ignore
     script.backward()
 
 
 def stepped_within_backward() -> None:
     model = perceptron()
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)  # pyright: ignore
     phalanx.init("dp2").prepare(model)
 
 
@@ -383,6 +384,32 @@ def a_layer_of_no_role() -> None:
     phalanx.init("tp2").prepare(Twice())
 
 
+def a_number_for_a_strategy() -> None:
+    phalanx.init(3)  # pyright: ignore[reportArgumentType]
+
+
+def gathered_unlike_batches() -> None:
+    run = phalanx.init("dp2")
+    run.gather((torch.zeros(2), torch.zeros(2)) if run.is_first else torch.zeros(2))
+
+
+def summed_in_a_fork() -> None:
+    run = phalanx.init("dp2")
+    pipe = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_sum, args=(run, pipe[1]))
+    process.start()
+    said = pipe[0].recv()
+    process.join()
+    raise said
+
+
+def _sum(run: phalanx.Run, line: Any) -> None:
+    try:
+        run.sum(1)
+    except PhalanxError as error:
+        line.send(error)
+
+
 def turned_round() -> None:
     Script().run.clip(-1.0)
 
@@ -484,6 +511,9 @@ MISTAKES: dict[Callable[[], None], str] = {
     a_pipeline: r"'pp2' has pp: a pipeline runs the forward itself",
     too_many_ranks: r"'dp4' needs 4 ranks, but there are 2",
     no_accumulation: r"accumulation is 0; expected at least 1",
+    a_number_for_a_strategy: r"init: strategy is 3; expected text such as 'dp2,fsdp2'",
+    gathered_unlike_batches: r"gather: ranks give 1 and 2 tensors; give as many on every rank",
+    summed_in_a_fork: r"all_reduce: this process is a fork of a rank, such as a worker of a Data",
     turned_round: r"clip: max_norm is -1.0; expected a number above 0",
     clipped_by_no_number: r"clip: max_norm is nan; expected a number above 0",
     a_negative_power: r"clip: p is -1; expected a number above 0",

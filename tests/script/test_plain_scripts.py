@@ -22,7 +22,7 @@ REFUSED = {
     ("fsdp2", "sparse embeddings"): "is sparse, and fsdp reduces dense ones",
     ("fsdp2", "learned scale"): "'logit_scale' of shape () has no rows",
     ("fsdp2", "average by hand"): "functional_call",
-    ("fsdp2", "averaged model"): "cannot be copied; keep an average",
+    ("fsdp2", "averaged model"): "cannot be copied; average its weights by run.average",
     ("fsdp2", "L-BFGS"): "LBFGS takes no shards",
     ("fsdp2", "Adafactor"): "Adafactor takes no shards",
 }

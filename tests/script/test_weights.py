@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from marks import by_hand
-from phalanx.errors import CheckpointError, ScriptError
+from phalanx.errors import CheckpointError, PhalanxError, ScriptError, message_of
 from phalanx.launch.local import run_ranks
+from phalanx.script.launch import run_script
 
 DECAY = 0.8
 
@@ -147,6 +148,36 @@ def test_under_dp_the_average_of_torch_itself_is_the_plain_one(is_before: bool) 
     for state in run_ranks(copied, 2, "dp2", is_before, threads=1):
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+COPIES = {
+    "AveragedModel": "AveragedModel(model)",
+    "of a decay": "AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))",
+    "by hand": "copy.deepcopy(model)",
+}
+
+
+@pytest.mark.parametrize("made", ["AveragedModel", by_hand("of a decay"), by_hand("by hand")])
+def test_a_copy_that_meets_shards_names_the_average_to_take(tmp_path: Path, made: str) -> None:
+    line = "copied.update_parameters(model)"
+    if made == "by hand":
+        line = "copied[0].weight.data.lerp_(model[0].weight.data, 0.1)"
+    script = tmp_path / "copies.py"
+    script.write_text(f"""
+import copy, phalanx
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+run = phalanx.init()
+model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+copied = {COPIES[made]}
+model = run.prepare(model)
+{line}
+""")
+    with pytest.raises(PhalanxError) as raised:
+        run_ranks(run_script, 2, str(script), [], "fsdp2", threads=1)
+    message = message_of(raised.value)
+    assert re.search(r"is a shard.*run.average\(decay\), not by an AveragedModel", message)
+    assert message.endswith(f"at {script}:9")
 
 
 def restored(strategy: str, folder: Path) -> list[bool]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from phalanx.bench.verb import Found, ResultConfig, Say, table, use_threads
 from phalanx.config import ShapeConfig
-from phalanx.config.fields import Positional, Range
+from phalanx.config.fields import THREADS, Positional, Range
 from phalanx.errors import ConfigError
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.measure.environment import has_fast_bfloat16
@@ -40,7 +40,7 @@ class CutConfig(ResultConfig):
     """Sequences in one forward pass."""
     seq_len: Annotated[int, Range(1)] = 256
     """Tokens of a sequence."""
-    threads: Annotated[int | None, Range(1)] = None
+    threads: Annotated[int | None, THREADS] = None
     """CPU threads, as each rank will have; 1 if unset."""
     precision: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
     """Data type of the arithmetic; auto: bfloat16 where the device has it, else float32."""

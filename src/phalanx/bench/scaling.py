@@ -23,7 +23,7 @@ from phalanx.bench.verb import Found, ResultConfig, Say, table
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, solve_batch
-from phalanx.config.fields import Positional, Range
+from phalanx.config.fields import THREADS, Positional, Range
 from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
@@ -86,7 +86,7 @@ class ScalingConfig(ResultConfig):
         "dp2", "dp4", "fsdp2", "fsdp4", "tp2", "tp4",
     )  # fmt: skip
     """Strategies to measure beside one rank."""
-    threads: Annotated[int | None, Range(1)] = None
+    threads: Annotated[int | None, THREADS] = None
     """CPU threads of each rank, whatever their number is; 1 if unset."""
     model: str = "demo"
     """Preset of the model's shape."""

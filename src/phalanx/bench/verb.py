@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from rich.table import Table
 
-from phalanx.config.fields import Range
+from phalanx.config.fields import THREADS, Range
 from phalanx.measure.environment import device_name, has_fast_bfloat16
 from phalanx.measure.peaks import Arithmetic, Peak, peak_of
 from phalanx.measure.products import checked_device
@@ -23,7 +23,7 @@ from phalanx.measure.products import checked_device
 class ResultConfig:
     """What every verb of bench takes."""
 
-    threads: Annotated[int | None, Range(1)] = None
+    threads: Annotated[int | None, THREADS] = None
     """CPU threads; torch's own choice if unset, or the cores shared evenly by several ranks."""
     out: str | None = None
     """Folder for the results; nothing is written if unset."""

@@ -51,6 +51,7 @@ FILE_ERRORS: Final[Mapping[int, str]] = {
     errno.EEXIST: "there is a file of this name; choose another folder",
     errno.ENOTDIR: "a part of this path is a file, not a folder; choose another path",
     errno.EISDIR: "is a folder; a file was expected",
+    errno.ELOOP: "its links lead in a circle; choose another path",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
     errno.EMFILE: "a process may not open as many files as this needs; raise ulimit -n",
     errno.ENFILE: "the system has too many files open; end some programs",
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     escape_unknown_characters()
     words = list(sys.argv[1:] if argv is None else argv)
+    if not os.environ.get("COLUMNS", "").strip("0"):  # a width of none is no width
+        os.environ.pop("COLUMNS", None)
     # Its warnings come with forty lines of C++ frames each; what matters is raised as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -149,7 +152,7 @@ def _dispatch(words: list[str]) -> int:
         meant = nearest(verb, VERBS)
         if not meant and (meant := nearest(verb, NOT_BUILT)):
             meant = f"{meant.removesuffix('?)')}, which is not built yet?)"
-        raise ConfigError(f"'{verb}' is not a verb{meant}; the verbs are {', '.join(VERBS)}")
+        raise ConfigError(f"{verb!r} is not a verb{meant}; the verbs are {', '.join(VERBS)}")
     try:
         with server_stopped():
             return import_module(f"phalanx.cli.{verb}").run(rest)

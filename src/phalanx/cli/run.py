@@ -55,9 +55,11 @@ def run(argv: list[str]) -> int:
             f"torchrun, already; start the script by it: torchrun ... {path}"
         )
     from phalanx.launch.local import prepare_server, run_ranks
+    from phalanx.script.arguments import check_python
     from phalanx.script.launch import run_script
     from phalanx.train.job.request import choose
 
+    check_python(path)
     prepare_server()
     strategy, device = choose(config.strategy, config.nproc, config.device)
     ends: list[tuple[int, str]] = run_ranks(

@@ -94,7 +94,6 @@ def _checked(config: AnyConfig) -> Strategy:
         ConfigError: a value is out of range, or the strategy is for other ranks than there are.
     """
     from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
-    from phalanx.strategy import Strategy, require_built
     from phalanx.train.job.request import choose_strategy
 
     check_values(config)
@@ -105,8 +104,6 @@ def _checked(config: AnyConfig) -> Strategy:
             "verify --train saves to a folder of its own that all ranks read, and they are on "
             "several hosts; start them on one, or leave --train out"
         )
-    if config.strategy is not None:
-        require_built(Strategy.parse(config.strategy))
     strategy = choose_strategy(TrainConfig(strategy=config.strategy, device=config.device))[0]
     if isinstance(config, VerifyConfig):
         from phalanx.verify.cases import check_sizes

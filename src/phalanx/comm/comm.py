@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -42,6 +43,7 @@ from phalanx.comm.join import (
 from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.waits import is_compared, waiting
 from phalanx.comm.watch import Phases
+from phalanx.errors import ScriptError
 from phalanx.strategy import Strategy, check_ranks
 
 Reduction = Literal["sum", "max", "min"]
@@ -277,6 +279,7 @@ class Ranks(Comm):
         coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
         super().__init__(split, coords, torch.device(here))
+        self._process = os.getpid()
         self._groups = {axis: self.mesh.get_group(axis) for axis in split}
         is_pipeline = self.axes.get("pp", 1) > 1
         self._one_way: OneWayGroups = one_way_groups(self.mesh) if is_pipeline else {}
@@ -299,6 +302,11 @@ class Ranks(Comm):
 
     @override
     def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
+        if os.getpid() != self._process:  # its messages would pass for those of the rank
+            raise ScriptError(
+                f"{op}: this process is a fork of a rank, such as a worker of a DataLoader, and "
+                "no rank itself; call what sends to other ranks in the script's own process"
+            )
         group = self._groups[axis]
         work: dist.Work | None = None
         if op == "all_reduce":

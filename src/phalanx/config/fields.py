@@ -161,6 +161,8 @@ def check_value(setting: Setting, value: Any) -> None:
                 "a value, or leave it out"
             )
         check_utf8(setting.key, value)
+        if "\0" in value:
+            raise ConfigError(f"{setting.key} is {value!r}; expected text without the NUL in it")
 
 
 def check_utf8(key: str, value: str) -> None:

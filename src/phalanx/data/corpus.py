@@ -23,6 +23,9 @@ from phalanx.storage import hint_of_missing
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 """The kinds of file that can be read."""
 
+HEAD_BYTES = 1 << 20
+"""Of each file, looked at before the rest is read."""
+
 FIELD = "text"
 """The field of .jsonl and the column of .parquet that hold the text."""
 
@@ -185,19 +188,26 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 def _read_bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        with file.open("rb") as opened:
+            head = opened.read(HEAD_BYTES)
+            _refuse_zero(head, file, 0)  # before the rest of a large file is read
+            return head + opened.read()
     except OSError as error:
         raise _unreadable(file, error) from error
 
 
-def _decode(raw: bytes, file: Path, start: int = 0) -> str:
-    """Return UTF-8 as text; `start` is the offset of `raw` in the file, for the message."""
+def _refuse_zero(raw: bytes, file: Path, start: int) -> None:
     zero = raw.find(b"\0")
     if zero >= 0:
         raise DataError(
             f"{file} is not text: it has a NUL at byte {start + zero}; expected UTF-8 (convert "
             f"UTF-16 first, or leave the file out)"
         )
+
+
+def _decode(raw: bytes, file: Path, start: int = 0) -> str:
+    """Return UTF-8 as text; `start` is the offset of `raw` in the file, for the message."""
+    _refuse_zero(raw, file, start)
     try:
         return raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

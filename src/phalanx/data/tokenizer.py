@@ -32,6 +32,9 @@ _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _WORD_CHARACTERS = 1000
 """Longest word to learn from: the library's training takes time quadratic in it."""
 
+MOST_BYTES = 1 << 28
+"""Largest tokenizer.json that is read: the library needs several times its size in memory."""
+
 _HEARTBEAT_S = 0.5
 
 _PIECE_CHARACTERS = 1 << 18
@@ -114,6 +117,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise DataError(
             f"tokenizer {file} {problem}; expected a tokenizer.json, or leave the setting out to "
             "train one on the data"
+        )
+    if (num_bytes := file.stat().st_size) > MOST_BYTES:
+        raise DataError(
+            f"tokenizer {file} has {num_bytes:,} bytes; expected a tokenizer.json of at most "
+            f"{MOST_BYTES:,}"
         )
     try:
         tokenizer = Tokenizer.from_str(file.read_text("utf-8"))

@@ -30,6 +30,7 @@ ASKED: list[bool] = []
 
 _attached: list[_Attached] = []
 _ending: list[tuple[int, Callable[[], None]]] = []
+_readers: list[Callable[[BaseException], PhalanxError | None]] = []
 
 
 def at_end(check: Callable[[], None]) -> None:
@@ -86,18 +87,28 @@ def attach(
     return device
 
 
-def tell_in_one_message() -> None:
+def tell_in_one_message(mistake_of: Callable[[BaseException], PhalanxError | None]) -> None:
     """Have a PhalanxError that nobody catches end this process as it ends a job: by one message.
 
     A program that has an excepthook of its own keeps it.
+
+    Args:
+        mistake_of: an error of another kind -> the PhalanxError that says more, if there is one.
     """
+    _readers[:] = [mistake_of]
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _tell_ours
+
+
+def as_mistake(error: BaseException) -> BaseException:
+    """Return the PhalanxError that says more than an error that a script ends by, or the error."""
+    return next((found for read in _readers if (found := read(error)) is not None), error)
 
 
 def _tell_ours(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    error = as_mistake(error)
     if not isinstance(error, PhalanxError):
         sys.__excepthook__(kind, error, trace)
         return
@@ -203,6 +214,7 @@ class _Attached:
             self._has_failed = True
             sys.__excepthook__(kind, error, trace)
         else:
+            error = as_mistake(error)
             if isinstance(error, PhalanxError):
                 add_line(error)
             torchrun.leave_failed(self.judged(error))

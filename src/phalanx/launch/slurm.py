@@ -24,7 +24,8 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what torchrun would, if this is one of several tasks of `srun` and nothing is set yet.
 
     Raises:
-        ConfigError: the tasks of a host are not numbered one after another.
+        ConfigError: the tasks of a host are not numbered one after another, or a job of another
+            launcher is set by half.
     """
     is_of_srun = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if "RANK" in environment or "WORLD_SIZE" in environment:
@@ -32,6 +33,12 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     if is_of_srun:
         for name, value in _of_this_task(environment).items():
             environment.setdefault(name, value)
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name in environment and other not in environment:
+            raise ConfigError(
+                f"the environment's {name} is '{environment[name]}', but {other} is not set; set "
+                f"both, as torchrun does for each process of a job, or unset {name}"
+            )
 
 
 def _of_this_task(environment: Mapping[str, str]) -> dict[str, str]:

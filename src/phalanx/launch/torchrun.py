@@ -359,6 +359,14 @@ def leave_fork(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
+def _is_follower() -> bool:
+    """Return whether another rank of this host says what all of them meet."""
+    try:
+        return read_rank_env().local_rank > 0
+    except ConfigError:  # the environment is at fault, perhaps of this rank alone
+        return False
+
+
 def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoReturn:
     """Print this rank's own error, the last thing it prints, and leave.
 
@@ -373,7 +381,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         leave(128 + getattr(error, "signum", signal.SIGINT))
     if is_reader_gone(error) and reader_has_left():
         leave(141)
-    is_others = is_everyones and os.environ.get("LOCAL_RANK", "0") != "0"
+    is_others = is_everyones and _is_follower()
     if isinstance(error, PeerFailed) or is_others:
         with answered(lambda _: leave(1)):  # torchrun's signal says no more than is said
             time.sleep(QUIET_S)

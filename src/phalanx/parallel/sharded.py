@@ -363,8 +363,8 @@ class ShardedReducer(GradientReducer):
 def _refuse_copy(module: nn.Module, _memo: object) -> nn.Module:
     name = type(module).__name__.removeprefix("FSDP")
     raise StrategyError(
-        f"fsdp: a {name} that is split cannot be copied; keep an average of the whole weights that "
-        "run.state_dict() returns, copy the model before run.prepare, or use dp"
+        f"fsdp: a {name} that is split cannot be copied; average its weights by "
+        "run.average(decay), take whole ones from run.state_dict(), or use dp"
     )
 
 

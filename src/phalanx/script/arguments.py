@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.foreign import brief
-from phalanx.errors import ScriptError
+from phalanx.errors import ConfigError, ScriptError
+
+
+def check_python(path: Path) -> None:
+    """Refuse a script that is no Python, before ranks are started for it.
+
+    Raises:
+        ConfigError: says why, and in which line.
+    """
+    if path.suffix == ".pyc":
+        return
+    with warnings.catch_warnings():  # which come when it is run
+        warnings.simplefilter("ignore")
+        try:
+            compile(path.read_bytes(), path, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:  # the other of null bytes
+            raise ConfigError(f"{path} is no Python: {error}") from None
+
+
+def check_job(script: str, job: Callable[..., Any]) -> None:
+    """Refuse a job's function that takes arguments, which nobody gives it.
+
+    Raises:
+        ConfigError: says which arguments.
+    """
+    try:
+        signature = inspect.signature(job)
+    except ValueError:  # one of C need not have any
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{script} takes arguments, {signature}, and is called without: {error}; expected a "
+            "function that needs none"
+        ) from None
 
 
 def folder_of(call: str, folder: Any) -> Path:

@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from phalanx.config.file import MAX_BYTES
 from phalanx.errors import ConfigError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 
@@ -189,11 +190,13 @@ def _paths_of_auto(values: Mapping[str, Any], before: str = "") -> list[str]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():  # a named pipe would be waited for, and a device has no end
+        raise ConfigError(f"there is no file {path}; expected a DeepSpeed configuration")
+    if (num_bytes := path.stat().st_size) > MAX_BYTES:
+        raise ConfigError(f"{path} has {num_bytes:,} bytes; expected a DeepSpeed configuration")
     try:
         values = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}; expected a DeepSpeed configuration") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}; expected a JSON object")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
 from phalanx.data.rows import map_batch, tensors_of
 from phalanx.errors import ScriptError
+
+T = TypeVar("T")
 
 
 def gather_rows(
@@ -34,7 +36,7 @@ def gather_rows(
     parts = gather_objects((comm.coord("data"), own, is_check_due))
     by_rank = {number: tensors_of(part) for number, part, _ in parts}
     pieces = [by_rank[number] for number in sorted(by_rank)]
-    wholes = iter([_rows_of_all(each) for each in zip(*pieces, strict=True)])
+    wholes = iter([_rows_of_all(each) for each in _together(pieces)])
     return map_batch(own, lambda _: next(wholes)), any(is_due for *_, is_due in parts)
 
 
@@ -54,7 +56,7 @@ def gather_with_gradient(batch: Any, comm: Comm, num_rows: int | None) -> Any:
     rows = gather_objects((comm.coord("data"), [tuple(tensor.shape) for tensor in own]))
     shapes = [shape for _, shape in sorted(dict(rows).items())]
     wholes: list[Tensor] = []
-    for tensor, of_ranks in zip(own, zip(*shapes, strict=True), strict=True):
+    for tensor, of_ranks in zip(own, _together(shapes), strict=True):
         filled = [shape for shape in of_ranks if shape[0]] or [tuple(tensor.shape)]
         _check_shapes(filled)
         counts = [shape[0] for shape in of_ranks]
@@ -63,6 +65,16 @@ def gather_with_gradient(batch: Any, comm: Comm, num_rows: int | None) -> Any:
         wholes.append(_RowsOfAll.apply(tensor, comm, begin, shape))  # pyright: ignore
     found = iter(wholes)
     return map_batch(batch, lambda _: next(found))
+
+
+def _together(of_ranks: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
+    """Return what stands at each place of a batch on all ranks."""
+    if len(numbers := {len(each) for each in of_ranks}) > 1:
+        raise ScriptError(
+            f"gather: ranks give {' and '.join(map(str, sorted(numbers)))} tensors; give as many "
+            "on every rank"
+        )
+    return list(zip(*of_ranks, strict=True))
 
 
 class _RowsOfAll(torch.autograd.Function):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.errors import PhalanxError, ScriptError
-from phalanx.launch.attach import ASKED, add_line, at_end, check_end
+from phalanx.launch.attach import ASKED, add_line, as_mistake, at_end, check_end
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.pulse import PULSE
 from phalanx.script.loader import has_empty_batch
@@ -51,12 +51,9 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
     except Exception as error:
         if "default process group twice" in str(error):
             error.add_note("phalanx has begun it: take dist.init_process_group out of the script")
-        if "got mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                "A parameter is a shard here. Call the model itself: only model(...) gathers its "
-                "shards, and no other method of it, nor a parameter that is read, does; and load "
-                "whole weights before run.prepare"
-            )
+        if isinstance(mistake := as_mistake(error), PhalanxError):
+            add_line(mistake, path)
+            raise mistake from None
         if has_empty_batch():
             error.add_note(
                 "The batch of this rank has no rows, since it has fewer than there are ranks, and "

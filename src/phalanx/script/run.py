@@ -52,7 +52,13 @@ from phalanx.script.reading import Reading
 from phalanx.script.registered import Registered
 from phalanx.script.user_step import State, UserStep
 from phalanx.script.weight_average import WeightAverage
-from phalanx.script.whole_weights import guard_shards, load_checkpoint, load_whole, whole_state
+from phalanx.script.whole_weights import (
+    guard_shards,
+    load_checkpoint,
+    load_whole,
+    of_shards,
+    whole_state,
+)
 from phalanx.strategy import Strategy
 from phalanx.train.clip import gradient_norm, scale_to
 
@@ -91,7 +97,7 @@ def init(
         ConfigError: the strategy cannot be read, or needs another number of ranks, or is for
             pipelines or context parallelism, which need a trainer's loop; or the job is incomplete.
     """
-    tell_in_one_message()
+    tell_in_one_message(of_shards)
     parsed = IN_PLACE[-1][0] if IN_PLACE else _strategy(strategy)
     check_init(accumulation, seed, device, timeout_s)
     facts = {"strategy": parsed and str(parsed), "accumulation": accumulation, "seed": seed}
@@ -117,6 +123,8 @@ def _strategy(given: str | Strategy | None) -> Strategy | None:
     """Return the strategy of the script, or of its command line."""
     told = os.environ.get(STRATEGY)
     strategy = Strategy.parse(given) if isinstance(given, str) else given
+    if not isinstance(strategy, Strategy | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StrategyError(f"init: strategy is {strategy!r}; expected text such as 'dp2,fsdp2'")
     if told and strategy is not None and str(strategy) != str(Strategy.parse(told)):
         raise StrategyError(
             f"init: the script asks for strategy '{strategy}' and its command line for '{told}'; "

@@ -30,6 +30,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
+from phalanx.script.arguments import check_job, check_python
 from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.fit import Fitted, fit
 from phalanx.strategy import Strategy
@@ -228,6 +229,7 @@ def trainer_of(script: str) -> Trainer:
             f"{path} cannot be imported: Python takes the dot in '{path.stem}' for a package; "
             f"give the file another name, such as {path.stem.replace('.', '_')}.py"
         )
+    check_python(path)
     # Ranks import it by this name: what it holds is pickled by reference.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -241,6 +243,7 @@ def trainer_of(script: str) -> Trainer:
     job = getattr(module, function, None)
     if not callable(job):
         raise ConfigError(f"{path} has no function '{function}'; expected one that returns a job")
+    check_job(script, job)
     trainer = job()
     if not isinstance(trainer, Trainer):
         raise ConfigError(

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import copy
 import functools
+import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+import phalanx
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.foreign import brief
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import broadcast_object, first_object, on_first_rank
 from phalanx.errors import CheckpointError, ScriptError
 from phalanx.parallel.sharded import free_gathered
+
+_TORCH: Final = Path(torch.__file__).parent
+_OURS: Final = Path(phalanx.__file__).parent
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
@@ -101,6 +106,22 @@ def _problem(given: Any, own: Mapping[str, Tensor]) -> str | None:
                 "run.state_dict() returned, or shards to model.load_state_dict"
             )
     return None
+
+
+def of_shards(error: BaseException) -> ScriptError | None:
+    """Return a sentence for torch's error about shards that a script takes for whole tensors."""
+    if "got mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    callers = [f.filename for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
+    if callers and Path(callers[-1]).is_relative_to(_OURS):  # no line of the script is at fault
+        return None
+    return ScriptError(
+        "a parameter is a shard of this rank, and here it meets a whole tensor; call the model "
+        "itself, since only model(...) gathers its shards; average weights by run.average(decay), "
+        "not by an AveragedModel or another copy of the model; and load whole weights by "
+        "run.load_state_dict"
+    ).with_traceback(error.__traceback__)
 
 
 def guard_shards(model: nn.Module, strategy: str) -> None:

@@ -22,7 +22,7 @@ from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape
 from phalanx.planner.fit import Load, check_fit, check_memory_for
 from phalanx.planner.host import may_have_gpu
-from phalanx.strategy import Axis, Strategy, check_ranks
+from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.job import resume
 
 
@@ -162,6 +162,7 @@ def choose(text: str | None, nproc: int | None, device: str) -> tuple[Strategy, 
         strategy = Strategy(dp=Axis(num_ranks or num_devices or 2, "bucketed"))
     else:
         strategy = Strategy.parse(text)
+        require_built(strategy)
         if num_ranks is not None:
             check_ranks(strategy, num_ranks)
     if device == "cuda" and not is_under_torchrun() and strategy.num_ranks > num_devices:
