@@ -25,8 +25,15 @@ doctor: .venv/ready
 test: .venv/ready-to-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/basedpyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@# The type checker computes on one core: beside pytest, and heard when pytest has ended.
+	@types=$$(mktemp); \
+	$(BIN)/basedpyright --pythonpath $(BIN)/python >"$$types" 2>&1 & checker=$$!; \
+	trap 'kill $$checker 2>/dev/null; rm -f "$$types"' EXIT; \
+	trap 'exit 130' INT TERM; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS); tests=$$?; \
+	wait $$checker; checked=$$?; \
+	cat "$$types"; \
+	exit $$(( tests ? tests : checked ))
 
 # The stamps are newer than what they were made from, so set-up happens once, and again when
 # pyproject.toml or constraints.txt change.
