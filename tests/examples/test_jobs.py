@@ -55,6 +55,7 @@ def test_batch_norm_in_stages_moves_as_in_one_process(
     assert found == pytest.approx(last, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_network_in_two_stages_is_proven(job: Job) -> None:
     trainer = dataclasses.replace(job("resnet:small"), accumulation=1)
     verdict = trainer.verify("pp2:naive")
@@ -87,7 +88,7 @@ def test_our_decoder_takes_the_steps_of_transformers(job: Job, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "strategy"), [
-    ("of_transformers", "pp2"), ("ours", "pp2"),
+    ("of_transformers", "pp2"), by_hand("ours", "pp2"),
     by_hand("of_transformers", "pp2,dp2"), by_hand("ours", "fsdp2,tp2"),
 ])  # fmt: skip
 def test_a_decoder_in_two_stages_is_proven(job: Job, name: str, strategy: str) -> None:

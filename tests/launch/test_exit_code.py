@@ -70,6 +70,7 @@ sys.exit(process.exitcode + 10)
 """
 
 
+@pytest.mark.slow
 def test_a_spawned_process_that_runs_the_script_again_is_told_of_the_guard(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_GUARD)

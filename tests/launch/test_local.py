@@ -193,6 +193,7 @@ def test_what_cannot_be_sent_to_a_process_is_refused() -> None:
         run_ranks(rank_and_sum, 1, lambda: 3)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from phalanx.launch.local import run_ranks\nrun_ranks(print, 1)\n")

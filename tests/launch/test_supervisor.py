@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from marks import by_hand
 from phalanx.errors import TrainingError
 from phalanx.launch import supervisor
 from phalanx.launch.local import run_ranks
@@ -25,7 +26,7 @@ def stop_rank(stopped: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [by_hand(0), 1])
 def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
     stopped: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

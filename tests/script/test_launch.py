@@ -109,6 +109,7 @@ run.sum(1)
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_is_killed_says_what_stands_and_how_to_resume(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", str(tmp_path / "saved")
     script.write_text(SAVES)
@@ -130,6 +131,7 @@ run.comm.all_reduce(torch.ones(1), "fsdp")
 """
 
 
+@pytest.mark.slow
 def test_the_timeout_of_a_script_holds_in_the_job_of_the_command(tmp_path: Path) -> None:
     """In the groups of its axes too, which torch would give half an hour."""
     script = tmp_path / "script.py"
@@ -179,6 +181,7 @@ def runs(pid: int) -> bool:
     return state.stdout.strip()[:1] not in ("", "Z")
 
 
+@pytest.mark.slow
 def test_what_a_script_forks_and_starts_ends_as_by_python(tmp_path: Path) -> None:
     """A fork speaks for no rank, a helper ends by SIGTERM, and by SIGKILL with its rank."""
     script = tmp_path / "script.py"
@@ -200,6 +203,7 @@ for (x,) in loader:
 """
 
 
+@pytest.mark.slow
 def test_a_batch_without_rows_is_told_where_a_script_cannot_take_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(OF_NO_ROWS)
@@ -248,6 +252,7 @@ def test_a_script_that_asks_saves_when_a_signal_comes(tmp_path: Path) -> None:
     assert re.search(r"interrupted by SIGTERM; .*step-\d+ stands; run.resume", told), told
 
 
+@pytest.mark.slow
 def test_without_a_launcher_a_script_that_asks_saves_too(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STOPS.replace("int(sys.argv[2])", "os.getpid()"))
@@ -286,6 +291,7 @@ def test_torchrun_joins_the_processes_and_verify_joins_them_too(
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "error"), [
     ("raise", "ValueError: of rank 1"), ("exit", "exitcode *: 7"),
 ])  # fmt: skip

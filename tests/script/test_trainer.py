@@ -57,7 +57,9 @@ def check(fitted: Any, first: int, trainer: phalanx.Trainer) -> None:
     assert fitted.evaluations[-1][1] == pytest.approx(last, rel=LIMIT)
 
 
-@pytest.mark.parametrize("strategy", ["dp1", "dp2", "fsdp2:zero2", "pp2:gpipe", "pp2,dp2"])
+@pytest.mark.parametrize(
+    "strategy", ["dp1", "dp2", by_hand("fsdp2:zero2"), "pp2:gpipe", by_hand("pp2,dp2")]
+)
 def test_the_steps_are_those_of_plain_pytorch(tmp_path: Path, strategy: str) -> None:
     trainer = jobs.of_few_rows()
     fitted = trainer.train(strategy, phalanx.Options(out=tmp_path, threads=1))

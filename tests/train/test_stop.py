@@ -127,6 +127,7 @@ def test_a_killed_rank_says_how_to_go_on(
     assert message_of(caught.value).splitlines()[-1] == on
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_its_cursor_back_and_the_temporary_folder_is_as_it_was(
     config: TrainConfig, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from live_bytes import LiveBytes
+from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -103,7 +104,7 @@ def passing_on_rank(num_groups: int) -> tuple[int, int]:
     return forward.peak, backward.peak
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, by_hand(4)])
 def test_blocks_that_pass_in_a_ring(num_ranks: int) -> None:
     """The same queries with twice the keys and values: what is more of them is what passes."""
     few, many = (run_ranks(passing_on_rank, num_ranks, g, threads=1)[0] for g in (8, 16))

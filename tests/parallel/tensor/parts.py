@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layout import Layout
@@ -18,8 +19,8 @@ from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Strategy
 
 TEXTS = (
-    "dp2,tp3", "tp2", "dp2,tp2:megatron", "dp2,tp4:2d", "tp9:2d", "dp2,tp8:2.5d/2", "tp3:2.5d/3",
-    "dp2,tp8:3d",
+    "tp2", "dp2,tp2:megatron", "tp4:2d", "tp3:2.5d/3",
+    *map(by_hand, ("dp2,tp3", "dp2,tp4:2d", "tp9:2d", "dp2,tp8:2.5d/2", "dp2,tp8:3d")),
 )  # fmt: skip
 """Most have an outer axis, so that a rank's number in tp is not its number in the job."""
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -52,8 +53,8 @@ def parts_made(text: str) -> tuple[int, list[tuple[str, list[int], Tensor]], dic
 @pytest.mark.parametrize(
     "text, num_parts",
     [
-        ("tp2", 2), ("dp2,tp4", 4), ("tp4:2d", 4), ("tp8:2.5d/2", 4), ("tp8:3d", 8),
-        ("fsdp2,tp4:2d", 8),
+        ("tp2", 2), ("dp2,tp4", 4), ("tp4:2d", 4), by_hand("tp8:2.5d/2", 4),
+        by_hand("tp8:3d", 8), by_hand("fsdp2,tp4:2d", 8),
     ],
 )  # fmt: skip
 def test_first_weights_are_those_of_one_process_by_parts(text: str, num_parts: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from parts import B, Cut, T, gap
 
+from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.models import loss as models_loss
 from phalanx.models.loss import IGNORE
@@ -52,13 +53,13 @@ def split_loss(text: str, num_ids: int) -> int:
 @pytest.mark.parametrize(
     "text, num_ids, num_empty",
     [
-        ("dp2,tp3", 67, 0),
+        by_hand("dp2,tp3", 67, 0),
         ("tp4", 5, 1),  # parts of 2, 2, 1 and 0 ids
         ("tp5", 3, 2),
-        ("dp2,tp4:2d", 67, 0),
+        by_hand("dp2,tp4:2d", 67, 0),
         ("tp4:2d", 1, 2),
-        ("tp8:2.5d/2", 67, 0),
-        ("tp8:3d", 67, 0),
+        by_hand("tp8:2.5d/2", 67, 0),
+        by_hand("tp8:3d", 67, 0),
     ],
 )
 def test_the_split_loss_is_that_of_one_process(text: str, num_ids: int, num_empty: int) -> None:
