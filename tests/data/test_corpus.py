@@ -136,7 +136,7 @@ def test_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("x")
 
-    def deny(path: Path) -> bytes:
+    def deny(path: Path, _mode: str) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "open", deny)
