@@ -78,6 +78,21 @@ ON_ONE_RANK = [
 OF_A_JOB = [way for way in ON_ONE_RANK if way != "no model"]
 """Ways of the loss of a job that is trained by `phalanx train --script`."""
 
+OF_A_DECODER = {
+    "a loss that is no number": 1,
+    "an error": 1,
+    "no memory": 1,
+    "killed": SIGNAL,
+    "aborted": SIGNAL,
+    "os._exit": 5,
+    "a full disk": 2,
+    "Ctrl-C": 130,
+    "SIGTERM": 143,
+    "SIGHUP": 129,
+    "a closed output": 141,
+}
+"""Ways of `phalanx train`, which trains a model of its own."""
+
 OF_A_COMMAND = {
     "train --optimizer.rl 1": 2,
     "train --data /no/such/folder": 2,
@@ -92,7 +107,7 @@ OF_A_COMMAND = {
 
 PROGRAM = """
 import json, os, sys
-import phalanx, phalanx.script.run, phalanx.script.trainer, phalanx.train.loop
+import phalanx, phalanx.script.run, phalanx.script.trainer, phalanx.train.loop, phalanx.train.run
 from phalanx.launch import exit_code
 ranks, codes, words = {}, {}, []
 def wait_for_one():
@@ -115,6 +130,15 @@ os.environ.update(environment)
 output = os.open(f"{os.environ['WORDS']}/{name.replace('/', '_')}", os.O_CREAT | os.O_WRONLY)
 os.dup2(output, 1)
 os.dup2(output, 2)
+if "a closed output" in name:
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(reader)
+    os.close(writer)
+if "WHICH" in environment:
+    sys.path.insert(0, environment["HERE"])
+    import ways_to_fail
+    phalanx.train.run.train_rank = ways_to_fail.train_rank
 exit_code.watch_if_rank()
 sys.argv = words
 if words[0] == "phalanx":
@@ -126,11 +150,16 @@ exec(compile(open(words[0]).read(), words[0], "exec"))
 """
 
 
-def in_forks(jobs: list[tuple[str, list[str], int]], folder: Path) -> dict[str, set[int]]:
-    """Return the codes of the processes of each job: one by python, or some as under torchrun."""
+def in_forks(
+    jobs: list[tuple[str, list[str], int]], folder: Path, **settings: str
+) -> dict[str, set[int]]:
+    """Return the codes of the processes of each job: one by python, or some as under torchrun.
+
+    They find the settings in their environment.
+    """
     processes: list[tuple[str, list[str], dict[str, str]]] = []
     for name, words, num_ranks in jobs:
-        environment = {"WORDS": str(folder), "OMP_NUM_THREADS": "1", "WAY": name}
+        environment = {"WORDS": str(folder), "OMP_NUM_THREADS": "1", "WAY": name, **settings}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -220,3 +249,31 @@ def test_a_wrong_request_by_the_command_and_as_under_torchrun(tmp_path: Path) ->
     assert {
         words for words in OF_A_COMMAND if codes[words] - {1, 2} or 2 not in codes[words]
     } == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+@pytest.mark.parametrize("which", ["all", "one"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_decoder_by_the_command_and_as_under_torchrun(
+    num_ranks: int, which: str, tmp_path: Path
+) -> None:
+    """Of its ways some are those of a signal to all, or of the output of the first rank."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n} of a text\n" for n in range(900)))
+    command = [
+        *("phalanx", "train", "--steps=5", f"--data={text}", "--device=cpu", "--threads=1"),
+        *("--shape.num-layers=1", "--shape.hidden=32", "--shape.num-heads=2", "--save-every=1"),
+        *("--shape.head-dim=16", "--shape.ffn=64", "--shape.vocab-size=300", "--strategy=dp2"),
+        *("--corpus.seq-len=16", f"--corpus.cache={tmp_path / 'cache'}"),
+    ]
+    of_all = [way for way in OF_A_DECODER if way in ("Ctrl-C", "SIGTERM", "SIGHUP")]
+    ways = [way for way in OF_A_DECODER if which == "all" or way not in of_all]
+    jobs = [(way, [*command, f"--out={tmp_path / way}"], num_ranks) for way in ways]
+    codes = in_forks(jobs, tmp_path, WHICH=which, HERE=str(HERE))
+    if num_ranks == 1:
+        assert differing(codes, {way: {of_job(OF_A_DECODER[way])} for way in ways}) == {}
+    # A rank may end because the other has: with 1.
+    assert {way for way in ways if codes[way] - {of_job(OF_A_DECODER[way]), SIGNAL, 1}} == set()
+    expected = {way: of_job(OF_A_DECODER[way]) for way in ways if OF_A_DECODER[way] != SIGNAL}
+    assert {way for way, code in expected.items() if code not in codes[way]} == set()

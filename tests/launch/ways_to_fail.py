@@ -1,19 +1,27 @@
 """A training script that fails in the way that its first word names; by its second on one rank."""
 
 import ctypes
+import errno
+import multiprocessing
 import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx
+from phalanx.checkpoint import tensor_file
+from phalanx.launch.pulse import PULSE
+from phalanx.train import loop, pace
+from phalanx.train.step import Step
 
 
 class Endpoint(RuntimeError):
@@ -86,7 +94,7 @@ def fail(run: Any, model: Any, loss: Any) -> None:
     if way == "too deep":
         deeper(0)
     if way == "no module":
-        import no_such_module  # pyright: ignore[reportMissingImports]  # noqa: F401
+        import no_such_module  # pyright: ignore  # noqa: F401
     if way == "bad syntax":
         exec("1 +")
     if way == "not a stop":
@@ -94,7 +102,7 @@ def fail(run: Any, model: Any, loss: Any) -> None:
     if way == "no file":
         Path("/no/such/file").read_text()
     if way == "a shape":
-        torch.ones(2) @ torch.ones(3)
+        _ = torch.ones(2) @ torch.ones(3)
     if way == "surrogates":
         raise ValueError("\udcff")
     if way == "a closed error output":
@@ -198,6 +206,38 @@ class Loss:
 
 def job() -> phalanx.Trainer:
     return phalanx.Trainer(Model, Loss(os.environ["WAY"]), Rows(), batch_size=4)
+
+
+def train_rank(job: Any) -> Any:
+    """Train a decoder on this rank, and fail in the third step in the way that WAY names."""
+    global way
+    way, one = os.environ["WAY"], os.environ.get("WHICH") == "one"
+    take = Step.__call__
+
+    def take_or_fail(self: Step, microbatches: Any) -> Any:
+        if self.steps_done == 2 and not (one and dist.get_rank() == 0):
+            if way == "a loss that is no number":
+                next(self.model.parameters()).detach().fill_(float("nan"))
+            elif way == "a full disk":
+                tensor_file.write = fill_disk
+            elif way in ("Ctrl-C", "SIGTERM", "SIGHUP"):
+                parent = multiprocessing.parent_process()
+                signum = {"Ctrl-C": signal.SIGINT}.get(way) or signal.Signals[way]
+                if parent is None or dist.get_rank() == 0:
+                    os.kill(os.getpid() if parent is None else parent.pid or 0, signum)
+                while not PULSE.stop_signal:
+                    time.sleep(0.01)
+            else:
+                fail(None, self.model, None)
+        return take(self, microbatches)
+
+    Step.__call__ = take_or_fail
+    pace.COMPARE_S = 0.0  # else so short a run may be done before its ranks compare
+    return loop.train_rank(job)
+
+
+def fill_disk(path: Path, *args: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 way = sys.argv[1] if __name__ == "__main__" else ""

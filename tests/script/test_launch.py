@@ -14,6 +14,7 @@ import pytest
 
 from forked_torchrun import run_script as run_script_alone
 from forked_torchrun import run_two
+from namespaces import HOSTS
 from phalanx.cli.main import main
 from phalanx.errors import PhalanxError, message_of
 from phalanx.launch.local import run_ranks
@@ -261,6 +262,18 @@ def test_without_a_launcher_a_script_that_asks_saves_too(tmp_path: Path) -> None
     assert "the script is asked to stop" in told
 
 
+@pytest.mark.slow
+def test_a_script_that_asks_saves_when_torchrun_is_to_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPS.replace("int(sys.argv[2])", "os.getppid()"))
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+    words, told = output_of(sys.executable, *torchrun, str(script), str(tmp_path / "run"), code=1)
+    assert "saved" in words
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+    assert told.count("SIGTERM: the run ends after the step under way") == 1
+    assert len(re.findall(r"interrupted by SIGTERM; .*step-\d+ stands; run.resume", told)) == 1
+
+
 def test_a_script_that_never_joins_is_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("x = 1")
@@ -320,15 +333,15 @@ def test_a_script_runs_on_two_hosts(switch: str, printed: str) -> None:
     """Two network namespaces, each with a torchrun of its own."""
     torchrun = (
         f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=1 "
-        f"--master-addr=phxa --master-port=29617 {TOY / 'distributed.py'}"
+        f"--master-addr={HOSTS[0]} --master-port=29617 {TOY / 'distributed.py'}"
     )
 
     def start(host: str) -> tuple[str, str]:
         command = f"hostname {host}; exec {torchrun} ".replace(
-            "--nnodes=2", f"--nnodes=2 --node-rank={('phxa', 'phxb').index(host)}"
+            "--nnodes=2", f"--nnodes=2 --node-rank={HOSTS.index(host)}"
         )
         return output_of(*f"ip netns exec {host} unshare --uts sh -c".split(), command)
 
     with ThreadPoolExecutor() as hosts:
-        outputs = list(hosts.map(start, ("phxa", "phxb")))
+        outputs = list(hosts.map(start, HOSTS))
     assert [output for output, _ in outputs] == [printed, ""]
