@@ -21,11 +21,14 @@ Each message says what is wrong, the actual value, what was expected, and the ne
 from __future__ import annotations
 
 import difflib
+import errno
 import itertools
 import re
 import signal
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 NUM_NAMED = 8
 """Ranks that a message names; of more it says how many."""
@@ -36,6 +39,26 @@ LONGEST = 20_000
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+LIMITS: Final[Mapping[int, str]] = {
+    errno.EMFILE: "a process may not open as many files as this needs; raise ulimit -n",
+    errno.ENFILE: "the system has too many files open; end some programs",
+    errno.ENOMEM: "no memory is left, or allowed; raise ulimit -v or the control group's limit",
+    errno.EAGAIN: "no further process or thread may be started; raise ulimit -u or pids.max, or "
+    "ulimit -v, which bounds the memory for its stack",
+}
+"""What a limit of the system means, by the number of its error."""
+
+NO_THREAD: Final = "can't start new thread"
+"""What Python says of a thread that the system refuses."""
+
+_WORDS: Final[Mapping[str, int]] = {
+    NO_THREAD: errno.EAGAIN,
+    "Resource temporarily unavailable": errno.EAGAIN,
+    "Cannot allocate memory": errno.ENOMEM,
+    "failed to map segment from shared object": errno.ENOMEM,
+}
+"""What an error that has no number says of a limit, and the number that it stands for."""
 
 
 class PhalanxError(Exception):
@@ -131,6 +154,27 @@ def message_of(error: BaseException) -> str:
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     # A file's name may have what would steer the terminal.
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def limit_met(error: BaseException) -> str:
+    """Return what a limit of the system means that an error of a start came of; else nothing."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError):
+        number = errno.ENOMEM
+    elif isinstance(error, (RuntimeError, ImportError)):
+        number = next((value for text, value in _WORDS.items() if text in str(error)), None)
+    return LIMITS.get(number or 0, "")
+
+
+@contextmanager
+def within_limits(what: str) -> Generator[None]:
+    """Raise a ConfigError that begins with `what` where a limit of the system is met inside."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if not (advice := limit_met(error)):
+            raise
+        raise ConfigError(f"{what}: {advice}") from error
 
 
 def shortened(text: str) -> str:

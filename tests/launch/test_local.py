@@ -25,7 +25,7 @@ from phalanx.errors import (
     RankFailed,
     TrainingError,
 )
-from phalanx.launch import supervisor
+from phalanx.launch import local, rank, supervisor
 from phalanx.launch.by_value import ByValue
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
@@ -202,6 +202,31 @@ def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert 'needs `if __name__ == "__main__":`' in done.stderr
+
+
+def refuse_threads(line: Any) -> None:
+    """Be a rank where the limit of processes forbids the thread that speaks to the parent."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pytest.MonkeyPatch().setattr(threading.Thread, "start", start)
+    rank.run_rank(rank.RankInfo(3, 4, 0, "cpu", 1, 10.0), None, line, refuse, ())
+
+
+def test_a_rank_without_threads_says_which_limit_is_met() -> None:
+    context = local.prepare_server()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=refuse_threads, args=(theirs,))
+    process.start()
+    theirs.close()
+    kind, failure = ours.recv()
+    process.join()
+    assert (kind, process.exitcode) == ("failure", 2)
+    error = failure.as_error()
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("rank 3: no further process or thread may be started; raise")
+    assert "Traceback" not in str(error)
 
 
 def break_the_pipe() -> None:

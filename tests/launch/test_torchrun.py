@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,9 @@ import torch.distributed as dist
 import phalanx
 from forked_torchrun import run_two
 from phalanx.errors import ConfigError
-from phalanx.launch import torchrun
+from phalanx.launch import agreement, torchrun
+from phalanx.launch.agreement import check_same
+from phalanx.launch.hosts import PeerFailed
 from phalanx.launch.rank_env import RankEnv, read_rank_env
 
 SCRIPT = """
@@ -179,7 +183,7 @@ def test_ranks_that_cannot_meet(
         for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": port, **environment}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=f"cannot meet: {reason}.*within 2 s") as raised:
-            torchrun._meet(read_rank_env(), 2)
+            torchrun._meet(read_rank_env(), 2)  # pyright: ignore[reportPrivateUsage]
     assert "\n" not in str(raised.value)
 
 
@@ -203,10 +207,10 @@ def test_a_gpu_that_only_one_task_sees_is_its_own(monkeypatch: pytest.MonkeyPatc
 
     def take(rank: int, num_here: int) -> None:
         properties = SimpleNamespace(uuid=gpus[rank])
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)  # pyright: ignore[reportUnknownLambdaType]
         place = RankEnv(rank, 3, rank, num_here)
-        assert torchrun._use_device(place, "cuda") == "cuda"
-        torchrun._take_gpu(place, store)
+        assert torchrun._use_device(place, "cuda") == "cuda"  # pyright: ignore[reportPrivateUsage]
+        torchrun._take_gpu(place, store)  # pyright: ignore[reportPrivateUsage]
 
     take(0, 3)
     take(1, 3)
@@ -258,9 +262,29 @@ def test_a_signal_is_heeded_by_a_rank_and_a_later_one_ends_it() -> None:
 
 
 def test_all_ranks_that_differ_are_named() -> None:
-    torchrun.check_same([{"a": 1}, {"a": 1}])
+    check_same([{"a": 1}, {"a": 1}])
     with pytest.raises(ConfigError, match=r"^ranks 1, 3 would .* a \(1 on rank 0, 2 on rank 1\)"):
-        torchrun.check_same([{"a": 1}, {"a": 2}, {"a": 1}, {"a": 3}])
+        check_same([{"a": 1}, {"a": 2}, {"a": 1}, {"a": 3}])
+
+
+def test_two_versions_are_no_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, first = dist.HashStore(), threading.current_thread()
+
+    def version(package: str) -> str:
+        build = "cpu" if threading.current_thread() is first else "cu128"
+        return f"{package == 'phalanx-train' and build}+{build}"
+
+    def agreed(rank: int) -> int:
+        return agreement.agree(RankEnv(rank, 2, 0, 1), store, lambda: rank, lambda _: {})
+
+    monkeypatch.setattr(agreement.metadata, "version", version)
+    with ThreadPoolExecutor() as other:
+        second = other.submit(agreed, 1)
+        differ = r"they differ in version of phalanx \(cpu on rank 0, cu128 on rank 1\);"
+        with pytest.raises(ConfigError, match=differ):
+            agreed(0)
+        with pytest.raises(PeerFailed):
+            second.result()
 
 
 class Left(BaseException):

@@ -230,6 +230,22 @@ def test_the_first_rank_names_the_folder(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["of-rank-0"]
 
 
+def fit_otherwise(folder: Path) -> None:
+    """Train as a rank does to which torchrun on another host has given other settings."""
+    rank = dist.get_rank()
+    trainer = dataclasses.replace(jobs.job(), validation=None, steps=1 + rank)
+    fit(trainer, Strategy.parse("dp2"), phalanx.Options(out=folder, save_every=rank))
+
+
+def test_ranks_of_other_settings_are_named(tmp_path: Path) -> None:
+    differ = (
+        r"differ in steps \(1 on rank 0, 2 on rank 1\); save_every \(0 on rank 0, 1 on rank 1\)"
+    )
+    with pytest.raises(ConfigError, match=differ):
+        run_ranks(fit_otherwise, 2, tmp_path, threads=1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_batch_norm_over_own_rows_says_why_it_differs() -> None:
     trainer = dataclasses.replace(jobs.with_batch_norm(), batch_norm="local")
     verdict = trainer.verify("dp2")

@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
-from phalanx.errors import ConfigError, Interrupted, PhalanxError, message_of, nearest, wrapped
+from phalanx.errors import (
+    ConfigError,
+    Interrupted,
+    PhalanxError,
+    limit_met,
+    message_of,
+    nearest,
+    wrapped,
+)
 from phalanx.launch import signals
 from phalanx.launch.local import server_stopped
 from phalanx.launch.rank import escape_unknown_characters, is_reader_gone, reader_has_left
@@ -53,19 +61,9 @@ FILE_ERRORS: Final[Mapping[int, str]] = {
     errno.EISDIR: "is a folder; a file was expected",
     errno.ELOOP: "its links lead in a circle; choose another path",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
-    errno.EMFILE: "a process may not open as many files as this needs; raise ulimit -n",
-    errno.ENFILE: "the system has too many files open; end some programs",
-    errno.ENOMEM: "no memory is left, or allowed; raise ulimit -v or the control group's limit",
-    errno.EAGAIN: "no further process or thread may be started; raise ulimit -u or pids.max",
 }
-"""What the user can mend about a file or a limit, by error number; any other is a fault of the
-program."""
-
-LIMITS: Final[Mapping[str, int]] = {
-    "can't start new thread": errno.EAGAIN,
-    "failed to map segment from shared object": errno.ENOMEM,
-}
-"""What an error that has no number says of a limit, and the number that it stands for."""
+"""What the user can mend about a file, by error number; any other but a limit of the system is a
+fault of the program."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,20 +102,18 @@ def _run(words: list[str]) -> int:
             return READER_LEFT
         if isinstance(error, PhalanxError):
             return _fail(message_of(error), error.exit_code, words)
-        number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
-        if (advice := FILE_ERRORS.get(number or 0)) is None:
+        number, name = (error.errno, error.filename) if isinstance(error, OSError) else (0, None)
+        if not (advice := FILE_ERRORS.get(number or 0) or limit_met(error)):
             raise
-        name = error.filename if isinstance(error, OSError) else None
         where = f"{name}: " if name else ""
         return _fail(f"{where}{advice}", 2, words)
     except KeyboardInterrupt as error:
         how = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         return _fail(str(how), 128 + how.signum, words)
     except (RuntimeError, ImportError) as error:
-        found = [number for text, number in LIMITS.items() if text in str(error)]
-        if not found:
+        if not (advice := limit_met(error)):
             raise
-        return _fail(FILE_ERRORS[found[0]], 2, words)
+        return _fail(advice, 2, words)
     except ValueError as error:  # of torch, when it is loaded
         if "TORCH_LOGS" not in os.environ or "log settings" not in str(error):
             raise

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.comm.axes import axes_of
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, within_limits
 
 STORE_CONNECTIONS = 3
 """Connections of each rank to the store, which rank 0 holds."""
@@ -81,12 +81,12 @@ def join(
     `timeout_s` for another in one collective. "cuda" is the device of `torch.cuda.set_device`.
 
     Raises:
-        ConfigError: a rank may not open as many files as the job needs.
+        ConfigError: a rank may not open as many files as the job needs, or start as many threads.
     """
     check_files({}, num_ranks, device)
     # Named, NCCL connects at once, and the groups of the axes are split from this one.
     device_id = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
-    with _lazily_connected():
+    with within_limits(f"rank {rank} cannot join the job"), _lazily_connected():
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             store=store,

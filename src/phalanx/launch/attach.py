@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, ScriptError, message_of
 from phalanx.launch import exit_code, signals, slurm, torchrun
+from phalanx.launch.agreement import check_same
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.supervisor import tell
@@ -165,7 +166,7 @@ def _as_joined(facts: Mapping[str, Any], device: str, timeout_s: float | None) -
         join.set_timeout(timeout_s)
 
     if facts:
-        torchrun.check_same(gather_objects(dict(facts)))
+        check_same(gather_objects(dict(facts)))
     joined = "cuda" if dist.get_backend() == "nccl" else "cpu"
     if device not in ("auto", joined):
         raise ConfigError(

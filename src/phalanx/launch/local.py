@@ -172,8 +172,8 @@ def _start(
         ) from error
     except EOFError as error:
         raise ConfigError(
-            "the server that forks processes could start none, and says why above; raise the limit "
-            "of processes (ulimit -u, pids.max) or of memory"
+            "the server that forks processes could start none; raise the limit of processes "
+            "(ulimit -u, pids.max) or of memory"
         ) from error
     theirs.close()
     return process, ours

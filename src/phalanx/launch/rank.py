@@ -23,7 +23,15 @@ from types import TracebackType
 from typing import Any, Final
 
 from phalanx import errors
-from phalanx.errors import PhalanxError, RankFailed, message_of, shortened
+from phalanx.errors import (
+    NO_THREAD,
+    PhalanxError,
+    RankFailed,
+    limit_met,
+    message_of,
+    shortened,
+    within_limits,
+)
 from phalanx.launch.by_value import ByValue
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.malloc import keep_freed_memory
@@ -91,16 +99,26 @@ class Failure:
 
 
 class Line:
-    """This rank's end of the pipe to the parent, which sets `may_leave` when the rank may end."""
+    """This rank's end of the pipe to the parent, which says when the rank may end."""
 
     def __init__(self, connection: Connection, sockets: str) -> None:
         self._connection = connection
         self._sockets = sockets
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self.may_leave = threading.Event()
-        PULSE.on_change = self._beat_now
+        self._may_leave = threading.Event()
+        self._has_thread = False
+
+    def open(self) -> None:
+        """Begin to send beats and to hear the parent."""
         threading.Thread(target=self._serve, name="pulse", daemon=True).start()
+        self._has_thread = True
+        PULSE.on_change = self._beat_now
+
+    def wait_to_leave(self) -> None:
+        """Wait until the parent says so; one that is not heard need not be waited for."""
+        if self._has_thread:
+            self._may_leave.wait()
 
     @property
     def is_of_fork(self) -> bool:
@@ -129,7 +147,7 @@ class Line:
                 if self._connection.poll(BEAT_S):
                     word = self._connection.recv()
                     if word == LEAVE:
-                        self.may_leave.set()
+                        self._may_leave.set()
                         return
                     PULSE.stop_signal = word
                 self._beat()
@@ -149,6 +167,7 @@ def run_rank(
     args: tuple[Any, ...],
 ) -> None:
     """Join the job, call the function, and report; never returns."""
+    sys.excepthook = sys.__excepthook__  # that of the server says less
     leave_to_parent()
     escape_unknown_characters()
     line = Line(connection, info.sockets)
@@ -156,6 +175,7 @@ def run_rank(
     # do by default, or each would begin with the script anew.
     multiprocessing.set_start_method(None, force=True)
     try:
+        line.open()
         _join(info, listener)
         with PULSE.doing("the work"):
             result = function(*args)
@@ -172,7 +192,7 @@ def run_rank(
         exit_code = failure.exit_code
     flush_streams()
     if not line.is_of_fork:
-        line.may_leave.wait()
+        line.wait_to_leave()
         end_helpers()
     # gloo's threads sometimes abort a process that succeeded while they are torn down.
     os._exit(exit_code)
@@ -237,11 +257,23 @@ def _describe(rank: int, error: BaseException) -> Failure:
         # The nearest class that every process knows: a user's own may be of a script.
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         text, exit_code = shortened(message_of(error)), error.exit_code
+    elif words := out_of_threads(error):
+        kind, text = errors.ConfigError, f"rank {rank}: {words}"
+        exit_code = kind.exit_code
     if isinstance(error, KeyboardInterrupt):
         exit_code = 128 + getattr(error, "signum", signal.SIGINT)
     if isinstance(error, SystemExit):  # which has cut the work short, whatever its code
         exit_code = exit_code_of(error.code) or 1
     return Failure(rank, time.time(), text, kind, is_lost_peer(error), exit_code)
+
+
+def out_of_threads(error: BaseException) -> str:
+    """Return what to say of an error of Python's that a thread cannot be started; else nothing."""
+    if not isinstance(error, RuntimeError) or NO_THREAD not in str(error):
+        return ""
+    places = [f"{at.filename}:{at.lineno}" for at in traceback.extract_tb(error.__traceback__)]
+    own = [place for place in places if not place.startswith(threading.__file__)]
+    return "\nat ".join([limit_met(error), *own[-1:]])
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -313,12 +345,13 @@ def _join(info: RankInfo, listener: socket.socket | None) -> None:
     torch.set_num_threads(info.threads)
     if info.device == "cuda":
         torch.cuda.set_device(info.rank)
-    store = dist.TCPStore(
-        "127.0.0.1",
-        info.port,
-        info.num_ranks,
-        is_master=listener is not None,
-        master_listen_fd=listener.detach() if listener is not None else None,
-        use_libuv=True,
-    )
+    with within_limits(f"rank {info.rank} cannot join the job"):
+        store = dist.TCPStore(
+            "127.0.0.1",
+            info.port,
+            info.num_ranks,
+            is_master=listener is not None,
+            master_listen_fd=listener.detach() if listener is not None else None,
+            use_libuv=True,
+        )
     join.join(info.rank, info.num_ranks, store=store, device=info.device, timeout_s=info.timeout_s)

@@ -217,7 +217,9 @@ def _death(rank: int, process: ForkServerProcess) -> Failure:
     if code == -signal.SIGABRT:
         text += (
             "; gloo ends so a process whose collective does not match that of another rank, or is "
-            "called by one rank alone: --debug-comm, or phalanx.init(debug_comm=True), names it"
+            "called by one rank alone: --debug-comm, or phalanx.init(debug_comm=True), names it; "
+            "and C++ one that has too little memory or too few threads: see ulimit -v, ulimit -u "
+            "and pids.max"
         )
     if code == 1:  # what multiprocessing itself ends with if it cannot import or find the function
         text += (

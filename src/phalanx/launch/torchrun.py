@@ -7,7 +7,6 @@ join and are bound by the timeout of collectives. A rank that another's failure 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,12 +14,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
-from phalanx.errors import ConfigError, PhalanxError, TrainingError, message_of, named, shortened
+from phalanx.errors import (
+    ConfigError,
+    PhalanxError,
+    TrainingError,
+    message_of,
+    shortened,
+    within_limits,
+)
 from phalanx.launch import interface, slurm
+from phalanx.launch.agreement import agree
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.hosts import PeerFailed, Watch, advised, end_with_parent, kill_silent
 from phalanx.launch.local import num_cores
@@ -31,6 +38,7 @@ from phalanx.launch.rank import (
     flush_streams,
     is_lost_peer,
     is_reader_gone,
+    out_of_threads,
     reader_has_left,
     remove_sockets,
 )
@@ -55,8 +63,6 @@ QUIET_S = 5.0
 
 TOGETHER_S = 3.0
 """Signals within this time are one: Ctrl-C comes from the terminal, and from torchrun too."""
-
-FAILED = "failed"
 
 
 def run_here(
@@ -123,13 +129,14 @@ def joined(
         device = _use_device(env, device)
         torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
         join.allow_files()
-        store = _meet(env, timeout_s)
+        with within_limits(f"rank {env.rank} cannot join the job"):
+            store = _meet(env, timeout_s)
         if device == "cuda":
             _take_gpu(env, store)
         own: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
         with Watch(own.clone(), env, timeout_s) as watch:
             stopping.watch = watch
-            value = _prepare(env, store, prepare, facts)
+            value = agree(env, store, prepare, facts)
             store.set_timeout(timedelta(seconds=timeout_s))
             try:
                 if not dist.is_initialized():  # by an earlier run of this process
@@ -261,72 +268,6 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
     return dist.PrefixStore(f"phalanx/{call}", store)
 
 
-def _prepare(
-    env: RankEnv,
-    store: Store,
-    prepare: Callable[[], Value],
-    facts: Callable[[Value], Mapping[str, Any]],
-) -> Value:
-    """Prepare after the first rank of the host, and wait until all ranks have the same."""
-    try:
-        if env.local_rank > 0:
-            _read(store, env.here.start)
-        with PULSE.doing("preparing the job"):
-            value = prepare()
-        text = json.dumps(facts(value), sort_keys=True)
-        store.set(f"{env.rank}", text)
-        # Each compares with the first, so that rank 0 need not read as many texts as ranks.
-        if store.compare_set("first", "", text).decode() != text:
-            store.set("unlike", "")
-        if store.add("prepared", 1) == env.num_ranks:
-            store.set("compared", "")
-        if env.rank == 0:
-            _read(store, "compared")
-            if store.check(["unlike"]):
-                texts = store.multi_get([f"{rank}" for rank in range(env.num_ranks)])
-                check_same([json.loads(text) for text in texts])
-            store.set("all", "ready")
-    except BaseException:
-        with suppress(RuntimeError):  # the store may have gone with rank 0
-            for key in (f"{env.rank}", "compared", "all"):
-                store.set(key, FAILED)
-        raise
-    _read(store, "all")
-    return value
-
-
-def _read(store: Store, key: int | str) -> str:
-    import torch.distributed as dist
-
-    try:
-        with PULSE.waiting("waiting for others to prepare the job"):
-            text = store.get(f"{key}").decode()
-    except dist.DistNetworkError as error:
-        raise PeerFailed("the rank that holds the store has left") from error
-    if text == FAILED:
-        raise PeerFailed("another rank could not prepare the job; its own message says why")
-    return text
-
-
-def check_same(facts: list[dict[str, Any]]) -> None:
-    """Refuse a job of which not all ranks have prepared the same; name them and what differs."""
-    ours = facts[0]
-    others = [rank for rank, theirs in enumerate(facts) if theirs != ours]
-    if not others:
-        return
-    theirs = facts[others[0]]
-    differing = [
-        f"{name} ({ours.get(name)} on rank 0, {theirs.get(name)} on rank {others[0]})"
-        for name in ours | theirs
-        if ours.get(name) != theirs.get(name)
-    ]
-    raise ConfigError(
-        f"{named(others)} would run another job than rank 0: they differ in "
-        f"{'; '.join(differing)}; give all hosts the same settings, data and Python (whose "
-        "standard library is the default data)"
-    )
-
-
 def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
     """Do the work of a verb on what it has prepared from its command line; return the exit code.
 
@@ -388,6 +329,8 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         leave(1)
     ignore()
     rank = os.environ["RANK"]
+    if words := out_of_threads(error):
+        error = ConfigError(words)
     if isinstance(error, PhalanxError):
         # There is no command line under torchrun.
         message = shortened(message_of(error))

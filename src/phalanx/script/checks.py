@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from types import NoneType
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.checkpoint.dry_step import DRY_SHAPE, dry_state
+from phalanx.comm.together import gather_objects
 from phalanx.config.fields import (
     SEED,
     TIMEOUT_S,
@@ -27,12 +29,16 @@ from phalanx.config.fields import (
 )
 from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
+from phalanx.launch.agreement import check_same
 from phalanx.script.optimizer import check_kind
 from phalanx.script.states import encoded
 from phalanx.train.objective import Objective
 
 _FOREIGN = ("objective", "data", "validation")
 """Values of types that no setting has."""
+
+_OF_A_HOST = ("threads", "timeout_s")
+"""Settings that each host may have its own of."""
 
 
 def check_settings(config: Any, name: str = "") -> None:
@@ -53,6 +59,20 @@ def check_settings(config: Any, name: str = "") -> None:
             check_value(setting, value_at(config, setting.key))
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
+
+
+def check_same_job(trainer: Any, strategy: Any, options: Any) -> None:
+    """Refuse ranks to which torchrun gave other settings on another host; all ranks call this.
+
+    Raises:
+        ConfigError: names the settings that differ.
+    """
+    facts = {"strategy": str(strategy)}
+    for config in (trainer, options):
+        values = {each.key: value_at(config, each.key) for each in settings(type(config))}
+        plain = {key: v for key, v in values.items() if isinstance(v, (int, float, str, NoneType))}
+        facts |= {key: value for key, value in plain.items() if key not in _OF_A_HOST}
+    check_same(gather_objects(facts))
 
 
 @dataclass(frozen=True, kw_only=True)

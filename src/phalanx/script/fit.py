@@ -38,7 +38,13 @@ from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, naming_d
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
-from phalanx.script.checks import check_count, check_model, optimizer_of, scheduler_of
+from phalanx.script.checks import (
+    check_count,
+    check_model,
+    check_same_job,
+    optimizer_of,
+    scheduler_of,
+)
 from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import Draws, RankLoader
 from phalanx.script.loss import check_sum
@@ -93,6 +99,7 @@ def fit(trainer: Trainer, strategy: Strategy, options: Options, command: str = "
 
     `command` is the command line, but for the folder, that resumes the run; empty if none does.
     """
+    check_same_job(trainer, strategy, options)
     # A folder named after the time must have one name.
     out = on_first_rank(lambda: options.out, f"cannot write to {options.out}")
     options = dataclasses.replace(options, out=out)
