@@ -30,7 +30,6 @@ from phalanx.checkpoint.foreign import (
     write_json,
 )
 from phalanx.checkpoint.standing import ScriptStanding
-from phalanx.config import Part
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum
@@ -60,13 +59,13 @@ class Manifest:
     Attributes:
         steps_done: optimizer steps taken.
         num_steps: optimizer steps the run was to take.
-        consumed: samples of the global order that were used up; with `parts` the whole state of
-            the data.
+        consumed: samples of the global order that were used up; with `first_epoch` the whole state
+            of the data.
         num_ranks: ranks that wrote it.
         strategy: text of the strategy that wrote it.
         shape: the model's shape.
         stream: what fixes the order of the samples, by name.
-        parts: earlier parts of the run, whose samples had other lengths.
+        first_epoch: number of the epoch at which that order begins.
         settings: what else the run was told that a run which goes on should keep, by name.
         script: where a training script stands; None for a run of `phalanx train`.
         scaler: state of the scaler of the loss, or None if the precision needs none.
@@ -85,7 +84,7 @@ class Manifest:
     strategy: str
     shape: dict[str, Any]
     stream: dict[str, Any]
-    parts: tuple[Part, ...] = ()
+    first_epoch: int = 0
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     script: ScriptStanding | None = None
     scaler: dict[str, float] | None = None
@@ -192,12 +191,14 @@ def _decode(values: dict[str, Any]) -> Manifest:
     if values["format"] != FORMAT:
         found = brief(values["format"])
         raise ValueError(f"it is of format {found}; this version reads format {FORMAT}")
-    sha256 = values.pop("sha256")
+    sha256, expected = values.pop("sha256"), _sha256(values)
+    if "parts" in values:  # an earlier version kept each length of samples; each began an epoch
+        values["first_epoch"] = len(values.pop("parts"))
     manifest: Manifest = decode(Manifest, values)
     for name in manifest.files:
         if not is_plain_name(name):
             raise ValueError(f"it names the file {brief(name)}, expected one of the folder itself")
-    if sha256 != _sha256(values):
+    if sha256 != expected:
         raise ValueError("it is damaged: its sha256 is not that of what was written")
     return manifest
 

@@ -1,6 +1,6 @@
 """The one typed configuration: a TOML file, the command line and the API all make this value."""
 
-from phalanx.config.law import BatchPlan, Part, solve_batch
+from phalanx.config.law import BatchPlan, solve_batch
 from phalanx.config.schema import (
     BatchConfig,
     CorpusConfig,
@@ -14,7 +14,6 @@ __all__ = [
     "BatchPlan",
     "CorpusConfig",
     "OptimizerConfig",
-    "Part",
     "ShapeConfig",
     "TrainConfig",
     "solve_batch",

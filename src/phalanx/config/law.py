@@ -1,4 +1,4 @@
-"""What contradicts what in the configuration of a run, the batch law, and what a part of a run is.
+"""What contradicts what in the configuration of a run, and the batch law.
 
 Only what can be judged without data, devices or a model is judged here.
 """
@@ -6,7 +6,6 @@ Only what can be judged without data, devices or a model is judged here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from phalanx.config.fields import check_values
 from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, TrainConfig
@@ -34,12 +33,6 @@ def check(config: TrainConfig) -> None:
         )
     if config.steps is not None:
         check_warmup(config.optimizer, config.steps)
-    if config.corpus.shuffle_len is not None and not config.corpus.shuffle:
-        raise ConfigError(
-            f"corpus.shuffle_len is {config.corpus.shuffle_len}, but corpus.shuffle is false, so "
-            "that all samples stay in their order; leave one of them out"
-        )
-    check_shuffle(config.corpus.seq_len, config.corpus.shuffle_len)
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but each says where the weights "
@@ -49,16 +42,6 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"corpus.vocab_size is {config.corpus.vocab_size}, the size of a tokenizer to train, "
             f"but tokenizer is {config.tokenizer}, which is trained; give one of them"
-        )
-
-
-def check_shuffle(seq_len: int, shuffle_len: int | None) -> None:
-    """Raise ConfigError unless shuffling keeps whole samples together."""
-    if shuffle_len is not None and shuffle_len % seq_len:
-        near = max(1, round(shuffle_len / seq_len)) * seq_len
-        raise ConfigError(
-            f"corpus.shuffle_len is {shuffle_len}, but whole samples stay together, of "
-            f"corpus.seq_len {seq_len} tokens each; the nearest is {near}"
         )
 
 
@@ -86,14 +69,6 @@ class BatchPlan:
             f"global batch {self.global_size} = microbatch {self.microbatch} x accumulation "
             f"{self.accumulation} x {self.num_data_ranks} data ranks"
         )
-
-
-class Part(NamedTuple):
-    """A part of a run: tokens of a sample, those its shuffle keeps together, samples consumed."""
-
-    seq_len: int
-    shuffle_len: int
-    consumed: int
 
 
 def solve_batch(batch: BatchConfig, num_data_ranks: int, pp_degree: int = 1) -> BatchPlan:

@@ -68,9 +68,6 @@ class CorpusConfig:
     """Whether a token attends only to tokens of its own document."""
     shuffle: Annotated[bool, Use.STREAM] = True
     """Whether each epoch visits the samples in an order of its own."""
-    shuffle_len: Annotated[int | None, Use.STREAM, Range(2)] = None
-    """Tokens of neighbouring samples that shuffling keeps together, as many as a sample of a later
-    part of the run is to have; seq_len if unset."""
     tail: Annotated[Literal["keep", "drop", "pad"], Use.LAW] = "keep"
     """The samples left over at the end of the last epoch: a smaller batch, dropped, or padded with
     samples from the start of the epoch."""

@@ -29,8 +29,7 @@ from phalanx.data.samples import Samples
 
 Tail = Literal["keep", "drop", "pad"]
 """What becomes of the samples at the end that do not fill a global batch: a batch with empty rows,
-nothing, or a batch padded with samples from the start of the last epoch (of what is left of it,
-where samples of another length had their part)."""
+nothing, or a batch padded with samples from the start of the last epoch."""
 
 
 def stream_length(order: Order, epochs: float | None) -> int | None:
@@ -40,7 +39,7 @@ def stream_length(order: Order, epochs: float | None) -> int | None:
     """
     if epochs is None:
         return None
-    end = order.num_rest + round((epochs - order.first_epoch) * order.num_samples)
+    end = round((epochs - order.first_epoch) * order.num_samples)
     return max(1 if order.first_epoch == 0 else 0, end)
 
 
@@ -69,8 +68,7 @@ class Loader:
         end: positions in the stream (`stream_length`); None never ends.
         tail: what becomes of the last, partial batch.
         consumed: positions of the stream that belong to the steps given out so far, and to those of
-            the loader that it goes on from. This integer is the whole state, beside what the order
-            says of samples of other lengths.
+            the loader that it goes on from. This integer is the whole state.
     """
 
     samples: Samples
@@ -139,8 +137,9 @@ class Loader:
         if self.end is None:
             return self.order.samples(rows)
         if self.tail == "pad":
-            begin, end = self.order.epoch_at(self.end - 1)
-            past = begin + (rows - self.end) % (end - begin)
+            num_samples = self.order.num_samples
+            begin = (self.end - 1) // num_samples * num_samples
+            past = begin + (rows - self.end) % num_samples
             return self.order.samples(np.where(rows < self.end, rows, past))
         samples = self.order.samples(np.minimum(rows, self.end - 1))
         return np.where(rows < self.end, samples, -1)

@@ -49,60 +49,29 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class Order:
     """The stream of samples: the epochs one after the other.
 
-    Each is in an order of its own, or goes from 0 to num_samples - 1 if it is not shuffled. A run
-    that goes on with samples of another length (`parts`) first has what is left of an epoch.
+    Each epoch has an order of its own, or goes from 0 to num_samples - 1 if it is not shuffled.
 
     Attributes:
         num_samples: samples of an epoch.
-        seed: fixes the order of each.
-        is_shuffled: whether they have orders of their own.
-        together: consecutive samples that the shuffle keeps together; those at the end of the data
-            that are fewer come last.
-        first_epoch: number of the first epoch that is whole.
-        num_rest: samples of what is left of the epoch before it; they come first in the stream, and
-            are numbered from num_samples on.
+        seed: fixes the order of each epoch.
+        is_shuffled: whether each epoch has an order of its own.
+        first_epoch: number of the epoch at the beginning of the stream; above 0 where a run has
+            changed the length of its samples.
     """
 
     num_samples: int
     seed: int = 0
     is_shuffled: bool = True
-    together: int = 1
     first_epoch: int = 0
-    num_rest: int = 0
 
     def samples(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the samples at `positions` of the stream."""
-        epochs, in_epoch = np.divmod(positions - self.num_rest, self.num_samples)
-        if self.num_rest == 0:
-            return self._in_order(epochs, in_epoch, self.num_samples)
-        is_rest = positions < self.num_rest
-        rest = np.where(is_rest, positions, 0)
-        return np.where(
-            is_rest,
-            self.num_samples + self._in_order(np.full_like(rest, -1), rest, self.num_rest),
-            self._in_order(epochs, in_epoch, self.num_samples),
-        )
-
-    def epoch_at(self, position: int) -> tuple[int, int]:
-        """Return where the epoch that has a position begins in the stream, and where it ends."""
-        if position < self.num_rest:
-            return 0, self.num_rest
-        begin = position - (position - self.num_rest) % self.num_samples
-        return begin, begin + self.num_samples
-
-    def _in_order(
-        self, epochs: npt.NDArray[np.int64], in_epoch: npt.NDArray[np.int64], num_samples: int
-    ) -> npt.NDArray[np.int64]:
-        """Return what stands at each place of an epoch of `num_samples`, counted from the first."""
+        epochs, in_epoch = np.divmod(positions, self.num_samples)
         if not self.is_shuffled:
             return in_epoch
-        result = in_epoch.copy()
-        groups, in_group = np.divmod(in_epoch, self.together)
-        num_groups = num_samples // self.together
-        is_group = groups < num_groups
-        for epoch in np.unique(epochs[is_group]):
-            here = is_group & (epochs == epoch)
+        result = np.empty_like(in_epoch)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
             number = self.first_epoch + int(epoch)
-            moved = permute(groups[here], num_groups, self.seed, number)
-            result[here] = moved * self.together + in_group[here]
+            result[here] = permute(in_epoch[here], self.num_samples, self.seed, number)
         return result

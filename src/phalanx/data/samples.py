@@ -12,16 +12,11 @@ predicted from E alone. That label counts: it is how a text begins, and generati
 The label E at the last token of a document counts too: it is how a text ends. So the sum of the
 losses over a file is the length of a code for all its documents, and it is divided by exactly
 their bytes; E itself has none.
-
-[Note: Join] A sample of what earlier parts have left of an epoch (`parts`) may join stretches of
-text that are not neighbours. It reads and predicts the same as it did there: the label of the last
-token of a stretch is the token that follows in the file. With a document mask a join is a boundary
-like E, so that nothing is read across it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +25,6 @@ import numpy.typing as npt
 import torch
 
 from phalanx.data.batch import Batch
-from phalanx.data.parts import Rest
 from phalanx.data.token_file import TokenFile
 from phalanx.models.loss import IGNORE
 
@@ -40,14 +34,13 @@ class Samples:
     """The samples of a file of tokens; `len()` is their number in an epoch.
 
     Each process maps the file on first use. Pickling sends only the file's name. With
-    `document_mask`, positions and attention stay inside one document. From len() on, samples are
-    those of `rest`, see [Note: Join].
+    `document_mask`, positions and attention stay inside one document.
     """
 
     file: TokenFile
     seq_len: int
-    document_mask: bool = field(default=True, kw_only=True)
-    rest: Rest | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    document_mask: bool = True
 
     @cached_property
     def _tokens(self) -> npt.NDArray[Any]:
@@ -70,9 +63,7 @@ class Samples:
         positions_BT = np.broadcast_to(np.arange(self.seq_len), tokens_BT.shape)
         documents_BT = None
         if self.document_mask:
-            opens_BT = tokens_BT == self.file.end_id
-            opens_BT[:, 1:] |= np.diff(places_BT, axis=1) != 1
-            opens_BT &= is_label_BT
+            opens_BT = (tokens_BT == self.file.end_id) & is_label_BT
             opens_BT[:, 0] = False  # the first document is 0, whether it opens here or earlier
             starts_BT = np.maximum.accumulate(np.where(opens_BT, positions_BT, 0), axis=1)
             positions_BT = positions_BT - starts_BT
@@ -106,9 +97,4 @@ class Samples:
         """Return the places in the file of T tokens a row, and at which there is one to predict."""
         places_BT = samples_B[:, None] * self.seq_len + np.arange(self.seq_len)
         is_label_BT = (places_BT >= 0) & (places_BT < self.file.num_tokens - 1)
-        if self.rest is not None:
-            of_rest = samples_B >= len(self)
-            in_line = places_BT[of_rest] - len(self) * self.seq_len
-            is_label_BT[of_rest] = in_line < len(self.rest)
-            places_BT[of_rest] = self.rest.places(np.minimum(in_line, len(self.rest) - 1))
         return places_BT, is_label_BT

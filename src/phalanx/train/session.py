@@ -134,7 +134,7 @@ def open_session(job: Job) -> Session:
         model=model,
         step=step,
         loader=_loader(job, comm, consumed),
-        validation=dataclasses.replace(job.samples, file=job.tokens.validation, rest=None),
+        validation=dataclasses.replace(job.samples, file=job.tokens.validation),
         saver=saver,
     )
 

@@ -295,7 +295,6 @@ def test_a_linked_folder_of_checkpoints_is_the_runs_own(run: Path, tmp_path: Pat
         ("--corpus.vocab-size 300", r"the tokenizer \(one of 300 tokens, made anew\) is another "
          r".*leave --tokenizer and --corpus.vocab-size out, so that it is .*tokenizer\.json"),
         ("--seed 8", "seed is 8, but this run was made with 7; leave it out, or begin another"),
-        ("--corpus.seq-len 8", "corpus.seq_len is 8, but this run was made with 16"),
         ("--corpus.no-shuffle", "corpus.shuffle is False, but this run was made with True"),
         ("--corpus.validation 0.2", "corpus.validation is 0.2, but this run was made with 0.1"),
     ],

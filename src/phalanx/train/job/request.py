@@ -13,9 +13,9 @@ from typing import Any
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
-from phalanx.config import BatchPlan, Part, TrainConfig, solve_batch
+from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
-from phalanx.config.law import check, check_shuffle
+from phalanx.config.law import check
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
@@ -56,12 +56,12 @@ class Request:
         if self.start is None:
             return 0, 0
         about = self.start.about
-        return about.steps_done, 0 if self.parts != about.parts else about.consumed
+        return about.steps_done, 0 if self.has_new_length else about.consumed
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts of the run before it goes on whose samples had other lengths."""
-        return () if self.start is None else resume.parts_before(self.config, self.start.about)
+    def has_new_length(self) -> bool:
+        """Whether the run resumes with samples of another length."""
+        return self.start is not None and resume.has_new_length(self.config, self.start.about)
 
     @property
     def origin(self) -> Checkpoint | None:
@@ -203,11 +203,9 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     found = manifest.find_and_read(Path(path))
     try:
         for entry in settings(TrainConfig):
-            for values in (found.about.settings, *resume.streams_of(found.about)):
+            for values in (found.about.settings, found.about.stream):
                 if entry.key in values:
                     check_value(entry, values[entry.key])
-        for part in found.about.parts:
-            check_shuffle(part.seq_len, part.shuffle_len)
     except ConfigError as error:
         file, words = found.folder / manifest.NAME, brief(error, 300)
         raise CheckpointError(f"cannot read the settings in {file}: {words}") from error

@@ -15,7 +15,6 @@ from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.law import check_warmup
 from phalanx.data.loader import total_steps
 from phalanx.data.order import Order
-from phalanx.data.parts import order_of
 from phalanx.data.samples import Samples
 from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
@@ -23,7 +22,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job.request import Request, settle
-from phalanx.train.job.resume import check_stream, part_of, stream_of, to_keep, tokenizer_of
+from phalanx.train.job.resume import check_stream, first_epoch, stream_of, to_keep, tokenizer_of
 from phalanx.train.job.run_folder import (
     check_space,
     check_unused,
@@ -103,11 +102,12 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
             f"of corpus.seq_len {config.corpus.seq_len}; give more text, or set corpus.seq_len to "
             f"at most {tokens.train.num_tokens - 1}"
         )
-    parts = (*request.parts, part_of(config.corpus))
-    order, rest = order_of(parts, tokens.train.num_tokens - 1, config.seed, config.corpus.shuffle)
     samples = Samples(
-        tokens.train, config.corpus.seq_len, document_mask=config.corpus.document_mask, rest=rest
+        tokens.train, config.corpus.seq_len, document_mask=config.corpus.document_mask
     )
+    about = None if start is None else start.about
+    first = first_epoch(config, about, tokens.train.num_tokens)
+    order = Order(len(samples), config.seed, config.corpus.shuffle, first)
     num_steps = _count_steps(request, order)
     check_warmup(config.optimizer, num_steps)
     num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=request.done[0])
@@ -198,7 +198,7 @@ def manifest_of(job: Job, steps_done: int, consumed: int, **more: Any) -> Manife
         strategy=str(job.strategy),
         shape=dataclasses.asdict(job.shape),
         stream=stream_of(job.config, job.tokens),
-        parts=job.parts,
+        first_epoch=job.order.first_epoch,
         settings={"model": job.name, **settings, "shape.dropout": job.shape.dropout},
         **more,
     )
@@ -221,7 +221,7 @@ def facts_of(job: Job) -> dict[str, Any]:
         "steps": job.num_steps,
         "steps done": steps_done,
         "samples consumed": consumed,
-        "parts": job.parts,
+        "first epoch": job.order.first_epoch,
         **{key: value_at(job.config, key) for key in keys_for(TrainConfig, Use.LAW)},
     }
 
@@ -250,7 +250,7 @@ def num_epochs(job: Job) -> float:
     """Return the passes over the data of the whole run; of a part that is done, as it was."""
     done, consumed = job.done
     rows = consumed + max(0, job.num_steps - done) * job.batch.global_size
-    return job.order.first_epoch + (rows - job.order.num_rest) / job.order.num_samples
+    return job.order.first_epoch + rows / job.order.num_samples
 
 
 def remarks_on(job: Job) -> list[str]:
@@ -260,8 +260,11 @@ def remarks_on(job: Job) -> list[str]:
         if (went_back := not_whole_after(job.start.folder)) is not None:
             lines.append(went_back)
         lines += _remarks_on_going_on(job.start.about, manifest_of(job, *job.done))
-        if job.parts != job.start.about.parts:
-            lines.append(_remark_on_length(job))
+        if job.has_new_length:
+            lines.append(
+                f"samples of {job.config.corpus.seq_len} tokens begin after step {job.done[0]}, "
+                f"with epoch {job.order.first_epoch + 1}"
+            )
     passes = num_epochs(job)
     if job.config.epochs is None and passes > MANY_EPOCHS:
         done, consumed = job.done
@@ -295,22 +298,6 @@ def _remarks_on_going_on(before: Manifest, now: Manifest) -> list[str]:
             f"takes {now.num_steps} in all; --steps says how many"
         )
     return lines
-
-
-def _remark_on_length(job: Job) -> str:
-    """Say that longer samples begin, and what the run has left of its epoch for them."""
-    seq_len, rest = job.config.corpus.seq_len, job.samples.rest
-    begin = f"samples of {seq_len} tokens begin after step {job.done[0]}"
-    if rest is None:
-        return f"{begin}, with epoch {job.order.first_epoch + 1}"
-    joined, number = rest.count_joined(seq_len), job.order.num_rest
-    words = f"{begin}; of epoch {job.order.first_epoch} {len(rest):,} tokens are left: {number:,}"
-    if not joined:
-        return f"{words} samples of text as it stands"
-    return (
-        f"{words} samples, of which {joined:,} join stretches of text that are not neighbours; "
-        "--corpus.shuffle-len, given from the start of a run, keeps longer stretches whole"
-    )
 
 
 def _text(value: object) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.config import BatchConfig, CorpusConfig, Part, TrainConfig
+from phalanx.config import BatchConfig, TrainConfig
 from phalanx.config.fields import Use, keys_for, settings, value_at
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
@@ -22,9 +22,6 @@ from phalanx.planner.model_shape import num_parameters
 
 if TYPE_CHECKING:
     from phalanx.data.tokens import TokenFiles
-
-_OF_A_PART: Final = ("corpus.seq_len", "corpus.shuffle_len")
-"""Settings of the stream that may change where a part of a run begins."""
 
 DEFAULT_MODEL: Final = "demo"
 """Preset of a run that names no model and begins with no checkpoint."""
@@ -159,27 +156,20 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
     }
 
 
-def streams_of(about: Manifest) -> list[dict[str, Any]]:
-    """Return what fixes the order of the samples of each part of a run, by setting."""
-    earlier = [
-        {"corpus.seq_len": part.seq_len, "corpus.shuffle_len": part.shuffle_len}
-        for part in about.parts
-    ]
-    return [*earlier, about.stream]
+def has_new_length(config: TrainConfig, about: Manifest) -> bool:
+    """Return whether samples have another length than in the checkpoint that the run resumes."""
+    return about.stream.get("corpus.seq_len", config.corpus.seq_len) != config.corpus.seq_len
 
 
-def part_of(corpus: CorpusConfig) -> Part:
-    """Return the part of a run that begins with these settings."""
-    return Part(corpus.seq_len, corpus.shuffle_len or corpus.seq_len, 0)
+def first_epoch(config: TrainConfig, about: Manifest | None, num_tokens: int) -> int:
+    """Return the number of the epoch at which the stream of samples begins.
 
-
-def parts_before(config: TrainConfig, about: Manifest) -> tuple[Part, ...]:
-    """Return the parts of a run before that with these settings; longer samples begin another."""
-    was = about.stream.get("corpus.seq_len")
-    if was is None or config.corpus.seq_len <= was:
-        return about.parts
-    together = about.stream.get("corpus.shuffle_len") or was
-    return (*about.parts, Part(was, together, about.consumed))
+    Samples of a new length begin a new epoch: the rest of the interrupted one is left out.
+    """
+    if about is None or not has_new_length(config, about):
+        return 0 if about is None else about.first_epoch
+    num_samples = -(-(num_tokens - 1) // about.stream["corpus.seq_len"])
+    return about.first_epoch + -(-about.consumed // num_samples)
 
 
 def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> None:
@@ -189,11 +179,19 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
         CheckpointError: names the setting by which it is another, and what it was.
     """
     before, ours = start.about.stream, stream_of(config, tokens)
-    free = _OF_A_PART if parts_before(config, start.about) != start.about.parts else ()
-    differing = [n for n, value in ours.items() if before.get(n) != value and n not in free]
+    differing = [
+        name
+        for name, value in ours.items()
+        if before.get(name) != value and name != "corpus.seq_len"
+    ]
+    run = manifest.run_of(start.folder) or start.folder
+    if before.get("corpus.shuffle_len") is not None:
+        raise CheckpointError(
+            f"this run was made with corpus.shuffle_len {before['corpus.shuffle_len']}, an order "
+            f"that this version does not have; begin another run with its weights: --init {run}"
+        )
     if not differing:
         return
-    run = manifest.run_of(start.folder) or start.folder
     name, was, corpus = differing[0], start.about.settings, config.corpus
     sizes = f"({before.get('text bytes', 0):,} bytes"
     if name == "text" and was.get("corpus.max_bytes") != corpus.max_bytes:
@@ -219,10 +217,8 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
             f"{run / companions.TOKENIZER}"
         )
     else:
-        only = " and samples can only become longer" if name == "corpus.seq_len" else ""
         said = (
-            f"{name} is {ours[name]}, but this run was made with {before.get(name)}{only}; leave "
-            "it out"
+            f"{name} is {ours[name]}, but this run was made with {before.get(name)}; leave it out"
         )
     raise CheckpointError(f"{said}, or begin another run with its weights: --init {run}")
 
