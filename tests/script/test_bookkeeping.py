@@ -198,15 +198,18 @@ def counted(way: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            right, loss = 0, None
+            right, loss, total = 0, None, 0.0
             for x, y in loader:
                 logits = model(x)
                 loss = run.backward(cross_entropy(logits, y, reduction="sum"), len(y))
                 optimizer.step()
+                total += float(loss) * len(y)
                 right += int((logits.argmax(1) == y).sum())
             assert loss is not None
             if way == "training accuracy":
                 run.print(right / len(loader.dataset))
+            if way == "training floats":
+                run.print(total / len(loader.dataset))
             if way == "epoch mean":
                 run.print(loss.item() * loss.count / len(loader.dataset))
             if way.startswith("training"):
@@ -225,6 +228,7 @@ def counted(way: str) -> list[str]:
 @pytest.mark.parametrize(("way", "num_warnings"), [
     ("training", 0), ("summed", 0), ("printed", 1), ("training accuracy", 1),
     by_hand("not printed", 1), by_hand("epoch mean", 1),
+    by_hand("training floats", 1),
 ])  # fmt: skip
 def test_numbers_that_are_not_added_up_are_told_once(way: str, num_warnings: int) -> None:
     first, other = run_ranks(counted, 2, way, threads=1)

@@ -322,12 +322,12 @@ def evaluate(loop: Loop) -> None:
             loop.run.gather(y)
 
 
-def num_clean(strategy: str) -> int:
+def num_clean(strategies: list[str]) -> int:
     """Run clean loops, whose weights are compared in each step; return how many there were."""
     number = 0
     with patch.object(replicas, "SHARE", 1e9):
-        for (build, options), kind, dtype in itertools.product(
-            BUILDS, range(8), (torch.float32, torch.float64)
+        for strategy, (build, options), kind, dtype in itertools.product(
+            strategies, BUILDS, range(8), (torch.float32, torch.float64)
         ):
             number += 1
             accumulation = 1 + number % 3
@@ -345,11 +345,29 @@ def num_clean(strategy: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategies", "num_ranks"), [
-    (["dp2", "dp2:naive", "fsdp2", "fsdp2:zero1", "fsdp2:zero2"], 2),
-    (["dp3"], 3),
-    (["dp2,fsdp2", "dp4"], 4),
+@pytest.mark.parametrize(("num_ranks", "strategies"), [
+    (2, ["dp2", "dp2:naive", "fsdp2", "fsdp2:zero1", "fsdp2:zero2"]),
+    (3, ["dp3"]),
+    (4, ["dp2,fsdp2", "dp4"]),
 ])  # fmt: skip
-def test_clean_runs_raise_no_alarm(strategies: list[str], num_ranks: int) -> None:
-    for strategy in strategies:
-        assert run_ranks(num_clean, num_ranks, strategy, threads=1) == [64] * num_ranks
+def test_clean_runs_raise_no_alarm(num_ranks: int, strategies: list[str]) -> None:
+    found = run_ranks(num_clean, num_ranks, strategies, threads=1)
+    assert found == [64 * len(strategies)] * num_ranks
+
+
+def drift_in_a_run(odd: int) -> None:
+    """Train twice; the replicas of one run drift apart in its last step."""
+    loops_of_script: list[Loop] = []
+    for number in range(2):
+        loop = Loop("dp2", sgd)
+        mistake = once(lambda loop: loop.weight.data.add_(0.1), NUM_STEPS - 1)
+        loop.train(mistake if number == odd else nothing)
+        loops_of_script.append(loop)
+    check_end()
+
+
+@pytest.mark.parametrize(("odd", "where"), [(0, r"run \d+ of the script begins"),
+    (1, "the script ends")])  # fmt: skip
+def test_each_run_of_a_script_is_compared_at_its_end(odd: int, where: str) -> None:
+    with pytest.raises(PhalanxError, match=f"^{where} with ranks that differ: .*{OTHERWISE[:20]}"):
+        run_ranks(drift_in_a_run, 2, odd, threads=1)

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -443,3 +443,85 @@ def test_ranks_have_the_same_running_statistics(statistics: str) -> None:
     (words, first), (_, other) = run_ranks(with_buffers, 2, statistics, threads=1)
     assert words == []
     assert first == other
+
+
+def whole_pass(loader: Iterable[Any]) -> Iterator[Any]:
+    yield from list(loader)
+
+
+def one_ahead(loader: Iterable[Any]) -> Iterator[Any]:
+    batches = iter(loader)
+    ahead = next(batches)
+    while ahead is not None:
+        batch, ahead = ahead, next(batches, None)
+        yield batch
+
+
+def by_steps(loader: Iterable[Any]) -> Iterator[Any]:
+    batches = iter(loader)
+    while group := list(itertools.islice(batches, 3)):
+        yield from group
+
+
+def losses_ahead(read: Callable[[Iterable[Any]], Iterator[Any]]) -> Any:
+    loop = loops.Distributed(Case(accumulation=3), "dp2")
+    for _ in range(2):
+        for x, y in read(loop.loader):
+            loss = loop.run.backward(cross_entropy(loop.model(x), y, reduction="sum"), len(y))
+            if loop.run.is_step_end:
+                loop.optimizer.step()
+                loop.losses.append(float(loss.of_step))
+    return loop.losses, loop.weights()
+
+
+def all_losses_ahead() -> list[Any]:
+    return [losses_ahead(read) for read in (whole_pass, one_ahead, by_steps)]
+
+
+def test_batches_that_are_read_ahead_are_accumulated_as_others() -> None:
+    expected = loops.plain(Case(accumulation=3))
+    for found in run_ranks(all_losses_ahead, 2, threads=1):
+        for each in found:
+            assert loops.largest_error(each, expected) < LIMIT
+
+
+def step_ends_without(left_out: Sequence[int]) -> list[bool]:
+    loop = loops.Distributed(Case(accumulation=2), "dp2")
+    for vx, vy in loop.run.prepare(DataLoader(Numbers(), 8)):  # with gradients, by mistake
+        cross_entropy(loop.model(vx), vy)
+    ends: list[bool] = []
+    for _ in range(2):
+        for number, (x, y) in enumerate(loop.loader):
+            if number not in left_out:
+                loop.run.backward(cross_entropy(loop.model(x), y, reduction="sum"), len(y))
+                ends.append(loop.run.is_step_end)
+                if ends[-1]:
+                    loop.optimizer.step()
+    return ends
+
+
+def test_batches_that_are_left_out_move_no_end_of_a_pass() -> None:
+    for ends in run_ranks(step_ends_without, 2, [0, 3], threads=1):
+        assert ends == 2 * [False, True, True]
+
+
+def saved_twice(folder: Path) -> list[float]:
+    """Save, step a schedule and save again without a step; return the rates that come back."""
+    rates: list[float] = []
+    for is_again in (False, True):
+        loop = loops.Distributed(Case(schedules=True), "dp2")
+        if is_again:
+            loop.run.resume(folder)
+        else:
+            loop.train(2)
+            first = loop.run.save(folder)
+            loop.scheduler.step()
+            assert loop.run.save(folder, keep=2) == first
+        rates += [group["lr"] for group in loop.optimizer.param_groups]
+    return rates
+
+
+def test_a_save_takes_the_place_of_one_after_the_same_step(tmp_path: Path) -> None:
+    for first, resumed in run_ranks(saved_twice, 2, tmp_path, threads=1):
+        assert first == resumed == pytest.approx(0.005)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import random
@@ -262,6 +263,70 @@ def test_what_cannot_be_dealt_out_right_is_refused_by_name() -> None:
         assert words[4].startswith("BatchSampler gives more than the 7 batches that its __len__")
 
 
+def odd_ones(batch: Any) -> Any:
+    return [torch.tensor(index) if index % 2 else index for index in batch]
+
+
+class Mixed(BatchSampler):
+    """Gives tensors among the whole numbers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(odd_ones, super().__iter__())
+
+
+def kinds_of_samples() -> list[tuple[int, bool]]:
+    class Kinds(Dataset[Any]):
+        def __getitem__(self, index: Any) -> Tensor:
+            return torch.tensor([int(index), isinstance(index, Tensor)])
+
+    run = phalanx.init()
+    batches = Mixed(RandomSampler(range(NUM_ROWS)), 4, False)
+    loader = run.prepare(DataLoader(Kinds(), batch_sampler=batches))
+    return [tuple(row) for batch in loader for row in run.gather(batch).tolist()]
+
+
+def test_a_dataset_is_asked_for_what_the_sampler_gives() -> None:
+    for rows in run_ranks(kinds_of_samples, 2, threads=1):
+        assert sorted(rows) == [(index, index % 2) for index in range(NUM_ROWS)]
+
+
+def of_a_zip() -> list[DataLoader[Any]]:
+    """Return two loaders that draw from torch's generator, and one that draws from its own."""
+    torch.manual_seed(3)
+    own = torch.Generator().manual_seed(4)
+    return [
+        DataLoader(Numbers(), 4, shuffle=True, generator=generator)
+        for generator in (None, own, None)
+    ]
+
+
+def rows_of_a_zip(loaders: list[Any], gather: Any, most: int = 100) -> list[list[int]]:
+    rounds = itertools.islice(zip(*loaders, strict=True), most)
+    return [gather(rows_of(batch)).tolist() for batches in rounds for batch in batches]
+
+
+def rows_of_prepared_zips() -> list[list[int]]:
+    """Return the rows of two passes; the second is left, and resumed by other loaders."""
+    run = phalanx.init()
+    loaders = list(run.prepare(*of_a_zip()))
+    rows = rows_of_a_zip(loaders, run.gather) + rows_of_a_zip(loaders, run.gather, 2)
+    states, draws = [loader.state() for loader in loaders], run._draws.state
+    states = [dataclasses.replace(state, batches=2) for state in states]  # not a look
+    again = phalanx.init()
+    others = list(again.prepare(*of_a_zip()))
+    again._draws.state = draws
+    for other, state in zip(others, states, strict=True):
+        other.set_state(state)
+    return rows + rows_of_a_zip(others, again.gather)
+
+
+def test_loaders_that_are_read_in_turns_draw_as_the_plain_ones() -> None:
+    plain = of_a_zip()
+    expected = [row for _ in range(2) for row in rows_of_a_zip(plain, lambda rows: rows)]
+    for rows in run_ranks(rows_of_prepared_zips, 2, threads=1):
+        assert rows == expected
+
+
 def after_a_look(is_resumed: bool, folder: str) -> list[int]:
     """Return the first row of each batch of a pass that was looked at first."""
     run = phalanx.init()
@@ -310,7 +375,6 @@ def of_accumulated_passes() -> tuple[list[int], list[str]]:
         train(zip(*loaders[1:], strict=True))
         run.print("warns of passes", file=io.StringIO())
         train(zip(*loaders[1:], strict=True), 2)
-        check_end()
         if run.is_first:
             model.half()  # to export it
         check_end()

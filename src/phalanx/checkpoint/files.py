@@ -52,8 +52,10 @@ def partial_of(final: Path) -> Path:
     return final.with_name(final.name + PARTIAL)
 
 
-def make_partial(final: Path) -> Path:
+def make_partial(final: Path, *, replaces: bool = False) -> Path:
     """Make the folder in which the checkpoint `final` is written, and return it.
+
+    If it `replaces` one, there may be a whole checkpoint of that name, which `publish` removes.
 
     What killed runs left of any checkpoint is removed. What cannot be removed stays: the next save
     tries again.
@@ -62,7 +64,7 @@ def make_partial(final: Path) -> Path:
         CheckpointError: there is a whole checkpoint of that name.
         OSError: the folder cannot be made.
     """
-    if (final / manifest.NAME).exists():
+    if not replaces and (final / manifest.NAME).exists():
         raise CheckpointError("there is one of that name already")
     final.parent.mkdir(parents=True, exist_ok=True)
     for path in final.parent.iterdir():
@@ -88,9 +90,12 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
             )
     manifest.write(partial, about)
     sync(partial / manifest.NAME)
-    if final.exists():  # without a manifest, or make_partial would have refused
-        shutil.rmtree(final)
+    removed = final.with_name(final.name + manifest.REMOVED)
+    if final.exists():  # it is to be replaced, or has no manifest
+        shutil.rmtree(removed, ignore_errors=True)
+        final.rename(removed)
     become(partial, final)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_older(run: Path, keep: int | None) -> None:

@@ -52,6 +52,7 @@ class _Save(NamedTuple):
     plan: WritePlan
     infos: dict[str, TensorInfo]
     pieces: Iterable[torch.Tensor]
+    replaces: bool
 
 
 class Saver:
@@ -125,11 +126,14 @@ class Saver:
         optimizer: AnyOptimizer,
         about: Manifest,
         beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        *,
+        replaces: bool = False,
     ) -> None:
         """Copy the state and begin to write it; it may change as soon as this returns.
 
         The `files` of the manifest are filled in when they are written. Of the tensors `beside`
-        the model see `held_by`.
+        the model see `held_by`. If the checkpoint `replaces` one, it may have the name of another,
+        which stands until it is whole.
 
         Raises:
             CheckpointError: the save before this one failed, or the state cannot be saved: it is of
@@ -142,7 +146,8 @@ class Saver:
         copied = self._copy.take(tensors)
         pieces = in_pieces(tensors) if copied is None else copied
         self._final = manifest.folder_of(self.run, about.steps_done)
-        save = _Save(self._final, partial_of(self._final), about, self._plan, infos, pieces)
+        partial = partial_of(self._final)
+        save = _Save(self._final, partial, about, self._plan, infos, pieces, replaces)
         self._progress.begin()
         self._thread = threading.Thread(
             target=self._write,
@@ -273,7 +278,7 @@ class Saver:
         """Make the folder, write this rank's file, and publish when all have written theirs."""
         progress = self._progress
         try:
-            make_partial(save.final)
+            make_partial(save.final, replaces=save.replaces)
             progress.conclude("open")
             progress.tell("written", _write_file(save, progress))
             files = {name: tuple(checksum) for file in progress.wait() for name, checksum in file}

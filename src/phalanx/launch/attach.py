@@ -30,20 +30,30 @@ ASKED: list[bool] = []
 """Has something once this process has been asked to join."""
 
 _attached: list[_Attached] = []
-_ending: list[tuple[int, Callable[[], None]]] = []
+_ending: dict[str, tuple[int, Callable[[str], None]]] = {}
+"""What is left to check, by the names of those that ask for it."""
 _readers: list[Callable[[BaseException], PhalanxError | None]] = []
 
 
-def at_end(check: Callable[[], None]) -> None:
-    """Have `check_end` make a check, in place of the one before."""
-    _ending[:] = [(os.getpid(), check)]
+def at_end(name: str, check: Callable[[str], None]) -> None:
+    """Have the next `check_end` make a check, in place of the one of that name."""
+    _ending[name] = os.getpid(), check
 
 
-def check_end() -> None:
-    """Make the check of a script that has ended normally, which may refuse the end."""
-    for process, check in _ending:
+def no_ends() -> None:
+    """Forget all checks."""
+    _ending.clear()
+
+
+def check_end(where: str = "the script ends") -> None:
+    """Make the checks of all that has been done so far, `where` a sentence; each is made once.
+
+    A check may refuse that the script ends, or begins something else.
+    """
+    while _ending:
+        process, check = _ending.pop(next(iter(_ending)))
         if process == os.getpid():  # a fork that the script has made speaks for no rank
-            check()
+            check(where)
 
 
 def attach(

@@ -27,9 +27,11 @@ from torch.amp.grad_scaler import GradScaler
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
-from phalanx.launch.attach import at_end, attach
+from phalanx.launch.attach import at_end, attach, check_end
 from phalanx.parallel.reduce import sum_in_buckets
-from phalanx.script.replicas import Replicas, are_alike, words_of
+from phalanx.script.bits import are_alike, with_squares, words_of
+from phalanx.script.drift import STEPS
+from phalanx.script.replicas import Replicas
 
 _averaging: weakref.WeakKeyDictionary[nn.Module, _Averaging] = weakref.WeakKeyDictionary()
 """Of the models whose gradients have been averaged."""
@@ -129,7 +131,8 @@ class _Averaging:
         self._comm = comm
         self._first = first or None
         self._num_calls = 0
-        at_end(functools.partial(self._check_end, next(_NUMBERS)))
+        self._name = f"average {next(_NUMBERS)}"
+        check_end(f"{self._name} of the script begins")
 
     @torch.no_grad()
     def average(self, parameters: Mapping[str, nn.Parameter], count: int | None) -> None:
@@ -149,6 +152,7 @@ class _Averaging:
         for alike in gradients.values():
             sum_in_buckets(alike, comm, comm.axes)
         self._num_calls += 1
+        at_end(self._name, self._check_end)
 
     def _agree(self, parameters: Mapping[str, nn.Parameter], own: float) -> Tensor:
         """Return the count of all ranks, where they average the gradients of one model.
@@ -160,9 +164,9 @@ class _Averaging:
         form = repr([(tuple(p.shape), str(p.dtype)) for p in parameters.values()])
         words = words_of(form)
         is_new = self._first is not None
-        given = [own, is_new, *words, *(word**2 for word in words)]
+        given = [own, is_new, *with_squares(words)]
         found = torch.tensor(given, dtype=torch.float64, device=comm.device)
-        found = torch.cat([found, self.replicas.words(self._num_calls, 0)])
+        found = torch.cat([found, self.replicas.words({STEPS: self._num_calls})])
         comm.all_reduce(found, "job")
         num_words = 2 * len(words)
         total, num_new = found[0], float(found[1])
@@ -185,8 +189,8 @@ class _Averaging:
             self._first = None
         return torch.where(total > 0, total, 1.0)
 
-    def _check_end(self, number: int) -> None:
-        self.replicas.check_end(f"average {number}", self._num_calls)
+    def _check_end(self, where: str) -> None:
+        self.replicas.check_end(where, self._name, self._num_calls)
 
 
 def _mean(loss: Any, comm: Comm) -> Any:

@@ -53,15 +53,13 @@ def save(
 ) -> Path:
     """Save and wait until the checkpoint is whole; every rank calls this together.
 
-    Where no file can hold the state of an optimizer, a schedule or a registered object, the weights
-    are saved alone.
+    It takes the place of a checkpoint after the same step. Where no file can hold the state of an
+    optimizer, a schedule or a registered object, the weights are saved alone.
 
     Raises:
         CheckpointError: it cannot be written, or holds the weights alone.
     """
     final = manifest.folder_of(saver.run, standing.steps_done)
-    if on_first_rank((final / manifest.NAME).exists, f"cannot save in {saver.run}"):
-        return final  # by this run, which has taken no step since
     together, objects = Together(optimizers), registered or Registered()
 
     def collect() -> tuple[ScriptStanding, Parts]:
@@ -95,13 +93,14 @@ def save(
     except CheckpointError as error:
         alone = ScriptStanding(draws="", loaders=(), schedulers=(), groups=())
         about = dataclasses.replace(about, script=alone, has_optimizer=False)
-        saver.begin(model, Together([]), about)
+        saver.begin(model, Together([]), about, replaces=True)
         saver.finish()
         raise CheckpointError(
             f"{error}; the weights alone are saved there, and run.load_state_dict takes them"
         ) from error
     objects.warn_of_others(parts)
-    saver.begin(model, together, dataclasses.replace(about, script=script), parts.tensors)
+    whole = dataclasses.replace(about, script=script)
+    saver.begin(model, together, whole, parts.tensors, replaces=True)
     saver.finish()
     return final
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 STEPS = "steps"
 BATCHES = "batches"
+AHEAD = "ahead"
 CLIPS = "clips"
 
 _OF_COUNTS = {
@@ -17,6 +18,9 @@ _OF_COUNTS = {
     BATCHES: "the ranks have read unlike numbers of batches before the last one, {1} on rank {0} "
     "and {3} on rank {2}, so that rows of several global batches were added up; each rank must "
     "read, or leave out, a batch when the others do",
+    AHEAD: "{1} batches wait for a run.backward on rank {0} and {3} on rank {2}, so that the ranks "
+    "take unlike ones for the last of a pass; each rank must keep, or leave out, a batch that it "
+    "has read when the others do",
     CLIPS: "run.clip was called {1} times on rank {0} and {3} times on rank {2}, so their weights "
     "differ; every rank calls it, and none under `if run.is_first`",
 }
@@ -42,7 +46,7 @@ class Facts:
 
     Attributes:
         rank: the rank.
-        counts: of `STEPS`, `BATCHES` and `CLIPS`.
+        counts: of `STEPS`, `BATCHES`, `AHEAD` and `CLIPS`.
         settings: of the optimizers, by a name such as "lr of group 0 of SGD".
         weights: by the names of parameters.
         states: of the optimizers, by a name such as "exp_avg of 0.weight".

@@ -46,9 +46,10 @@ from phalanx.script.checks import (
     scheduler_of,
 )
 from phalanx.script.flops import Flops, flops_of
-from phalanx.script.loader import Draws, RankLoader
+from phalanx.script.loader import RankLoader
 from phalanx.script.loss import check_sum
 from phalanx.script.mfu import Mfu, ProductTypes
+from phalanx.script.order import Draws
 from phalanx.script.spare import Spare
 from phalanx.script.stages import cut_by_flops
 from phalanx.strategy import Strategy

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.errors import PhalanxError, ScriptError
-from phalanx.launch.attach import ASKED, add_line, as_mistake, at_end, check_end
+from phalanx.launch.attach import ASKED, add_line, as_mistake, check_end, no_ends
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.pulse import PULSE
 from phalanx.script.loader import has_empty_batch
@@ -36,7 +36,7 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
     sys.argv = [path, *words]
     sys.path.insert(0, str(Path(path).resolve().parent))
     PULSE.now("the script")
-    at_end(lambda: None)  # not for what this process may have run before
+    no_ends()  # of what this process may have run before
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:

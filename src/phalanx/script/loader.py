@@ -8,22 +8,17 @@ A batch of the plain loader is the global batch, whatever the number of ranks. E
 of its rows, as even as can be, and fetches only those. A rank without rows gets a batch of no rows,
 so that every rank takes the same steps and each row counts once.
 
-What is shuffled is drawn from a generator that the loaders of a job share (`Draws`). It begins as
-torch's own generator is on rank 0 when the first of them is iterated. So the order is that of the
-plain script as long as only loaders draw there, and never depends on what a model or a transform
-draws. Its state and the number of batches taken say where a loader stands.
+In which order the samples come is said in `order`, which rank has which rows in `deal`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,35 +26,14 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from phalanx.checkpoint.standing import LoaderStanding
 from phalanx.comm.comm import Comm
-from phalanx.comm.together import broadcast_object, gather_objects
+from phalanx.comm.together import gather_objects
 from phalanx.data.rows import count_rows, map_batch, map_tensors, tensors_of
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.models.attention import to_device
 from phalanx.script.checkpoint import from_text, to_text
-
-
-class Draws:
-    """The generator that the loaders of a job draw from, in place of torch's own.
-
-    Attributes:
-        state: as `torch.get_rng_state` gives it, alike on all ranks; None before the first use.
-    """
-
-    def __init__(self, state: Tensor | None = None) -> None:
-        self.state = state
-
-    @contextmanager
-    def in_place(self) -> Generator[None]:
-        """Have torch's own generator of the CPU be this one, inside."""
-        if self.state is None:
-            self.state = cast(Tensor, broadcast_object(torch.get_rng_state()))
-        theirs = torch.get_rng_state()
-        torch.set_rng_state(self.state)
-        try:
-            yield
-            self.state = torch.get_rng_state()
-        finally:
-            torch.set_rng_state(theirs)
+from phalanx.script.deal import shard_rows, without_rows
+from phalanx.script.fetcher import Fetcher
+from phalanx.script.order import AT_FIRST_BATCH, Drawing, Draws, Order, generators_of
 
 
 class _Fetched(NamedTuple):
@@ -109,11 +83,11 @@ class RankLoader:
         plain: DataLoader[Any],
         comm: Comm,
         draws: Draws,
-        on_batch: Callable[[RankLoader], None] = lambda _: None,
+        on_batch: Callable[[RankLoader, Any], None] | None = None,
         pieces: int = 1,
         has_spares: bool = False,
     ) -> None:
-        """Deal the batches out over the data ranks of `comm`; `on_batch` is told of each.
+        """Deal the batches out over the data ranks of `comm`; `on_batch` is given each.
 
         A batch is cut into `pieces`, and a rank has its share of each: then what all ranks have of
         a microbatch is what one process has that cuts the batch into as many. If `has_spares`, a
@@ -142,7 +116,7 @@ class RankLoader:
         self._fetcher = None
         _LOADERS.add(self)
         if not isinstance(plain.dataset, IterableDataset):
-            self._fetcher = _Fetcher(plain)
+            self._fetcher = Fetcher(plain)
 
     def __len__(self) -> int:
         return len(self.plain)
@@ -155,13 +129,27 @@ class RankLoader:
         return getattr(self.plain, name)
 
     def __iter__(self) -> Iterator[Any]:
+        # What the plain loader draws when it is asked for an iterator is drawn here, before a
+        # batch is read: the loaders of a zip are all asked first.
+        states = self._before if self._skip else {}
+        if self._fetcher is not None:
+            # Workers that stay are seeded once.
+            stay = self.plain.persistent_workers and (self.epoch or self.num_begun)
+            drawing = Drawing(self.plain, self._draws, not stay, states)
+            return self._pass(self._of_dataset(self._fetcher, drawing))
+        if "draws" in states:
+            self._draws.state = states["draws"]
+        with self._draws.in_place():
+            before = {"draws": torch.get_rng_state()}
+            return self._pass(self._of_stream(iter(self.plain), before))
+
+    def _pass(self, batches: Iterator[_Fetched]) -> Iterator[Any]:
         if self.batches_done:  # the pass before was left early
             self.epoch += 1
         skip = self._skip
         self.batches_done, self._skip, self.is_used = skip, 0, False
         self.num_begun += 1
         number = self.num_begun
-        batches = self._of_stream() if self._fetcher is None else self._of_dataset(self._fetcher)
         for batch, own, is_last, self.num_batch_rows in batches:
             if number != self.num_begun:
                 raise ScriptError(
@@ -174,9 +162,11 @@ class RankLoader:
             rows = self._first_row + torch.tensor([at for piece in own for at in piece]).long()
             self.rows = to_device(rows, self._comm.device)
             self.is_at_empty = not len(self.rows)
-            self._on_batch(self)
+            given = map_tensors(batch, lambda t: t.to(self._comm.device, non_blocking=True))
+            if self._on_batch is not None:
+                self._on_batch(self, given)
             try:
-                yield map_tensors(batch, lambda t: t.to(self._comm.device, non_blocking=True))
+                yield given
             except GeneratorExit:
                 if (
                     not self.is_used and number == self.num_begun
@@ -210,11 +200,12 @@ class RankLoader:
         """
         before = {name: from_text(text) for name, text in state.generators.items()}
         if self._fetcher is not None and state.batches:
-            needed = {"draws", *_generators(self.plain)}
-            if {*before} != needed or None in before.values():
+            needed = {"draws", *generators_of(self.plain)}
+            found = {name.removeprefix(AT_FIRST_BATCH) for name in before}
+            if found != needed or "draws" not in before or None in before.values():
                 raise CheckpointError(
                     f"the loader stood at batch {state.batches} of a pass drawn from generators "
-                    f"{sorted(before)}, and this one draws from {sorted(needed)}; make the same "
+                    f"{sorted(found)}, and this one draws from {sorted(needed)}; make the same "
                     "DataLoader"
                 )
             if state.batches > len(self.plain):
@@ -227,72 +218,30 @@ class RankLoader:
         self.batches_done = 0
         self._before = {name: each for name, each in before.items() if each is not None}
 
-    def _of_dataset(self, fetcher: _Fetcher) -> Iterator[_Fetched]:
+    def _of_dataset(self, fetcher: Fetcher, drawing: Drawing) -> Iterator[_Fetched]:
         first = self.batches_done
-        order = self._order(Draws(self._before["draws"]) if first else self._draws)
-        ends = list(itertools.accumulate(map(len, order)))
-        owns = [self._share(end - len(batch), end) for batch, end in zip(order, ends, strict=True)]
-        self._num_rows = ends[-1] if ends else 0
-        wanted = [
-            # A sample is fetched for a share without rows too: it tells what a batch is made of.
-            [batch[at - end] for piece in own for at in piece] or batch[-1:]
-            for batch, own, end in zip(order, owns, ends, strict=True)
-        ]
+        order = drawing.order(self._digest if first else "")
+        self._before, self._digest = drawing.states, order.digest
+        self._num_rows = order.num_rows
+        wanted = (self._wanted(order, order.rows(number)) for number in range(first, len(order)))
         with Draws(self._before["draws"]).in_place():
             # Workers of other ranks draw apart from those of the first.
             skip = self._comm.coord("data")
-            fetched = fetcher.iterate(wanted[first:], self._before.get("0"), skip)
+            fetched = fetcher.iterate(wanted, self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
-            own = owns[number]
-            rows = rows if any(own) or self._has_spares else _no_rows(rows)
-            yield _Fetched(rows, own, number == len(order) - 1, len(order[number]))
+            of_batch = order.rows(number)
+            own = self._own(of_batch)
+            rows = rows if any(own) or self._has_spares else without_rows(rows)
+            yield _Fetched(rows, own, number == len(order) - 1, len(of_batch))
 
-    def _order(self, draws: Draws) -> list[list[Any]]:
-        """Draw the samples of each batch of a pass, as the plain loader would."""
-        sampler = cast(Any, self.plain.batch_sampler)
-        generators = _generators(self.plain)
-        with draws.in_place():
-            for name, generator in generators.items() if self.batches_done else ():
-                generator.set_state(self._before[name])
-            self._before = {"draws": torch.get_rng_state()}
-            self._before |= {name: each.get_state() for name, each in generators.items()}
-            length = len(sampler)
-            batches = iter(sampler)  # one that draws at once does so before the plain loader's seed
-            # By which that seeds its workers; those that stay have theirs.
-            if not (self.plain.persistent_workers and (self.epoch or self.num_begun > 1)):
-                torch.empty((), dtype=torch.int64).random_(generator=self.plain.generator)
-            order = [list(batch) for batch in itertools.islice(batches, length + 1)]
-        if len(order) > length:
-            raise DataError(
-                f"{type(sampler).__name__} gives more than the {length} batches that its __len__ "
-                "says; correct its __len__"
-            )
-        self._check(order)
-        return order
+    def _wanted(self, order: Order, rows: range) -> list[Any]:
+        """Return the samples to fetch of a batch that has the rows `rows` of its pass."""
+        own = [sample for piece in self._own(rows) for sample in order.samples(piece)]
+        # One is fetched for a share without rows too: it tells what a batch is made of.
+        return own or order.samples(rows[-1:])
 
-    def _check(self, order: list[list[Any]]) -> None:
-        """Refuse an order that is not that of all ranks, or of the pass that is gone on with."""
-        digest = hashlib.blake2b(repr(order).encode(), digest_size=16).hexdigest()
-        if len(set(gather_objects(digest))) > 1:
-            raise DataError(
-                f"{type(self.plain.sampler).__name__} draws another order on each rank: their "
-                "datasets have unlike lengths, or it draws from something else than torch's "
-                "generator or one with a seed that the DataLoader has"
-            )
-        if self.batches_done and digest != self._digest:
-            raise DataError(
-                f"{type(self.plain.sampler).__name__} draws another order than in the pass that is "
-                "gone on with: the number of samples or the batch size is another, or it draws "
-                "from something else than torch's generator or that of the DataLoader"
-            )
-        self._digest = digest
-
-    def _of_stream(self) -> Iterator[_Fetched]:
-        if self.batches_done and "draws" in self._before:
-            self._draws.state = self._before["draws"]
-        with self._draws.in_place():
-            self._before = {"draws": torch.get_rng_state()}
-            stream = iter(self.plain)
+    def _of_stream(self, stream: Iterator[Any], before: dict[str, Tensor]) -> Iterator[_Fetched]:
+        self._before = before
         end, was, skipped = 0, self._digest, self.batches_done
         batch = self._next_of(stream)
         if self.num_begun == 1:
@@ -302,7 +251,7 @@ class RankLoader:
                 break
             following = self._next_of(stream)
             begin, end = end, end + count_rows(batch)
-            own = self._share(begin, end)
+            own = self._own(range(begin, end))
             is_skipped = number <= skipped
             if _is_sampled(number) or following is None:
                 self._digest = f"batch {number}, {_digest(batch)}"
@@ -342,11 +291,9 @@ class RankLoader:
                 stacklevel=3,
             )
 
-    def _share(self, begin: int, end: int) -> list[range]:
-        """Return this rank's rows of each piece of a batch that has those from `begin` to `end`."""
-        rank, num_ranks = self._comm.coord("data"), self._comm.size("data")
-        rows = range(begin, end)
-        return [_part(_part(rows, at, self._pieces), rank, num_ranks) for at in range(self._pieces)]
+    def _own(self, rows: range) -> list[range]:
+        """Return this rank's rows of each piece of a batch."""
+        return shard_rows(rows, self._comm.coord("data"), self._comm.size("data"), self._pieces)
 
 
 def _is_sampled(number: int) -> bool:
@@ -359,101 +306,6 @@ def _digest(batch: Any) -> str:
     for tensor in [] if batch is None else tensors_of(batch):
         digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _part(rows: range, number: int, num_parts: int) -> range:
-    """Return one of parts of nearly the same size, the larger ones first."""
-    least, more = divmod(len(rows), num_parts)
-    first = number * least + min(number, more)
-    return rows[first : first + least + (number < more)]
-
-
-class _Fetcher:
-    """A DataLoader like a plain one, told which samples to fetch for each batch."""
-
-    def __init__(self, plain: DataLoader[Any]) -> None:
-        self._batches: Sequence[list[Any]] = ()
-        self._generator = None if plain.generator is None else torch.Generator()
-        has_workers = plain.num_workers > 0
-        self._loader: DataLoader[Any] = DataLoader(
-            plain.dataset,
-            batch_sampler=cast(Any, self),
-            num_workers=plain.num_workers,
-            collate_fn=plain.collate_fn,
-            pin_memory=plain.pin_memory,
-            timeout=plain.timeout,
-            worker_init_fn=plain.worker_init_fn,
-            multiprocessing_context=plain.multiprocessing_context if has_workers else None,
-            generator=self._generator,
-            prefetch_factor=plain.prefetch_factor,
-            persistent_workers=plain.persistent_workers,
-        )
-
-    def iterate(
-        self, batches: Sequence[list[Any]], state: Tensor | None, skip: int
-    ) -> Iterator[Any]:
-        """Begin to fetch.
-
-        Args:
-            batches: the samples of each.
-            state: of the plain loader's own generator.
-            skip: draws to leave out before the one by which workers are seeded.
-        """
-        self._batches = batches
-        if self._generator is not None and state is not None:
-            self._generator.set_state(state)
-        for _ in range(skip):
-            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-        return iter(self._loader)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-
-def _generators(plain: DataLoader[Any]) -> dict[str, torch.Generator]:
-    """Return the generators of a loader and its samplers, by a number; "0" is the loader's own."""
-    inner = getattr(plain.batch_sampler, "sampler", None)
-    found: dict[str, torch.Generator] = {}
-    for number, holder in enumerate((plain, plain.sampler, plain.batch_sampler, inner)):
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and generator not in found.values():
-            found[str(number)] = generator
-    return found
-
-
-def _no_rows(batch: Any) -> Any:
-    """Return a batch of one row without it.
-
-    Raises:
-        ConfigError: its form does not say what a row is.
-    """
-    if isinstance(batch, Tensor) and batch.ndim and len(batch) == 1:
-        return batch[:0]
-    if batch is None or (isinstance(batch, list | tuple) and _is_column(batch)):
-        return None if batch is None else []
-    if isinstance(batch, list | tuple) and batch:
-        parts = cast("Sequence[Any]", batch)
-        # Named tuples take their fields one by one.
-        cut = [_no_rows(part) for part in parts]
-        return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
-    if isinstance(batch, Mapping):
-        return {key: _no_rows(part) for key, part in cast("Mapping[Any, Any]", batch).items()}
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        parts = {f.name: _no_rows(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **parts)
-    what = f"a tensor of shape {list(batch.shape)}" if isinstance(batch, Tensor) else repr(batch)
-    raise ConfigError(
-        f"a rank has no row of the last batch, and a batch of one sample holds {what}, which does "
-        "not say what a row is; have collate_fn put samples first, or say drop_last=True"
-    )
-
-
-def _is_column(batch: Any) -> bool:
-    """Return whether a list has one text or number for each of its one row."""
-    return len(batch) == 1 and isinstance(batch[0], str | int | float)
 
 
 def _check(plain: DataLoader[Any], num_ranks: int) -> None:

@@ -1,15 +1,49 @@
-"""Which batches a script has read: what its forward is at, and whether its pass is over."""
+"""Which batches a script has read: which one its forward is at, and whether that ends a pass.
+
+for x, y in loader              one batch waits for a backward at a time
+x, y = ahead; ahead = next      two do: a backward is of the older one
+if is_bad(x): continue          a batch that is dropped waits no more
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
+from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from phalanx.comm.comm import Comm
+from phalanx.data.rows import map_tensors
 from phalanx.errors import ScriptError
 from phalanx.parallel.dropout import Place
 from phalanx.script.loader import RankLoader
+
+
+class Batch:
+    """A batch that the script has read with gradients enabled.
+
+    Attributes:
+        loader: it was read off.
+        number: of its pass, as `RankLoader.num_begun` counts.
+        is_last: whether it is the last of its pass.
+        rows: see `RankLoader.rows`.
+        calls: see `Place.calls`.
+    """
+
+    def __init__(self, loader: RankLoader, given: Any) -> None:
+        """Take what `loader` says of the batch that it has yielded, `given`."""
+        self.loader, self.number = loader, loader.num_begun
+        self.is_last, self.rows = loader.is_last, loader.rows
+        self.calls: dict[str, int] = {}
+        self._tensors: list[TensorWeakRef] = []
+        map_tensors(given, lambda t: (self._tensors.append(TensorWeakRef(t)), t)[1])
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the script still has it; one of no tensors may have been left out."""
+        return any(tensor() is not None for tensor in self._tensors)
 
 
 class Reading:
@@ -27,38 +61,54 @@ class Reading:
         self.trained: RankLoader | None = None
         self.num_batches = 0
         self.is_evaluation = False
-        self._leading: RankLoader | None = None
-        self._pass: tuple[RankLoader, int] | None = None
-        self._open: tuple[RankLoader, int] | None = None
+        self._ahead: deque[Batch] = deque()
+        self._used: Batch | None = None
+        self._open: Batch | None = None
         self._unused: set[RankLoader] = set()
-        self._calls: dict[str, int] = {}
         self._is_warned = False
 
-    def note(self, loader: RankLoader) -> None:
-        """Record that `loader` has yielded a batch."""
+    def note(self, loader: RankLoader, given: Any) -> None:
+        """Record that `loader` has yielded the batch `given`."""
         self.last = loader
         self.is_evaluation = not torch.is_grad_enabled()
         if not self.is_evaluation:  # a batch of an evaluation ends no pass of the training
-            self._check_pass(loader)
-            self.trained, self._calls = loader, {}
+            self.trained = loader
             self._unused.add(loader)
-            # Of several read in turns the first, and none whose pass has ended: a validation's, or
-            # one that was left before a backward used its batch.
-            is_new = loader is self._leading and self._pass != (loader, loader.num_begun)
-            if self._leading is None or not self._leading.batches_done or is_new:
-                self._leading = loader
-                self._pass = loader, loader.num_begun
+            self._line_up(Batch(loader, given))
             self.num_batches += 1
 
-    def _check_pass(self, loader: RankLoader) -> None:
-        """Refuse to begin a pass within a step that a pass over the same loader has begun."""
-        if self._open is not None and self._open[0] is loader and self._open[1] != loader.num_begun:
-            raise ScriptError(
-                "a pass over the loader begins within a step: the pass before ended with fewer "
-                "calls of run.backward than accumulation, whose gradients would be added to those "
-                "of this pass; call run.backward for a batch before the next is read, let the "
-                "first loader of a zip be the shortest, and break off where run.is_step_end"
-            )
+    def _line_up(self, batch: Batch) -> None:
+        """Put a batch behind those that no backward has used yet."""
+        self._leave_out()
+        if self._ahead:
+            before = self._ahead[-1]
+            if before.loader is not batch.loader:
+                if before.loader.batches_done:
+                    return  # of several loaders read in turns the first says where a pass ends
+                self._ahead.clear()  # a look, or a validation
+            elif before.number != batch.number and not before.is_last:
+                self._ahead.clear()  # a look, or a pass that was broken off
+        self._ahead.append(batch)
+
+    def _leave_out(self) -> None:
+        """Forget the oldest batches that the script has dropped before a backward used them.
+
+        Of several that it has dropped all, having made other tensors of them, the newest stays.
+        """
+        while len(self._ahead) > 1 and not self._ahead[0].is_held:
+            self._ahead.popleft()
+
+    @property
+    def current(self) -> Batch | None:
+        """The batch that a forward or backward is of: the oldest that waits for a backward."""
+        self._leave_out()
+        return self._ahead[0] if self._ahead else self._used
+
+    @property
+    def num_ahead(self) -> int:
+        """Batches that wait for a backward, with the one that is at work."""
+        self._leave_out()
+        return len(self._ahead)
 
     @property
     def seen(self) -> str:
@@ -82,19 +132,32 @@ class Reading:
             )
 
     def is_pass_over(self) -> bool:
-        """Return whether the batches read since the last backward end a pass of the training."""
-        return self._leading is not None and self._leading.is_last
+        """Return whether a backward that begins now is of the last batch of a pass.
+
+        Raises:
+            ScriptError: it is of another pass than the step under way.
+        """
+        batch, begun = self.current, self._open
+        if batch is None or not self._ahead:
+            return False
+        if begun is not None and begun.loader is batch.loader and begun.number != batch.number:
+            raise ScriptError(
+                "a pass over the loader begins within a step: the pass before ended with fewer "
+                "calls of run.backward than accumulation, whose gradients would be added to those "
+                "of this pass; let the first loader of a zip be the shortest, and break off where "
+                "run.is_step_end"
+            )
+        return batch.is_last
 
     def use(self, is_step_end: bool) -> None:
-        """Record that a backward has used what was read."""
+        """Record that a backward has used the current batch."""
         for loader in self._unused:
             loader.is_used = loader.is_used or loader.batches_done > 0
         self._unused.clear()
-        if is_step_end:
-            self._open = None
-        else:
-            self._open = self._open or self._pass
-        self._leading = None
+        self._used = self.current
+        if self._ahead:
+            self._ahead.popleft()
+        self._open = None if is_step_end else self._open or self._used
 
     def forget(self) -> None:
         """Record that the step under way is given up."""
@@ -102,6 +165,5 @@ class Reading:
 
     def position(self, steps_done: int) -> Place | None:
         """Return the position of the forward under way; None where no loader is prepared."""
-        if self.trained is None:
-            return None
-        return Place(steps_done, self.trained.rows, self._calls)
+        batch = self.current
+        return None if batch is None else Place(steps_done, batch.rows, batch.calls)

@@ -5,17 +5,13 @@
     save, state_dict, an evaluation, the end of the script      all of it
 
 Ranks that hold the same shard of a parameter hold replicas of it. They apply the same gradient, so
-replicas stay equal to the last bit, which a sum of their bits shows. Words of 11 bits are added up
-over the ranks in float64 together with their squares, exactly for up to 2**15 ranks: N words are
-alike if and only if N (sum of squares) = (sum)^2, so every rank learns of a difference.
+replicas stay equal to the last bit, which a sum of their bits shows (`bits`).
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-import weakref
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,19 +27,24 @@ from phalanx.comm.join import job_store
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.models.attention import to_device
-from phalanx.script.drift import BATCHES, CLIPS, STEPS, Digest, Facts, first_difference
+from phalanx.script.bits import (
+    WORD_BITS,
+    are_alike,
+    bits_of,
+    with_squares,
+    words_of,
+    words_of_tensors,
+)
+from phalanx.script.drift import CLIPS, STEPS, Digest, Facts, first_difference
+from phalanx.script.made_gradients import version_of
 from phalanx.script.on_host import OnHost
 from phalanx.train.clip import sharded_axes
 
 SHARE: Final = 0.005
 """Of the time of a run: what comparing the bits of weights may take."""
 
-_WORD_BITS: Final = 11
 _SEEN: Final = 2 * 3
 """Words of what a rank has seen of a stream, and their squares."""
-
-_MIX: Final = -0x61C8864680B583EB
-"""Odd, of mixed ones and zeros: by its multiples parameters that change places are noticed."""
 
 
 class _Held(NamedTuple):
@@ -65,6 +66,7 @@ class Replicas:
 
     Attributes:
         is_checked: whether `check` has run since the step under way began.
+        gradient_writes: see `Facts`; to be counted from outside.
     """
 
     def __init__(
@@ -85,9 +87,8 @@ class Replicas:
         self._apart = torch.zeros((), dtype=torch.float64, device=comm.device)
         self._began_s: float | None = None
         self._spent_s = self._last_s = 0.0
-        self.is_checked = self._is_rounding = False
-        self._made: list[tuple[weakref.ref[Tensor], int]] = []
-        self._gradient_writes = 0
+        self.is_checked = self._is_rounding = self._is_refused = False
+        self.gradient_writes = 0
         self._first_version = self._version = self._versions()
         self._addresses = self._addresses_now()
 
@@ -116,20 +117,25 @@ class Replicas:
             self._apart = torch.zeros_like(self._apart)
         return are_alike(seen, self._size)
 
-    def words(self, steps_done: int, num_batches: int, seen: str = "") -> Tensor:
-        """Return what an all-reduce of a backward is to add up over the job; float64, on device."""
+    def words(self, counts: Mapping[str, int], seen: str = "") -> Tensor:
+        """Return what an all-reduce of a backward is to add up over the job; float64, on device.
+
+        Args:
+            counts: see `Facts`.
+            seen: see `RankLoader.seen`.
+        """
         if self._size == 1:
             return self._apart.new_zeros(0)
         self._began_s = self._began_s or time.perf_counter()
-        self._counts = {STEPS: steps_done, BATCHES: num_batches, CLIPS: self._clips[0]}
+        self._counts = {**counts, CLIPS: self._clips[0]}
         self._settings = self._settings_now()
         words = [
             *words_of(repr(self._settings)),
-            *(n % 2**_WORD_BITS for n in self._counts.values()),
+            *(n % 2**WORD_BITS for n in self._counts.values()),
         ]
         allowed_s = SHARE * (time.perf_counter() - self._began_s)
         is_due = self._spent_s + self._last_s <= allowed_s
-        numbers = [*_with_squares(words), *_with_squares(words_of(seen)), 0.0, is_due]
+        numbers = [*with_squares(words), *with_squares(words_of(seen)), 0.0, is_due]
         sent = to_device(torch.tensor(numbers, dtype=torch.float64), self._comm.device)
         sent[-2] = self._apart
         return sent
@@ -158,17 +164,18 @@ class Replicas:
             self._name(call)
         self.is_checked = True
 
-    def check_end(self, name: str, steps_done: int) -> None:
-        """Refuse to end a script whose ranks differ; waits for no rank, some may work on.
+    def check_end(self, where: str, name: str, steps_done: int) -> None:
+        """Refuse to end what ranks do that differ; waits for no rank, some may work on.
 
         Args:
+            where: "the script ends", say.
             name: of the run among those of this process.
             steps_done: steps taken.
 
         Raises:
-            ScriptError: this rank is not as one that has ended.
+            ScriptError: this rank is not as one that has come there.
         """
-        if self._size == 1 or self._found is None:
+        if self._size == 1 or self._found is None or self._is_refused:
             return
         self._counts = {STEPS: steps_done, CLIPS: self._clips[0]}
         self._settings = self._settings_now()
@@ -178,27 +185,16 @@ class Replicas:
         for place in dict.fromkeys(["", *(digest.place for digest in weights.values())]):
             here = {name: each for name, each in weights.items() if each.place == place}
             mine = replace(facts, weights=here)
-            key = f"phalanx/end/{name}/{place}"
+            key = f"phalanx/{where}/{name}/{place}"
             theirs = Facts.of_text(store.compare_set(key, "", mine.to_text()).decode())
             if not (here and theirs.weights):  # weights were written after the last step
                 mine, theirs = (replace(each, weights={}, states={}) for each in (mine, theirs))
             if (found := first_difference([theirs, mine])) is not None:
-                raise ScriptError(f"the script ends with ranks that differ: {found.words}")
+                raise ScriptError(f"{where} with ranks that differ: {found.words}")
 
     def count_clip(self, max_norm: float, p: float) -> None:
         """Note a call of `run.clip`."""
         self._clips = self._clips[0] + 1, f"{max_norm!r}, p={p!r}"
-
-    def note_made(self, gradients: Sequence[Tensor]) -> None:
-        """Note the gradients as the last backward of a step leaves them."""
-        if self._size > 1:
-            self._made = [(weakref.ref(g), _version(g)) for g in gradients]
-
-    def note_use(self, gradients: Sequence[Tensor]) -> None:
-        """Note what has changed the gradients that an optimizer is about to use."""
-        made = {id(ref()): version for ref, version in self._made}
-        kept = sum(made.get(id(gradient)) == _version(gradient) for gradient in gradients)
-        self._gradient_writes += max(len(made), len(gradients)) - kept
 
     def note_step(self) -> None:
         """Note that an optimizer has written weights."""
@@ -214,7 +210,7 @@ class Replicas:
         return time.perf_counter()
 
     def _versions(self) -> int:
-        return sum([_version(held.tensor) for held in self._weights.values()])
+        return sum([version_of(held.tensor) for held in self._weights.values()])
 
     def _is_written(self) -> bool:
         """Return whether weights have been written since the last step, for export perhaps."""
@@ -262,12 +258,7 @@ class Replicas:
         apart = torch.zeros((), dtype=torch.bool, device=self._comm.device)
         for axes, shards in sorted(alike.items()):
             if self._num_replicas(axes) > 1:
-                bits = torch.stack([bits_of(shard) for shard in shards])
-                odd = 2 * torch.arange(len(shards), device=bits.device) + 1
-                total = (bits * (odd * _MIX)).sum()
-                shifts = torch.arange(0, 64, _WORD_BITS, device=bits.device)
-                words = (total >> shifts) & (2**_WORD_BITS - 1)
-                apart = apart | self._spread(words.double(), axes)
+                apart = apart | self._spread(words_of_tensors(shards), axes)
         return apart
 
     def _spread(self, words: Tensor, axes: Sequence[str]) -> Tensor:
@@ -291,7 +282,7 @@ class Replicas:
             self._settings,
             {name: _digest(held) for name, held in self._weights.items()},
             {name: _digest(held) for name, held in self._states().items()},
-            self._gradient_writes,
+            self.gradient_writes,
             self._version - self._first_version,
         )
 
@@ -309,6 +300,7 @@ class Replicas:
         # A state that some ranks lack cannot be compared with theirs.
         is_rounding = is_rounding and all(f.states.keys() == ranks[0].states.keys() for f in ranks)
         if not (is_rounding and self._differ_by_rounding()):
+            self._is_refused = True
             raise ScriptError(f"{call}: {found.words}")
         if not self._is_rounding and dist.get_rank() == 0:
             warnings.warn(
@@ -337,48 +329,12 @@ class Replicas:
         return bool(self._comm.all_reduce(worst, "job", "max") <= 4)
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, in pieces of 64, as int64 that wraps; 0-d."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    if flat.data_ptr() % 8:  # a part of a buffer, whose bits would be cut elsewhere than others'
-        flat = flat.clone()
-    per_piece = 8 // flat.element_size()
-    num_whole = len(flat) // per_piece * per_piece
-    total = flat[:num_whole].view(torch.int64).sum()
-    if num_whole < len(flat):
-        rest = flat.new_zeros(per_piece)
-        rest[: len(flat) - num_whole] = flat[num_whole:]
-        total = total + rest.view(torch.int64)[0]
-    return total
-
-
-def _with_squares(words: list[int]) -> list[int]:
-    return [*words, *(word**2 for word in words)]
-
-
-def are_alike(sums: Sequence[float], num_ranks: int) -> bool:
-    """Return whether ranks had the same words, from the sums of these and of their squares."""
-    half = len(sums) // 2
-    pairs = zip(sums[:half], sums[half:], strict=True)
-    return all(num_ranks * squares == total**2 for total, squares in pairs)
-
-
 def _held(tensor: Tensor, parameter: nn.Parameter, comm: Comm) -> _Held:
     split = sharded_axes(parameter) if isinstance(parameter, DTensor) else ()
     over = {member for axis in split for member in comm.axes_of(axis)}
     axes = tuple(axis for axis in comm.axes if axis not in over)
     place = ",".join(f"{axis}={comm.coord(axis)}" for axis in comm.axes if axis in over)
     return _Held(tensor, axes, place)
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how many times a tensor, or this rank's shard by itself, has been written."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            return tensor._version + tensor.to_local()._version
-    return tensor._version
 
 
 def _digest(held: _Held) -> Digest:
@@ -395,9 +351,3 @@ def _text(value: Any) -> str:
         parts = [_text(each) for each in value]
         return f"({', '.join(parts)})" if all(parts) else ""
     return repr(value) if value is None or isinstance(value, bool | int | float | str) else ""
-
-
-def words_of(text: str) -> list[int]:
-    """Return a checksum of a text, as words."""
-    checksum = zlib.crc32(text.encode())
-    return [checksum >> shift & (2**_WORD_BITS - 1) for shift in range(0, 32, _WORD_BITS)]

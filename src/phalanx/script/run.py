@@ -16,7 +16,6 @@ all that reads them (clipping, a scheduler, an optimizer of any kind) stays as i
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import sys
@@ -34,7 +33,7 @@ from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ScriptError, StrategyError
-from phalanx.launch.attach import at_end, attach, tell_in_one_message
+from phalanx.launch.attach import attach, check_end, tell_in_one_message
 from phalanx.launch.pulse import PULSE
 from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
 from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
@@ -43,9 +42,10 @@ from phalanx.script import checkpoint
 from phalanx.script.arguments import check_clip, check_keep, folder_of
 from phalanx.script.checks import check_init
 from phalanx.script.gather import gather_rows, gather_with_gradient
-from phalanx.script.loader import Draws, RankLoader
+from phalanx.script.loader import RankLoader
 from phalanx.script.mean_loss import MeanLoss, own_number
 from phalanx.script.optimizer import Names, guard, rebind
+from phalanx.script.order import Draws
 from phalanx.script.own_rows import OwnRows
 from phalanx.script.prepare import check_model
 from phalanx.script.reading import Reading
@@ -110,8 +110,9 @@ def init(
             f"init: strategy '{parsed}' needs {parsed.num_ranks} ranks, but this is one process; "
             f"start the script by: phalanx run {Path(sys.argv[0]).name} --nproc {parsed.num_ranks}"
         )
-    run = Run(Ranks(parsed, kind), parsed, accumulation, seed)
-    at_end(functools.partial(run._check_end, next(_NUMBERS)))  # pyright: ignore[reportPrivateUsage]
+    name = f"run {next(_NUMBERS)}"
+    check_end(f"{name} of the script begins")  # of the runs before, which may not last any longer
+    run = Run(Ranks(parsed, kind), parsed, accumulation, seed, name)
     if debug_comm:
         CollectiveCheck(run.comm.mesh).__enter__()  # for as long as the process lasts
     if IN_PLACE:
@@ -149,10 +150,13 @@ class Run:
         accumulation: calls of `backward` for each step.
     """
 
-    def __init__(self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int) -> None:
+    def __init__(
+        self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int, name: str
+    ) -> None:
         self.comm = comm
         self.strategy = strategy
         self.accumulation = accumulation
+        self._name = name
         self._seed = seed
         self._draws = Draws()
         self._reading = Reading()
@@ -507,7 +511,13 @@ class Run:
         plan = Plan(self.strategy, model.to(self.comm.device), roles=roles)
         runner = plan.build(self.comm)
         self._step = UserStep(
-            model, runner, self.comm, self.accumulation, self._reading, self._optimizers
+            model,
+            runner,
+            self.comm,
+            self.accumulation,
+            self._reading,
+            self._optimizers,
+            self._name,
         )
         self._model = model
         guard_shards(model, str(self.strategy))
@@ -547,10 +557,6 @@ class Run:
     def _check_replicas(self, call: str) -> None:
         step = self._prepared(call)[1]
         step.replicas.check(call, step.steps_done)
-
-    def _check_end(self, number: int) -> None:
-        if self._step is not None:
-            self._step.replicas.check_end(f"run {number}", self._step.steps_done)
 
     def _prepared(self, call: str) -> tuple[nn.Module, UserStep]:
         if self._model is None or self._step is None:
@@ -608,8 +614,8 @@ class Run:
     def __deepcopy__(self, memo: Any) -> Run:
         return self  # a copy of the model, such as an average, belongs to the same run
 
-    def _note(self, loader: RankLoader) -> None:
-        self._reading.note(loader)
+    def _note(self, loader: RankLoader, batch: Any) -> None:
+        self._reading.note(loader, batch)
         self._own_rows.note(loader)
 
     def _place(self) -> Place | None:

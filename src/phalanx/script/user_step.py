@@ -12,7 +12,6 @@ data. Optimizers step while the gradients are WHOLE, each of them once.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -22,12 +21,15 @@ from torch import Tensor, nn
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
+from phalanx.launch.attach import at_end
 from phalanx.launch.pulse import PULSE
 from phalanx.models.attention import to_device
 from phalanx.parallel.accumulate import Runner
 from phalanx.script.buffers import warn_of_buffers
+from phalanx.script.drift import AHEAD, BATCHES, STEPS
 from phalanx.script.hooks import WholeHooks
 from phalanx.script.loss import check_sum
+from phalanx.script.made_gradients import MadeGradients
 from phalanx.script.mean_loss import MeanLoss
 from phalanx.script.optimizer import warn_of_state
 from phalanx.script.reading import Reading
@@ -61,6 +63,7 @@ class UserStep:
         accumulation: int,
         reading: Reading,
         optimizers: Sequence[torch.optim.Optimizer],
+        name: str,
     ) -> None:
         self.state = State.IDLE
         self.steps_done = 0
@@ -71,6 +74,7 @@ class UserStep:
         self._reading = reading
         self.parameters = dict(model.named_parameters())
         self._kept = _kept(self.parameters)
+        self._name = name
         self.replicas = Replicas(comm, self.parameters, optimizers)
         self._hooks = WholeHooks(self.parameters, comm)
         self._trained = [name for name, p in self.parameters.items() if p.requires_grad]
@@ -78,11 +82,12 @@ class UserStep:
         self._divisor = self._totals[1]
         self._num_begun = self._num_backwards = 0
         self._stepped: set[int] = set()
-        self._made: list[weakref.ref[Tensor]] = []
+        self._made = MadeGradients()
 
     def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> MeanLoss:
         """Add up the gradients of the global batch's loss, see `Run.backward`."""
         check_sum(loss_sum, count)
+        is_pass_over = self._reading.is_pass_over()
         if self.state is not State.ACCUMULATING:
             self._begin(loss_sum.detach())
         found = self._add_up(loss_sum.detach(), cast("float | Tensor", count))
@@ -90,7 +95,8 @@ class UserStep:
             # Most steps have as many samples in each call, so that nothing is left to correct.
             self._divisor = _nonzero(found[1] * self._accumulation)
         self._num_backwards += 1
-        is_last = self._reading.is_pass_over() or self._num_backwards == self._accumulation
+        is_last = is_pass_over or self._num_backwards == self._accumulation
+        own = self._own_counts(cast("float | Tensor", count))
         reducer = self._reducer
         wide = torch.promote_types(loss_sum.dtype, torch.float32)
         try:
@@ -109,7 +115,7 @@ class UserStep:
                 reducer.finish()
             self._end()
         mean, of_step = (each[0] / _nonzero(each[1]) for each in (found, self._totals))
-        return MeanLoss.of(mean, of_step, found[1], self._own_counts(cast("float | Tensor", count)))
+        return MeanLoss.of(mean, of_step, found[1], own)
 
     def reset(self) -> None:
         """Forget the step under way; the next backward begins one."""
@@ -143,7 +149,7 @@ class UserStep:
             )
         is_whole = self.state is State.WHOLE
         if is_whole and id(optimizer) not in self._stepped:
-            self.replicas.note_use(self.gradients())
+            self.replicas.gradient_writes += self._made.num_changed(self.gradients())
             if not self.gradients():
                 raise ScriptError(
                     "optimizer.step() without a gradient: zero_grad() came between run.backward "
@@ -168,6 +174,7 @@ class UserStep:
             warn_of_state(optimizer)
         PULSE.stepping(self.steps_done)
         self.replicas.note_step()
+        at_end(self._name, self._check_end)
         if self._reducer is not None:
             self._reducer.after_step()
 
@@ -187,11 +194,18 @@ class UserStep:
         self._totals = torch.zeros_like(self._totals)
         self.state = State.ACCUMULATING
         self._stepped.clear()
+        at_end(self._name, self._check_end)
         PULSE.stepping(self.steps_done)
+
+    def _check_end(self, where: str) -> None:
+        self.replicas.check_end(where, self._name, self.steps_done)
 
     def _add_up(self, loss: Tensor, count: float | Tensor) -> Tensor:
         """Return the loss and count of this microbatch, summed over the ranks."""
-        words = self.replicas.words(self.steps_done, self._reading.num_batches, self._reading.seen)
+        reading = self._reading
+        num_ahead = reading.num_ahead if self._accumulation > 1 else 0
+        counts = {STEPS: self.steps_done, BATCHES: reading.num_batches, AHEAD: num_ahead}
+        words = self.replicas.words(counts, reading.seen)
         found = torch.cat([torch.zeros_like(self._totals), words])
         found[1] = to_device(count, found.device) if isinstance(count, Tensor) else count
         # The mean over no row, times 0 rows, is not a number.
@@ -205,8 +219,8 @@ class UserStep:
         """Return what a script may take for the count of all ranks, and is not."""
         if self._comm.size("data") == 1:
             return ()
-        trained = self._reading.trained
-        return (count,) if trained is None else (count, len(trained.rows))
+        batch = self._reading.current
+        return (count,) if batch is None else (count, len(batch.rows))
 
     def _end(self) -> None:
         """Scale the gradients by what was not known when backward began."""
@@ -216,8 +230,7 @@ class UserStep:
                 local_shard(gradient).mul_(factor)
         self._hooks.call()
         self._num_backwards, self.state = 0, State.WHOLE
-        self._made = [weakref.ref(gradient) for gradient in self.gradients()]
-        self.replicas.note_made(self.gradients())
+        self._made.note(self.gradients())
 
     def _is_finite(self) -> bool:
         """Return whether there are gradients, all finite; else a scaler has left the step out."""
@@ -256,8 +269,9 @@ class UserStep:
 
     def _check_gradients(self) -> None:
         """Refuse to clear gradients that no step has used."""
-        is_used = {id(ref()) for ref in self._made} if self._stepped else set[int]()
-        left = [g for g in self.gradients() if id(g) not in is_used]
+        left = self.gradients()
+        if self._stepped:
+            left = self._made.others(left)
         if any(bool(local_shard(gradient).any()) for gradient in left):
             raise ScriptError(
                 "backward: there are gradients already that no optimizer.step() has used, of "

@@ -1,0 +1,61 @@
+"""Which rows of a global batch each data rank takes: pure functions.
+
+batch of 7 rows, 2 pieces     0 1 2 3 | 4 5 6
+rank 0 of 2                   0 1     | 4 5
+rank 1 of 2                       2 3 |     6
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+
+
+def shard_rows(rows: range, rank: int, num_ranks: int, num_pieces: int) -> list[range]:
+    """Return which rows of each piece of a batch a rank takes."""
+    pieces = [_part(rows, number, num_pieces) for number in range(num_pieces)]
+    return [_part(piece, rank, num_ranks) for piece in pieces]
+
+
+def _part(rows: range, number: int, num_parts: int) -> range:
+    """Return one of parts of nearly the same size, the larger ones first."""
+    least, more = divmod(len(rows), num_parts)
+    first = number * least + min(number, more)
+    return rows[first : first + least + (number < more)]
+
+
+def without_rows(batch: Any) -> Any:
+    """Return a batch of one row without it.
+
+    Raises:
+        ConfigError: its form does not say what a row is.
+    """
+    if isinstance(batch, Tensor) and batch.ndim and len(batch) == 1:
+        return batch[:0]
+    if batch is None or (isinstance(batch, list | tuple) and _is_column(batch)):
+        return None if batch is None else []
+    if isinstance(batch, list | tuple) and batch:
+        parts = cast("Sequence[Any]", batch)
+        # Named tuples take their fields one by one.
+        cut = [without_rows(part) for part in parts]
+        return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
+    if isinstance(batch, Mapping):
+        return {key: without_rows(part) for key, part in cast("Mapping[Any, Any]", batch).items()}
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        parts = {f.name: without_rows(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **parts)
+    what = f"a tensor of shape {list(batch.shape)}" if isinstance(batch, Tensor) else repr(batch)
+    raise ConfigError(
+        f"a rank has no row of the last batch, and a batch of one sample holds {what}, which does "
+        "not say what a row is; have collate_fn put samples first, or say drop_last=True"
+    )
+
+
+def _is_column(batch: Any) -> bool:
+    """Return whether a list has one text or number for each of its one row."""
+    return len(batch) == 1 and isinstance(batch[0], str | int | float)

@@ -1,0 +1,191 @@
+"""The order in which a pass over a DataLoader takes the samples, drawn as the plain loader draws.
+
+    iter(loader)        the sampler begins, and a number seeds the workers
+    the first batch     a sampler that shuffles draws; where there are workers, above already
+
+What is shuffled is drawn from a generator that the loaders of a job share (`Draws`). It begins as
+torch's own generator is on rank 0 when the first of them is iterated. So the order is that of the
+plain script as long as only loaders draw there, and never depends on what a model or a transform
+draws. The states at both moments say how a pass was drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from phalanx.comm.together import broadcast_object, gather_objects
+from phalanx.errors import DataError
+
+AT_FIRST_BATCH: Final = "first batch: "
+"""What the names of states begin with that generators have when the first batch is read."""
+
+
+class Draws:
+    """The generator that the loaders of a job draw from, in place of torch's own.
+
+    Attributes:
+        state: as `torch.get_rng_state` gives it, alike on all ranks; None before the first use.
+    """
+
+    def __init__(self, state: Tensor | None = None) -> None:
+        self.state = state
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """Have torch's own generator of the CPU be this one, inside."""
+        if self.state is None:
+            self.state = cast(Tensor, broadcast_object(torch.get_rng_state()))
+        theirs = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+            self.state = torch.get_rng_state()
+        finally:
+            torch.set_rng_state(theirs)
+
+
+class Order:
+    """The samples of each batch of a pass, on all ranks; whole numbers take 8 bytes each.
+
+    Attributes:
+        digest: alike for equal orders.
+    """
+
+    def __init__(self, batches: Iterable[Iterable[Any]]) -> None:
+        self._samples: array[int] | list[Any] = array("q")
+        self._ends = array("q", [0])
+        for batch in batches:
+            samples = list(batch)
+            # A sample that only counts as a whole number, such as a tensor, stays what it is.
+            if isinstance(self._samples, array) and not {*map(type, samples)} <= {int}:
+                self._samples = self._samples.tolist()
+            if isinstance(self._samples, array):
+                self._samples.fromlist(samples)
+            else:
+                self._samples += samples
+            self._ends.append(len(self._samples))
+        digest = hashlib.blake2b(self._ends, digest_size=16)
+        if isinstance(self._samples, array):
+            digest.update(self._samples)
+        else:
+            for sample in self._samples:
+                digest.update(f"{sample!r},".encode())
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return len(self._ends) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Samples of all batches."""
+        return self._ends[-1]
+
+    def rows(self, number: int) -> range:
+        """Return where the rows of a batch stand among those of the pass."""
+        return range(self._ends[number], self._ends[number + 1])
+
+    def samples(self, rows: range) -> list[Any]:
+        """Return the samples of consecutive rows."""
+        return list(self._samples[rows.start : rows.stop])
+
+
+class Drawing:
+    """The draws of one pass over a DataLoader.
+
+    Attributes:
+        states: of the generators that it draws from, by their names at each moment.
+    """
+
+    def __init__(
+        self, plain: DataLoader[Any], draws: Draws, is_seeded: bool, states: Mapping[str, Tensor]
+    ) -> None:
+        """Draw what the plain loader draws when `iter` is called.
+
+        Args:
+            plain: that loader.
+            draws: the generator that the loaders share.
+            is_seeded: whether it seeds its workers; those that stay have theirs.
+            states: of a pass that is resumed; else empty.
+        """
+        self.states = dict(states)
+        self._plain = plain
+        self._draws = Draws(states["draws"]) if states else draws
+        self._order: Order | None = None
+        sampler = cast(Any, plain.batch_sampler)
+        with self._moment(""):
+            self._length = len(sampler)
+            self._batches = iter(sampler)
+            if is_seeded:
+                torch.empty((), dtype=torch.int64).random_(generator=plain.generator)
+        if plain.num_workers:  # they fetch the first batches at once
+            self._order = self._drawn()
+
+    def order(self, digest: str) -> Order:
+        """Return the order; every rank calls this together when it needs the first batch.
+
+        Args:
+            digest: of a pass that is resumed; else empty.
+
+        Raises:
+            DataError: it is not the order of all ranks, or of the pass that is resumed.
+        """
+        order = self._order = self._order or self._drawn()
+        sampler = type(self._plain.sampler).__name__
+        if len(set(gather_objects(order.digest))) > 1:
+            raise DataError(
+                f"{sampler} draws another order on each rank: their datasets have unlike lengths, "
+                "or it draws from something else than torch's generator or one with a seed that "
+                "the DataLoader has"
+            )
+        if digest not in ("", order.digest):
+            raise DataError(
+                f"{sampler} draws another order than in the pass that is gone on with: the number "
+                "of samples or the batch size is another, or it draws from something else than "
+                "torch's generator or that of the DataLoader"
+            )
+        return order
+
+    def _drawn(self) -> Order:
+        with self._moment(AT_FIRST_BATCH):
+            order = Order(itertools.islice(self._batches, self._length + 1))
+        if len(order) > self._length:
+            raise DataError(
+                f"{type(self._plain.batch_sampler).__name__} gives more than the {self._length} "
+                "batches that its __len__ says; correct its __len__"
+            )
+        return order
+
+    @contextmanager
+    def _moment(self, name: str) -> Generator[None]:
+        """Draw, inside, from the generators as they are, or were in the pass that is resumed."""
+        generators = generators_of(self._plain)
+        with self._draws.in_place():
+            if (state := self.states.get(f"{name}draws")) is not None:
+                torch.set_rng_state(state)
+            self.states[f"{name}draws"] = torch.get_rng_state()
+            for number, generator in generators.items():
+                if (state := self.states.get(name + number)) is not None:
+                    generator.set_state(state)
+                self.states[name + number] = generator.get_state()
+            yield
+
+
+def generators_of(plain: DataLoader[Any]) -> dict[str, torch.Generator]:
+    """Return the generators of a loader and its samplers, by a number; "0" is the loader's own."""
+    inner = getattr(plain.batch_sampler, "sampler", None)
+    found: dict[str, torch.Generator] = {}
+    for number, holder in enumerate((plain, plain.sampler, plain.batch_sampler, inner)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and generator not in found.values():
+            found[str(number)] = generator
+    return found
