@@ -1,7 +1,8 @@
-"""What all tests share: the server that their ranks are forked from has the libraries loaded."""
+"""What all tests share: ranks that stay, forked from a server that has the libraries loaded."""
 
 import multiprocessing
 import os
+from collections.abc import Generator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import settings
 
 from namespaces import switch
+from phalanx.launch import local
+from warm_ranks import WARM
 
 __all__ = ["switch"]  # a fixture
 
@@ -22,7 +25,7 @@ MODELS = (
 )
 PRELOAD = [
     "phalanx.launch.preload",
-    *("phalanx.train.job", "phalanx.verify.harness", "ranks_preload"),
+    *("phalanx.train.job", "phalanx.verify.harness", "ranks_preload", "warm_ranks"),
     *("pytest", "hypothesis"),
     # Left out by themselves where transformers is not installed.
     *(f"transformers.models.{name}.modeling_{name}" for name in (*MODELS, "resnet")),
@@ -39,3 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
         # The server finds ranks_preload by this alone; what it cannot import it passes over.
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         forkserver.ensure_running()
+    local.start_ranks, local.end_ranks = WARM.start, WARM.end
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    WARM.is_off = item.get_closest_marker("fresh_ranks") is not None
+    return (yield)
+
+
+def pytest_sessionfinish() -> None:
+    WARM.end_all()

@@ -32,6 +32,8 @@ from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank import is_reader_gone
 from phalanx.launch.roll import Roll
 
+pytestmark = pytest.mark.fresh_ranks
+
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
     total = torch.tensor(float(dist.get_rank() + offset))

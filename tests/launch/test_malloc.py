@@ -8,6 +8,8 @@ import torch
 
 from phalanx.launch.local import run_ranks
 
+pytestmark = pytest.mark.fresh_ranks
+
 
 def faults() -> int:
     """Count the page faults of taking and freeing a block that fits where others have been.

@@ -16,6 +16,8 @@ from phalanx.launch import supervisor
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
 
+pytestmark = pytest.mark.fresh_ranks
+
 
 def stop_rank(stopped: int) -> None:
     with PULSE.doing("forward of step 7"):

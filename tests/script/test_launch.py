@@ -20,6 +20,8 @@ from phalanx.errors import PhalanxError, message_of
 from phalanx.launch.local import run_ranks
 from phalanx.script.launch import run_script
 
+pytestmark = pytest.mark.fresh_ranks
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOY = EXAMPLES / "toy_model"
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -72,22 +73,17 @@ def run_ranks(
     """
     if is_under_torchrun():
         return _run_here(function, num_ranks, args, device, timeout_s)
-    context = prepare_server()
+    prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
     ranks: list[Rank] = []
     try:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            port = listener.getsockname()[1]
-            for rank in range(num_ranks):
-                info = RankInfo(rank, num_ranks, port, device, threads, timeout_s, own_sockets())
-                ranks.append(_start(context, info, listener if rank == 0 else None, function, args))
+        info = RankInfo(0, num_ranks, 0, device, threads, timeout_s, own_sockets())
+        start_ranks(ranks, info, function, args)
         with collected() as signals:
             return Supervisor(ranks, signals, timeout_s, say_starting).watch()
     finally:
         with collected():  # a second Ctrl-C changes nothing
-            _end(ranks)
+            end_ranks(ranks)
 
 
 def _run_here(
@@ -151,13 +147,25 @@ def server_stopped() -> Generator[None]:
                 server._stop()
 
 
+def start_ranks(
+    ranks: list[Rank], info: RankInfo, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Start the ranks of a job, and add each to `ranks`; `info` says what all have in common."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        for rank in range(info.num_ranks):
+            own = replace(info, rank=rank, port=listener.getsockname()[1])
+            ranks.append(_start(own, listener if rank == 0 else None, function, args))
+
+
 def _start(
-    context: ForkServerContext,
     info: RankInfo,
     listener: socket.socket | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Rank:
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     sent = info, listener, theirs, function, ByValue(args)
     process = context.Process(target=run_rank, args=sent)
@@ -179,7 +187,7 @@ def _start(
     return process, ours
 
 
-def _end(ranks: list[Rank]) -> None:
+def end_ranks(ranks: list[Rank]) -> None:
     """See every process off: those that do not leave by themselves are killed."""
     for _, line in ranks:
         line.close()

@@ -24,6 +24,8 @@ from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches, split
 
+pytestmark = pytest.mark.fresh_ranks
+
 SHAPE = ModelShape(
     vocab_size=64, num_layers=2, hidden=1152, num_heads=12, num_kv_heads=12, head_dim=96, ffn=4608,
     max_seq_len=16, norm="layer", position="learned", mlp="gelu", bias=True, tied=False,

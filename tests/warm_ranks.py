@@ -1,0 +1,443 @@
+"""Ranks that stay: `run_ranks` of a test runs on processes that have joined for a job before it.
+
+Two processes that are forked, join gloo and leave take 0.2 s of processor, and each computes anew
+what torch keeps: layouts of DTensor, classes of FSDP2, meshes. So the ranks of a job that is over
+wait for the next one of as many ranks. Between two jobs a rank is put back: random numbers,
+environment, folder, default type, filters of warnings, module globals and classes, what lists and
+tables of phalanx hold, modules of tests, keys of the job's store. A rank that cannot be put back
+ends, and so do those that differ: after a death, a thread that runs on, a handler of a signal, a
+group that no `open_mesh` made, a collective that not all ranks have called. Meshes stay, as in one
+job.
+
+A test that is about processes, memory or joining asks for new ones: `@pytest.mark.fresh_ranks`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from phalanx.launch import local
+from phalanx.launch import rank as one_rank
+from phalanx.launch.by_value import ByValue
+from phalanx.launch.pulse import PULSE
+from phalanx.launch.rank import LEAVE, Line, RankInfo
+from phalanx.launch.signals import leave_to_parent
+from phalanx.launch.supervisor import Rank
+
+MOST_RANKS = 4
+MOST_GROUPS = 24
+"""Groups of a rank that stays: each has a thread of gloo that wakes up 100 times a second."""
+
+READY_S = 20.0
+"""How long ranks whose job is over may take to be put back, in seconds."""
+
+_LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
+_LASTING = (
+    *("phalanx", "warm_ranks", "ranks_preload", "namespaces"),
+    *(name for name in sys.stdlib_module_names if name != "__main__"),
+)
+"""Modules that no folder of a job brings, beside those of site-packages."""
+
+_OF_TORCH = ("nn", "optim", "distributed", "autograd", "utils", "amp", "random", "overrides")
+_WATCHED = ("phalanx", *(f"torch.{name}" for name in _OF_TORCH), "transformers.models")
+_WATCHED_ALONE = ("torch", "os", "time", "signal", "socket", "random", "builtins", "threading")
+
+_start_ranks, _end_ranks = local.start_ranks, local.end_ranks
+
+
+CHANGES = os.environ.get("PHALANX_TEST_CHANGES", "")
+"""A file that is told which jobs have changed their ranks, and how, to shorten the tests by."""
+
+
+class Changed(Exception):
+    """A rank is not as it was when its job began, and cannot be put back."""
+
+
+class _Wire:
+    """The parent's end of the pipe to a rank, which notes that the rank's function has ended."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.has_ended = False
+        self.fileno, self.send, self.close = connection.fileno, connection.send, connection.close
+
+    def recv(self) -> Any:
+        kind, value = self.connection.recv()
+        self.has_ended |= kind in ("result", "failure")
+        return kind, value
+
+    def reads_ready(self) -> Any:
+        """Return what the rank says of itself once it has been put back; None if it is not."""
+        try:
+            while self.connection.poll(READY_S):
+                kind, value = self.connection.recv()
+                if kind == "ready":
+                    return value
+        except (EOFError, OSError):
+            pass
+        return None
+
+
+class WarmRanks:
+    """The ranks that wait in this process's care, by how many they are.
+
+    Attributes:
+        is_off: whether the jobs that start now get new processes, which end with them.
+    """
+
+    def __init__(self) -> None:
+        self.is_off = False
+        self._main = sys.modules["__main__"]
+        self._waiting: dict[int, list[Rank]] = {}
+        self._at_work: list[list[Rank]] = []
+
+    def start(
+        self,
+        ranks: list[Rank],
+        info: RankInfo,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+    ) -> None:
+        """Do what `start_ranks` does, with ranks that wait if there are any."""
+        try:
+            call = bytes(ForkingPickler.dumps((function, ByValue(args))))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            call = b""
+        # A script whose own names its ranks need is read again by multiprocessing.
+        is_script = sys.modules["__main__"] is not self._main
+        is_warm = call and not self.is_off and not is_script and info.device == "cpu"
+        if not is_warm or info.num_ranks > MOST_RANKS:
+            _start_ranks(ranks, info, function, args)
+            return
+        ready = self._waiting.pop(info.num_ranks, [])
+        if not _are_alike(ready):
+            _end_ranks(ready)
+            ready = _started(info)
+        ranks += ready
+        self._at_work.append(ready)
+        for number, (_, wire) in enumerate(ready):
+            wire.has_ended = False
+            wire.send((replace(info, rank=number), os.getcwd(), sys.path, sys.argv, call))
+
+    def end(self, ranks: list[Rank]) -> None:
+        """Do what `end_ranks` does, but let ranks wait whose functions have all ended."""
+        used = next((each for each in self._at_work if each == ranks and ranks), None)
+        if used is not None:
+            self._at_work.remove(used)
+            if all(wire.has_ended for _, wire in used) and len(used) not in self._waiting:
+                for _, wire in used:
+                    with suppress(OSError):
+                        wire.send(LEAVE)
+                self._waiting[len(used)] = used
+                return
+        _end_ranks(ranks)
+
+    def end_all(self) -> None:
+        """End the ranks that wait."""
+        for ranks in self._waiting.values():
+            _end_ranks(ranks)
+        self._waiting.clear()
+
+
+WARM = WarmRanks()
+
+
+def _are_alike(ranks: list[Rank]) -> bool:
+    """Return whether there are ranks, all have been put back and all have made the same calls."""
+    said = [wire.reads_ready() for _, wire in ranks]
+    if not said or None in said:
+        return False
+    calls: dict[str, int] = {}
+    return all(
+        calls.setdefault(group, number) == number for each in said for group, number in each.items()
+    )
+
+
+def _started(info: RankInfo) -> list[Rank]:
+    ranks: list[Rank] = []
+    context = multiprocessing.get_context("forkserver")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        for number in range(info.num_ranks):
+            own = replace(info, rank=number, port=listener.getsockname()[1])
+            ours, theirs = context.Pipe()
+            given = own, listener if number == 0 else None, theirs
+            process = context.Process(target=serve, args=given)
+            process.start()
+            theirs.close()
+            ranks.append((process, _Wire(ours)))
+    return ranks
+
+
+def serve(info: RankInfo, listener: socket.socket | None, connection: Connection) -> None:
+    """Join, and do one job after another, as `run_rank` does one; never returns."""
+    done = ""
+    try:
+        leave_to_parent()
+        one_rank.escape_unknown_characters()
+        multiprocessing.set_start_method(None, force=True)
+        one_rank._join(info, listener)  # pyright: ignore[reportPrivateUsage]
+        start = _Start()
+        while True:
+            job = connection.recv()
+            if job == LEAVE:  # a second time, to the ranks of a job that failed
+                continue
+            line = Line(connection, job[0].sockets)
+            start.begin(job[0].threads, job[0].timeout_s)
+            contextvars.copy_context().run(_do, line, *job)
+            one_rank.flush_streams()
+            line.may_leave.wait()
+            one_rank.end_helpers()
+            done = pickle.loads(job[-1])[0].__qualname__ if CHANGES else ""
+            del job, line
+            connection.send(("ready", start.put_back()))
+    except (EOFError, ConnectionResetError):
+        os._exit(0)  # the tests are over
+    except Changed as change:
+        if CHANGES:
+            with Path(CHANGES).open("a") as file:
+                file.write(f"{done}: {change}\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _do(
+    line: Line, info: RankInfo, folder: str, path: list[str], argv: list[str], call: bytes
+) -> None:
+    os.chdir(folder)
+    sys.path[:], sys.argv = path, argv
+    importlib.invalidate_caches()
+    function, args = pickle.loads(call)
+    try:
+        with PULSE.doing("the work"):
+            result = function(*args)
+        sys.stdout.flush()
+        line.send("result", ByValue(result))
+    except BaseException as error:
+        with suppress(OSError):
+            line.send("failure", one_rank._describe(info.rank, error))  # pyright: ignore[reportPrivateUsage]
+
+
+class _Start:
+    """What a rank is when a job begins."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._num_jobs = 0
+        self._world: Any = dist.distributed_c10d._world  # pyright: ignore[reportPrivateUsage]
+        self._job = dist.group.WORLD
+        self._backend, self._store = self._world.pg_map[self._job]
+        self._environ = dict(os.environ)
+        self._rng = torch.get_rng_state(), random.getstate()
+        self._dtype = torch.get_default_dtype()
+        self._is_deterministic = torch.are_deterministic_algorithms_enabled()
+        self._filters = list(warnings.filters)
+        self._settings = _settings()
+        self._seen: set[str] = set()
+        self._watched: list[_Names] = []
+        self._watch()
+        gc.freeze()  # so that garbage of a job is collected without a look at all modules
+
+    def begin(self, threads: int, timeout_s: float) -> None:
+        """Give the job what its caller has asked for, and keys of its own in the store."""
+        import torch
+        import torch.distributed as dist
+
+        from phalanx.comm import join
+
+        self._num_jobs += 1
+        own = dist.PrefixStore(f"test job {self._num_jobs}", self._store)
+        self._world.pg_map[self._job] = self._backend, own
+        join.set_timeout(timeout_s)
+        torch.set_num_threads(threads)
+
+    def put_back(self) -> dict[str, int]:
+        """Be again what a job begins with; return how many collectives each group has seen.
+
+        Raises:
+            Changed: it cannot be.
+        """
+        import torch
+
+        PULSE.__init__()
+        os.environ.clear()
+        os.environ.update(self._environ)
+        torch.set_rng_state(self._rng[0])
+        random.setstate(self._rng[1])
+        torch.set_default_dtype(self._dtype)
+        torch.use_deterministic_algorithms(self._is_deterministic)
+        if warnings.filters != self._filters:
+            warnings.resetwarnings()  # so that what was passed over is looked at again
+            warnings.filters[:] = self._filters  # pyright: ignore[reportIndexIssue]
+        for names in self._watched:
+            names.put_back()
+        self._watch()
+        gc.collect()
+        now = _settings()
+        if now != self._settings:
+            pairs = zip(self._settings, now, strict=True)
+            raise Changed(str([pair for pair in pairs if pair[0] != pair[1]]))
+        return self._calls()
+
+    def _watch(self) -> None:
+        """Watch the modules that are new; forget those of tests, which are read again."""
+        for name in sys.modules.keys() - self._seen:
+            module = sys.modules[name]
+            if _is_of_tests(module):
+                del sys.modules[name]
+                continue
+            self._seen.add(name)
+            if name in _WATCHED_ALONE or name.startswith(_WATCHED):
+                self._watched.append(_Names(module))
+
+    def _calls(self) -> dict[str, int]:
+        import torch.distributed as dist
+
+        from phalanx.comm import join as comm_join
+
+        join: Any = comm_join
+        if dist.group.WORLD is not self._job:
+            raise Changed("the job was left")
+        known = {self._job}
+        for mesh in (*join._meshes.values(), *join._sharding_meshes.values()):
+            root = mesh._get_root_mesh()
+            for each in (mesh, *root._flatten_mapping.values()):
+                known |= {each.get_group(name) for name in each.mesh_dim_names}
+        for groups in join._one_way_groups.values():
+            known |= set(groups.values())
+        there = set(self._world.pg_map)
+        # torch keeps layouts by mesh, and takes one mesh for another of the same ranks.
+        foreign = [g.group_desc for g in there - known if g.group_desc != "undefined"]
+        if foreign or len(there) > MOST_GROUPS:
+            raise Changed(f"{len(there)} groups, of meshes of its own: {foreign}")
+        counts = {
+            self._world.pg_names[group]: group._get_sequence_number_for_group() for group in there
+        }
+        return {**counts, "groups made": self._world.group_count}
+
+
+def _settings() -> list[Any]:
+    """Return what a job may change of this process beside what is put back."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    inside: Any = getattr(torch, "_C")  # noqa: B009 - private, and the only way
+    return [
+        [str(thread.name) for thread in threading.enumerate() if thread.name != "pulse"],
+        {number: signal.getsignal(number) for number in signal.valid_signals()},
+        (sys.stdin, sys.stdout, sys.stderr, sys.excepthook, sys.gettrace(), sys.getprofile()),
+        (torch.get_default_device(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        (torch.is_anomaly_enabled(), torch.is_autocast_enabled("cpu")),
+        (torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled),
+        inside._len_torch_dispatch_stack(),
+        inside._len_torch_function_stack(),
+        inside._autograd._top_saved_tensors_default_hooks(True),
+        dict(counters["frames"]),
+        gc.isenabled(),
+        [resource.getrlimit(kind) for kind in _LIMITS],
+        _files(),
+    ]
+
+
+def _files() -> list[str]:
+    """Return the files that this process has open, such as a lock; not sockets and pipes."""
+    found: list[str] = []
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):  # the listing's own
+            path = os.readlink(f"/proc/self/fd/{number}")
+            found += [path] if path.startswith("/") and not path.startswith("/proc/") else []
+    return sorted(found)
+
+
+def _is_of_tests(module: ModuleType | None) -> bool:
+    """Return whether a module is of a test or a script: a new process has it from its file."""
+    name = getattr(module, "__name__", "").partition(".")[0]
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "")
+    return bool(file) and "site-packages" not in file and name not in _LASTING
+
+
+class _Names:
+    """What the names of a module and of its classes stand for, and what its tables hold."""
+
+    def __init__(self, module: ModuleType) -> None:
+        # The names of groups are counted by it, and those of meshes stay.
+        self._kept = {"_group_count"} if module.__name__.endswith("distributed_c10d") else set()
+        of = [module, *(each for each in vars(module).values() if _is_own(each, module))]
+        self._is_ours = module.__name__.startswith("phalanx")
+        self._stood_for = [(each, dict(vars(each))) for each in of]
+        self._held = [
+            (value, value.copy())
+            for name, value in vars(module).items()
+            if self._is_table(name, value) and module.__name__ != "phalanx.comm.join"
+        ]
+        self._caches = [
+            value.cache_clear
+            for value in vars(module).values()
+            if self._is_ours and hasattr(value, "cache_clear")
+        ]
+
+    def _is_table(self, name: str, value: Any) -> bool:
+        if self._is_ours:
+            return type(value) in (dict, list, set)
+        return issubclass(type(value), OrderedDict) and name.startswith("_global")  # hooks
+
+    def put_back(self) -> None:
+        for each, before in self._stood_for:
+            if _is_as(vars(each), before):
+                continue
+            for name in self._changed(vars(each), before):
+                setattr(each, name, before[name])
+            if self._is_ours:
+                for name in [*vars(each)]:
+                    if name not in before and not isinstance(vars(each)[name], ModuleType):
+                        delattr(each, name)
+        for value, before in self._held:
+            if value != before:
+                value.clear()
+                value.extend(before) if isinstance(value, list) else value.update(before)
+        for clear in self._caches:
+            clear()
+
+    def _changed(self, now: Any, before: dict[str, Any]) -> Iterator[str]:
+        for name, value in before.items():
+            if now.get(name, now) is not value and name not in self._kept:
+                yield name
+
+
+def _is_as(now: Any, before: dict[str, Any]) -> bool:
+    """Return whether names stand for the same; one look, that of a table at another."""
+    try:
+        return bool(now == before)
+    except (RuntimeError, ValueError):  # two tensors, which are not the same one
+        return False
+
+
+def _is_own(value: Any, module: ModuleType) -> bool:
+    return issubclass(type(value), type) and value.__module__ == module.__name__
