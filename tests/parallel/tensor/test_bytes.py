@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 
+from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
@@ -30,8 +32,8 @@ LAYOUTS = [
     ("tp2:megatron", 2, 5 / 3),
     ("tp4", 4, 4),
     ("tp4:2d", 4, 4),
-    ("tp8:2.5d/2", 4, 8),
-    ("tp8:3d", 8, 8),
+    by_hand("tp8:2.5d/2", 4, 8),
+    by_hand("tp8:3d", 8, 8),
 ]
 """Strategy; parts of each weight; parts of what a block keeps.
 
@@ -42,6 +44,10 @@ STATE = ("parameters", "optimizer", "other")
 """Kinds of what is there between steps; all else is kept for backward, a gather's result too."""
 
 
+def drawn(shard: torch.Tensor, *_: object) -> None:
+    shard.normal_(std=0.02)
+
+
 def held(text: str, tied: bool) -> tuple[int, int, list[int], StateBytes]:
     """Return the bytes of weights and optimizer, what one and two blocks keep, and the plan."""
     strategy = Strategy.parse(text)
@@ -49,12 +55,12 @@ def held(text: str, tied: bool) -> tuple[int, int, list[int], StateBytes]:
     kept: list[int] = []
     weights = moments = 0
     for num_layers in (1, 2):
-        changed = {"num_layers": num_layers, "tied": tied}
+        changed: dict[str, Any] = {"num_layers": num_layers, "tied": tied}
         shape = ModelShape(**{**vars(SHAPE), **changed})
         with torch.device("meta"):
             model = Decoder(shape)
         plan = Plan(strategy, model)
-        plan.build(comm, lambda shard, *_: shard.normal_(std=0.02))
+        plan.build(comm, drawn)
         optimizer = build_optimizer(model, OptimizerConfig())
         tokens_BT = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % SHAPE.vocab_size
         model(tokens_BT, tokens_BT).backward()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marks import by_hand
 from phalanx.checkpoint.state import weights_of
 from phalanx.comm.comm import Ranks
 from phalanx.errors import CheckpointError, StrategyError
@@ -111,11 +113,11 @@ ROLES = {
 
 
 class Classes:
-    def loss_sum(self, model: nn.Module, microbatch: dict, step: int) -> Tensor:
+    def loss_sum(self, model: nn.Module, microbatch: dict[str, Tensor], step: int) -> Tensor:
         logits = model(microbatch["x"], microbatch["bias"])
         return F.cross_entropy(logits, microbatch["label"], reduction="sum")
 
-    def num_valid(self, microbatch: dict) -> int:
+    def num_valid(self, microbatch: dict[str, Tensor]) -> int:
         return len(microbatch["x"])
 
 
@@ -132,7 +134,9 @@ def batches() -> list[dict[str, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("text", ["tp2", "dp2,tp2", "tp4:2d", "tp8:2.5d/2", "tp8:3d"])
+@pytest.mark.parametrize("text", [
+    "tp2", "tp4:2d", by_hand("dp2,tp2"), by_hand("tp8:2.5d/2"), by_hand("tp8:3d"),
+])  # fmt: skip
 def test_a_module_of_ones_own(text: str) -> None:
     strategy = Strategy.parse(text)
     # What the layouts of several axes do is the same in each layer.
@@ -155,7 +159,7 @@ def test_one_wrong_role_is_found() -> None:
 
 def fused_weight() -> tuple[Tensor, Tensor]:
     """Return this rank's part of a fused weight, and what it says is the whole."""
-    model = Vision()
+    model: Any = Vision()
     strategy = Strategy.parse("tp2")
     Plan(strategy, model, roles=ROLES).build(Ranks(strategy))
     with pytest.raises(CheckpointError, match=r"qkv.weight' holds several maps"):
@@ -166,7 +170,8 @@ def fused_weight() -> tuple[Tensor, Tensor]:
 
 def test_a_part_of_fused_maps_is_a_part_of_each() -> None:
     """Pins torch's private _StridedShard."""
-    whole = Vision().layers[0].attention.qkv.weight.detach()
+    model: Any = Vision()
+    whole = model.layers[0].attention.qkv.weight.detach()
     for rank, (part, gathered) in enumerate(run_ranks(fused_weight, 2)):
         assert torch.equal(gathered, whole)
         assert torch.equal(part, whole.view(3, 2, 8, 16)[:, rank].flatten(0, 1))
@@ -216,7 +221,7 @@ def test_patterns_of_ones_own_come_first() -> None:
 
 def test_dropout_of_torch_is_refused_and_ours_is_not() -> None:
     assert bind_roles(Decoder(dataclasses.replace(SHAPE, dropout=0.1)))
-    model = Vision()
+    model: Any = Vision()
     model.layers[1].mlp.append(nn.Dropout(0.25))
     with pytest.raises(StrategyError, match=r"'layers.1.mlp.3.p' = 0.25: each rank would drop"):
         bind_roles(model, ROLES)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from parts import Cut, gap
 from torch import Tensor, nn
 
+from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.models.attention import documents_of, rotation
 from phalanx.models.decoder import Block
@@ -32,6 +35,10 @@ SIZES = ((5, 7), (3, 9))
 """Rows and positions of two microbatches, which no layout divides, under way at one time."""
 
 
+def run_at_once(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    return function(*args)
+
+
 class Stage(nn.Module):
     """Blocks alone, as a stage of a pipeline between the first and the last has them."""
 
@@ -39,7 +46,7 @@ class Stage(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(SHAPE, index) for index in range(2))
         self.segment_size = 2
-        self.run_segment = lambda function, *args: function(*args)
+        self.run_segment = run_at_once
         generator = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -54,7 +61,8 @@ class Stage(nn.Module):
         length = documents_BT.shape[1]
         angles = rotation(SHAPE, torch.arange(length)[None], x_BTD.dtype)
         documents = documents_of(documents_BT, x_BTD.device)
-        for block in self.blocks:
+        blocks: Any = self.blocks
+        for block in blocks:
             keys = layer_keys(keys_B, block.index)
             x_BTD = block(x_BTD, angles, documents, keys)
         return x_BTD
@@ -70,15 +78,16 @@ def errors_of_stage(text: str, policies: list[str]) -> dict[str, float]:
     """Return the largest error of results and gradients, forwards before the first backward."""
     cut = Cut(text)
     strategy = Strategy(tp=cut.strategy.tp)
-    whole, errors = Stage(), {}
+    whole: Any = Stage()
+    errors: dict[str, float] = {}
     for policy in policies:
-        split = copy.deepcopy(whole)
+        split: Any = copy.deepcopy(whole)
         again = Strategy.parse(f"{strategy},recompute:{policy}")
         target = Target(again, split, roles=ROLES)
         for axis in (TensorSplit(target), RecomputeSplit(target)):
             axis.apply(cut.comm)
         whole.zero_grad()
-        pending = []
+        pending: list[Any] = []
         for number, (num_rows, length) in enumerate(SIZES):
             x = cut.random(num_rows, length, SHAPE.hidden, seed=number)
             d_y = cut.random(num_rows, length, SHAPE.hidden, seed=10 + number)
@@ -118,7 +127,8 @@ def errors_of_stage(text: str, policies: list[str]) -> dict[str, float]:
     ("text", "policies"),
     [
         *((text, ["none", "full", "every/2", "selective"]) for text in ("tp2", "tp4:2d")),
-        *((text, ["none", "selective"]) for text in ("tp2:megatron", "tp8:2.5d/2", "tp8:3d")),
+        *((text, ["none", "selective"]) for text in ("tp2:megatron",)),
+        *(by_hand(text, ["none", "selective"]) for text in ("tp8:2.5d/2", "tp8:3d")),
     ],
 )
 def test_a_stage_without_an_embedding_is_as_the_whole(text: str, policies: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ class Objective:
     tokens: str | None = "logits"
     rows: str | None = None
 
-    def loss_sum(self, model: nn.Module, microbatch: dict, step: int) -> Tensor:
+    def loss_sum(self, model: nn.Module, microbatch: dict[str, Tensor], step: int) -> Tensor:
         output = model(**{name: microbatch[name] for name in self.inputs})
         loss = torch.zeros((), dtype=torch.float64)
         if self.tokens is not None:
@@ -116,18 +117,18 @@ class Objective:
             loss = loss + F.cross_entropy(logits, labels, reduction="sum")
         return loss
 
-    def num_valid(self, microbatch: dict) -> int:
+    def num_valid(self, microbatch: dict[str, Tensor]) -> int:
         num_valid = int((microbatch["labels"] != -100).sum()) if self.tokens else 0
         return num_valid + (len(microbatch["row_labels"]) if self.rows else 0)
 
 
 class Tags:
-    def loss_sum(self, model: nn.Module, microbatch: dict, step: int) -> Tensor:
+    def loss_sum(self, model: nn.Module, microbatch: dict[str, Tensor], step: int) -> Tensor:
         logits = model(microbatch["input_ids"], microbatch["attention_mask"])
         labels = microbatch["labels"].flatten() % 5
         return F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
 
-    def num_valid(self, microbatch: dict) -> int:
+    def num_valid(self, microbatch: dict[str, Tensor]) -> int:
         return microbatch["labels"].numel()
 
 
@@ -192,15 +193,15 @@ TWICE = ["llama, tied", "bert, masked"]
     [
         ("tp2", [name for name in make_cases() if name not in TWICE]),
         by_hand("tp2", TWICE),
-        ("tp4:2d", FAMILIES),
+        by_hand("tp4:2d", FAMILIES),
         by_hand("tp4:2d", [name for name in make_cases() if name not in FAMILIES]),
         by_hand("tp8:2.5d/2", FAMILIES),
         by_hand("tp8:3d", FAMILIES),
         ("dp2,tp2", ["gpt2"]),
         by_hand("dp2,tp2", ["bert, both heads"]),
-        ("fsdp2,tp2", ["gpt2"]),
+        by_hand("fsdp2,tp2", ["gpt2"]),
         by_hand("fsdp2,tp2", ["bert, both heads"]),
-        ("tp2,recompute:full", ["gpt2", "bert, masked"]),
+        by_hand("tp2,recompute:full", ["gpt2", "bert, masked"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0] if len(value) == 1 else "",
 )
@@ -254,7 +255,7 @@ def test_masks_and_positions_are_those_it_makes_itself(
     family: str, attention: str, subtests: pytest.Subtests
 ) -> None:
     """Bit for bit, without a split."""
-    model = MAKERS[family](attn_implementation=attention)
+    model: Any = MAKERS[family](attn_implementation=attention)
     ids = torch.arange(10).view(2, 5)
     masks = {name: dict(arguments) for name, arguments in MASKS.items()}
     if attention == "eager":
@@ -283,7 +284,9 @@ def test_masks_and_positions_are_those_it_makes_itself(
         ({"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 32)}, "expected input_ids"),
     ],
 )
-def test_arguments_that_a_part_cannot_follow_are_refused(arguments: dict, words: str) -> None:
+def test_arguments_that_a_part_cannot_follow_are_refused(
+    arguments: dict[str, Any], words: str
+) -> None:
     model = gpt2()
     transformers_models.bind(model, layout_of(Strategy.parse("tp2")), lambda _: True)
     with pytest.raises(ConfigError, match=words):
@@ -300,7 +303,7 @@ def test_dropout_is_refused_with_the_names_of_its_settings() -> None:
         match=r"'transformer.drop.p' = 0.1, .* and 1 more.*config: .*embd_pdrop.*attn_pdrop",
     ):
         bind_roles(model)
-    model = llama()
+    model: Any = llama()
     model.model.layers[0].self_attn.attention_dropout = 0.5
     with pytest.raises(StrategyError, match=r"self_attn.attention_dropout' = 0.5"):
         bind_roles(model)
