@@ -54,7 +54,7 @@ class Loop:
         given = make(model)
         loader = DataLoader(Numbers(), batch_size, shuffle=True)
         self.model, self.optimizer, self.loader = self.run.prepare(model, given, loader, **options)
-        self.held_back = self.run.prepare(DataLoader(Numbers(), 8))
+        self.held_back = self.run.prepare(DataLoader(Numbers(), batch_size))
         self.scheduler: Any = None
         self.own_loss = 0.0
         self.is_skipped = False
