@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -106,18 +106,6 @@ class LoRA(nn.Module):
         return self.frozen(x) + self.up(self.down(x))
 
 
-class Recurrent(nn.Module):
-    """A recurrent model of rows of unlike lengths, by a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.last = nn.GRU(3, 8, 2, batch_first=True), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        mask = (torch.arange(x.shape[1]) < lengths[:, None]).to(x.dtype)[..., None]
-        return self.last((self.cell(x)[0] * mask).sum(1) / mask.sum(1))
-
-
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -169,19 +157,6 @@ class Stream(IterableDataset[Any]):
         return iter([rows_of(6)[index] for index in range(37)])
 
 
-class Tied(nn.Module):
-    """A language model whose head is its table of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.middle = nn.Embedding(11, 8), mlp(8, 8, 8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.middle(self.table(tokens)))
-
-
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,3 +176,80 @@ class TwoHeads(nn.Module):
 
     def forward(self, x: Tensor, task: int) -> Tensor:
         return self.heads[task](self.trunk(x).tanh())
+
+
+class Heads(nn.Module):
+    """Two heads on one trunk, both of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.of_class, self.of_number = mlp(6, 10), nn.Linear(10, 5), nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.trunk(x).relu()
+        return self.of_class(x), self.of_number(x)[:, 0]
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = mlp(6, 8, 6), mlp(3, 8, 6)
+
+    def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_var = self.encoder(x).chunk(2, 1)
+        return self.decoder(mean + noise * (0.5 * log_var).exp()), mean, log_var
+
+
+class Autoencoder(nn.Module):
+    """Its skip connection passes by the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.narrow = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.wide, self.last = nn.Linear(2, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        return self.last(self.wide(self.narrow(h).tanh()) + h)
+
+
+class Graph(nn.Module):
+    """Two layers of graph convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, links: Tensor) -> Tensor:
+        h = torch.sparse.mm(links, self.first(x)).relu()
+        return torch.sparse.mm(links, self.last(h))
+
+
+class Named(nn.Module):
+    class Output(NamedTuple):
+        logits: Tensor
+        features: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = mlp(6, 10, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Output:
+        features = self.trunk(x)
+        return Named.Output(self.head(features.relu()), features)
+
+
+class Shared(nn.Module):
+    """One block that runs three times, a second name of it, and a module within a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(6, 8), mlp(8, 8, 8)
+        self.layers = nn.ModuleList([self.block, nn.Sequential(self.block, nn.Tanh())])
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.first(x))
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x)

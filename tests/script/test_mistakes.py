@@ -105,6 +105,17 @@ def a_loss_beside() -> None:
     script.backward()
 
 
+def a_draw_without_a_batch() -> None:
+    run = phalanx.init("dp2")
+    run.prepare(perceptron())
+    run.draw(torch.randn)
+
+
+def a_draw_of_other_rows() -> None:
+    script = Script()
+    script.run.draw(lambda _: torch.randn_like(script.x))
+
+
 def a_step_of_one_rank() -> None:
     script = Script()
     for _ in range(3):
@@ -523,6 +534,8 @@ MISTAKES: dict[Callable[[], None], str] = {
     resumed_from_a_file: r"resume: .*test_mistakes.py is a file; expected the folder of a run",
     saved_after_a_step_of_one_rank: r"save: rank 0 has taken 1 steps and rank 1 has taken 0",
     a_state_on_one_rank: r"the optimizer's momentum_buffer of 0.weight is there on rank 0 alone",
+    a_draw_without_a_batch: r"draw: no batch of a prepared DataLoader has been read",
+    a_draw_of_other_rows: r"draw: .* of shape \(4, 6\); expected 8 rows, as many as it is given",
     a_sum_of_text: r"sum: 'a' is no number; expected a number or a tensor",
     a_layer_of_no_role: r"the roles of the modules of Twice are not known; give patterns",
 }

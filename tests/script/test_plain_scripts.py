@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from plain_adapters import OnRanks, Plain
+from plain_jobs import JOBS
 from plain_scripts import SCRIPTS
 
+import phalanx
 from phalanx.errors import PhalanxError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import data, reduce
+from phalanx.script.fit import fit
+from phalanx.strategy import Strategy
 
 REFUSED = {
     ("fsdp2", "gradient penalty"): "create_graph",
@@ -25,8 +30,15 @@ REFUSED = {
     ("fsdp2", "averaged model"): "cannot be copied; average its weights by run.average",
     ("fsdp2", "L-BFGS"): "LBFGS takes no shards",
     ("fsdp2", "Adafactor"): "Adafactor takes no shards",
+    ("fsdp2", "sharpness-aware"): "SAM takes no shards",
+    ("fsdp2", "shared modules"): "are one parameter, of two groups that are gathered apart",
+    ("fsdp2", "noisy gradients"): "got mixed torch.Tensor and DTensor",
 }
 """What a strategy refuses, and a word of its message."""
+
+
+LIMITS = {"autocast": 5e-3}
+"""Relative errors of what is computed in bfloat16; all else is in float64."""
 
 
 def printed(strategy: str, names: Sequence[str]) -> dict[str, list[float] | str]:
@@ -38,7 +50,7 @@ def printed(strategy: str, names: Sequence[str]) -> dict[str, list[float] | str]
         try:
             SCRIPTS[name](on)
             found[name] = on.printed
-        except PhalanxError as error:
+        except (PhalanxError, RuntimeError) as error:  # torch's own, of shards and whole tensors
             found[name] = str(error)
     return found
 
@@ -51,6 +63,7 @@ def on_one_process(name: str) -> list[float]:
 
 QUICK = (
     "GAN",
+    "diffusion",
     "accuracy of the step",
     "gradient penalty and batch norm",
     "branches with batch norm",
@@ -73,4 +86,55 @@ def test_plain_scripts_print_the_same(strategy: str, names: Sequence[str]) -> No
             if word := REFUSED.get((strategy, name)):
                 assert word in found[name], name
             else:
-                assert found[name] == pytest.approx(on_one_process(name), rel=1e-8), name
+                limit = LIMITS.get(name, 1e-8)
+                assert found[name] == pytest.approx(on_one_process(name), rel=limit), name
+
+
+NOT_BY_THE_TRAINER = {
+    "plateau": "a step of ReduceLROnPlateau needs metrics",
+    "siamese": "is used after the module that it is sent to",
+    "tasks in turns": "a forward of TwoHeads did not come to stage 1",
+    "two tasks": "Heads has 0 lists of blocks",
+    "weighted classes": "the count is a tensor of shape",
+    "autoencoder with skip": "Autoencoder has 0 lists of blocks",
+    "learned scale": "Scaled has 0 lists of blocks",
+    "U-Net": "UNet has 0 lists of blocks",
+    "ViT": "in no link of its chain",
+    "detection": "the tensors of a batch have",
+    "named outputs": "Named has 0 lists of blocks",
+    "shared modules": "pp: ",
+    "recurrent with masks": "Recurrent has 0 lists of blocks",
+    "translation": "pp: ",
+    "bag of words": "Bag has 0 lists of blocks",
+    "L-BFGS": "a step of LBFGS needs a closure",
+    "Adafactor": "Adafactor keeps a row_var",
+}
+"""Jobs that the trainer, or a pipeline, refuses, and a word of its message."""
+
+
+def losses(names: Sequence[str], folder: Path) -> dict[str, list[float]]:
+    strategy = Strategy.parse("pp2")
+    return {
+        name: fit(JOBS[name](), strategy, phalanx.Options(out=folder / str(number))).losses
+        for number, name in enumerate(names)
+    }
+
+
+@pytest.mark.slow
+def test_the_trainer_has_the_losses_of_the_plain_scripts(tmp_path: Path) -> None:
+    names = [name for name in JOBS if name not in NOT_BY_THE_TRAINER]
+    found = run_ranks(losses, 2, names, tmp_path, threads=1)[0]
+    for name in names:
+        on = Plain()
+        SCRIPTS[name](on)
+        limit = LIMITS.get(name, 1e-8)
+        expected = on.losses[: len(found[name])]
+        assert found[name] == pytest.approx(expected, rel=limit), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOT_BY_THE_TRAINER)
+def test_the_trainer_says_why_it_takes_no_job(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PhalanxError) as raised:
+        JOBS[name]().train("pp2", phalanx.Options(out=tmp_path, threads=1))
+    assert NOT_BY_THE_TRAINER[name] in str(raised.value)

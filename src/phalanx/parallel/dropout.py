@@ -47,31 +47,29 @@ class Place(NamedTuple):
 Where = Callable[[], Place | None]
 """Returns the place, None without a batch of a loader."""
 
-_DRAWS = frozenset(
-    "native_dropout bernoulli bernoulli_ rand randn randint rand_like randn_like randint_like "
-    "normal_ uniform_ exponential_ rrelu_with_noise".split()
-)
-"""Operations of torch that draw from the process's own generator."""
-
 
 def can_be_keyed(strategy: Strategy) -> bool:
     """Return whether every rank has whole rows of its samples; under tp and cp it has not."""
     return strategy.tp.degree * strategy.cp.degree == 1
 
 
-def key_dropouts(model: nn.Module, seed: int, where: Where) -> None:
+def key_dropouts(model: nn.Module, seed: int, where: Where) -> Callable[[], int]:
     """Have the nn.Dropouts of a model draw by position.
 
     Args:
         model: split already.
         seed: of the masks.
         where: says where a forward stands.
+
+    Returns:
+        How many int64 they have drawn so far from torch's own generator of the CPU.
     """
     uses = _Uses()
     for name, module in model.named_modules():
         if type(module) is nn.Dropout:
             of = _Keyed(name, key(seed, name), where, uses)
             module.forward = functools.partial(_forward, module, of)
+    return lambda: uses.num_tickets
 
 
 class _Drawn(NamedTuple):
@@ -105,6 +103,7 @@ def _draw(of: _Keyed, input: Tensor) -> _Drawn | None:
     # Activation checkpointing restores torch's generator before it runs a part again, so that the
     # number drawn here is that of the first run, whatever has been read and run in between.
     ticket = int(torch.empty((), dtype=torch.int64).random_())
+    of.uses.num_tickets += 1
     place = of.where()
     if place is None:
         return None  # and nothing is kept: no step would end that
@@ -124,12 +123,20 @@ _drawn = cast(Callable[[_Keyed, Tensor], _Drawn | None], torch.compiler.disable(
 
 
 class _Uses:
-    """By what the dropouts of a model drew, for the backwards that run them again."""
+    """By what the dropouts of a model drew, for the backwards that run them again.
+
+    Attributes:
+        num_tickets: numbers that they have drawn from torch's own generator.
+    """
 
     def __init__(self) -> None:
+        self.num_tickets = 0
         self._step: int | None = None
         self._now: dict[int, _Drawn | None] = {}
         self._before: dict[int, _Drawn | None] = {}
+
+    def __deepcopy__(self, _memo: object) -> _Uses:
+        return self  # tickets are drawn once, and all that are drawn are counted
 
     def note(self, ticket: int, by: _Drawn | None, step: int) -> None:
         """Keep a use of a step until the end of the next, in which its backward may be."""
@@ -169,16 +176,16 @@ class _DrawWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        is_attention = "attention" in name and any(
-            isinstance(arg, float) and 0 < arg < 1 for arg in args[3:]
-        )
-        if name in _DRAWS or is_attention:
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and name != "random_"  # ours
+        if "attention" in name:  # has the tag without dropout, too
+            is_drawn = any(isinstance(arg, float) and 0 < arg < 1 for arg in args[3:])
+        if is_drawn:
             self.found.add(name)
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def naming_draws(model: nn.Module) -> Generator[Phase]:
+def naming_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) -> Generator[Phase]:
     """Warn, at the end, of what drew from this process's generator in training.
 
     What is yielded is to be told the phases of a step; the draws of "forward" are meant.
@@ -188,6 +195,7 @@ def naming_draws(model: nn.Module) -> Generator[Phase]:
         yield watch.phase
     finally:
         if watch.found:
+            on_found()
             warnings.warn(
                 f"{type(model).__name__} draws from each rank's own generator in training "
                 f"({', '.join(sorted(watch.found))}), so that its numbers depend on the number of "
@@ -197,12 +205,13 @@ def naming_draws(model: nn.Module) -> Generator[Phase]:
             )
 
 
-def name_draws(model: nn.Module) -> None:
+def name_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) -> None:
     """Name, see `naming_draws`, the draws of the first forward in training, whoever calls it.
 
-    No hook runs after a forward that is left by a BaseException, as stages of a pipeline are.
+    `on_found` is called if there are some. No hook runs after a forward that is left by a
+    BaseException, as stages of a pipeline are.
     """
-    hooks = _FirstForward(model)
+    hooks = _FirstForward(model, on_found)
     hooks.handles = [
         model.register_forward_pre_hook(hooks.before),
         model.register_forward_hook(hooks.after, always_call=True),
@@ -212,8 +221,9 @@ def name_draws(model: nn.Module) -> None:
 class _FirstForward:
     """Watches the first forward in training of one model; that of a copy of it is let be."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_found: Callable[[], None]) -> None:
         self._model = weakref.ref(model)
+        self._on_found = on_found
         self._watching: ExitStack | None = None
         self.handles: list[RemovableHandle] = []
 
@@ -223,7 +233,7 @@ class _FirstForward:
         is_watched = self._watching is not None  # still: an interrupt runs no hook
         if model is self._model() and model.training and torch.is_grad_enabled() and not is_watched:
             self._watching = ExitStack()
-            phase = self._watching.enter_context(naming_draws(model))
+            phase = self._watching.enter_context(naming_draws(model, self._on_found))
             self._watching.enter_context(phase("forward"))
 
     def after(self, model: nn.Module, *_: Any) -> None:

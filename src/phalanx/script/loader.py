@@ -178,6 +178,11 @@ class RankLoader:
         self.is_last = self.is_at_empty = False
 
     @property
+    def own_rows(self) -> range:
+        """Which rows of the batch that was yielded last are this rank's; it has one piece."""
+        return self._own(range(self.num_batch_rows))[0]
+
+    @property
     def seen(self) -> str:
         """Which batch of a stream was the last to be looked at, and a digest of it; else empty."""
         return "" if self._fetcher is not None else self._digest

@@ -41,6 +41,7 @@ from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.arguments import check_clip, check_keep, folder_of
 from phalanx.script.checks import check_init
+from phalanx.script.draws import DrawWatch, draw_rows
 from phalanx.script.gather import gather_rows, gather_with_gradient
 from phalanx.script.loader import RankLoader
 from phalanx.script.mean_loss import MeanLoss, own_number
@@ -369,6 +370,30 @@ class Run:
             self._check_replicas("gather")
         return rows
 
+    def draw(self, make: Callable[[int], Any]) -> Any:
+        """Return this rank's rows of what one process draws; every rank calls this together.
+
+            noise = run.draw(lambda rows: torch.randn(rows, 8))
+
+        Args:
+            make: draws on the CPU for a number of rows, those of the batch on all ranks that was
+                read last; a tensor, or mappings, lists or tuples of tensors. Every rank calls it,
+                with torch's own generator as it is on one process.
+
+        Returns:
+            The same with this rank's rows alone, on `device`.
+
+        Raises:
+            ScriptError: no batch has been read, or a tensor has other rows than the batch.
+        """
+        last = self._reading.last
+        if last is None:
+            raise ScriptError(
+                "draw: no batch of a prepared DataLoader has been read, which says how many rows "
+                "there are; call it within the loop"
+            )
+        return draw_rows(make, self._draws, last.num_batch_rows, last.own_rows, self.device)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole weights and buffers on the CPU; every rank calls this together.
 
@@ -521,9 +546,11 @@ class Run:
         )
         self._model = model
         guard_shards(model, str(self.strategy))
+        num_tickets: Callable[[], int] = lambda: 0  # noqa: E731
         if can_be_keyed(self.strategy):
-            key_dropouts(model, self._seed, self._place)
-        name_draws(model)
+            num_tickets = key_dropouts(model, self._seed, self._place)
+        self._step.draws = DrawWatch(self.comm, num_tickets)
+        name_draws(model, self._step.draws.stop)
 
     def _take(self, each: Any) -> Any:
         if isinstance(each, nn.Module) or each is None:
@@ -617,6 +644,8 @@ class Run:
     def _note(self, loader: RankLoader, batch: Any) -> None:
         self._reading.note(loader, batch)
         self._own_rows.note(loader)
+        if self._step is not None and not self._reading.is_evaluation:
+            self._step.draws.mark()
 
     def _place(self) -> Place | None:
         return self._reading.position(self.steps_done)

@@ -26,6 +26,7 @@ from phalanx.launch.pulse import PULSE
 from phalanx.models.attention import to_device
 from phalanx.parallel.accumulate import Runner
 from phalanx.script.buffers import warn_of_buffers
+from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import AHEAD, BATCHES, STEPS
 from phalanx.script.hooks import WholeHooks
 from phalanx.script.loss import check_sum
@@ -50,6 +51,7 @@ class UserStep:
     Attributes:
         state: of which batches the gradients are.
         steps_done: steps that an optimizer has taken, those before a resume too.
+        draws: notices what the loop draws within the step.
         replicas: compares what must be alike on all ranks.
         parameters: those that optimizers know, by name; FSDP2 has gathered ones in the model while
             a step is under way.
@@ -75,6 +77,7 @@ class UserStep:
         self.parameters = dict(model.named_parameters())
         self._kept = _kept(self.parameters)
         self._name = name
+        self.draws = DrawWatch(comm, lambda: 0)
         self.replicas = Replicas(comm, self.parameters, optimizers)
         self._hooks = WholeHooks(self.parameters, comm)
         self._trained = [name for name, p in self.parameters.items() if p.requires_grad]
@@ -88,6 +91,7 @@ class UserStep:
         """Add up the gradients of the global batch's loss, see `Run.backward`."""
         check_sum(loss_sum, count)
         is_pass_over = self._reading.is_pass_over()
+        self.draws.look()
         if self.state is not State.ACCUMULATING:
             self._begin(loss_sum.detach())
         found = self._add_up(loss_sum.detach(), cast("float | Tensor", count))
@@ -114,6 +118,7 @@ class UserStep:
             if reducer is not None:
                 reducer.finish()
             self._end()
+        self.draws.mark()
         mean, of_step = (each[0] / _nonzero(each[1]) for each in (found, self._totals))
         return MeanLoss.of(mean, of_step, found[1], own)
 
@@ -148,6 +153,7 @@ class UserStep:
                 f"are made, or say accumulation={self._num_backwards} to phalanx.init"
             )
         is_whole = self.state is State.WHOLE
+        self.draws.look()
         if is_whole and id(optimizer) not in self._stepped:
             self.replicas.gradient_writes += self._made.num_changed(self.gradients())
             if not self.gradients():

@@ -132,10 +132,27 @@ def guard_shards(model: nn.Module, strategy: str) -> None:
             refuse = functools.partial(_refuse_whole, strategy, model, names)
             module.register_load_state_dict_pre_hook(refuse)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        read_whole_numbers()
         for module in model.modules():
             # Private, and torch's only way to return another mapping;
             # tests/script/test_weights.py pins it.
             cast(Any, module)._register_state_dict_hook(functools.partial(_as_shards, strategy))
+
+
+def read_whole_numbers() -> None:
+    """Have `item()`, `float()` and `bool()` of a DTensor add up what its ranks have of the number.
+
+    torch reads this rank's part of it, so that `parameter.grad.norm().item()` is the norm of a
+    shard. All ranks must read it, as they must for all else that is added up.
+    """
+    # Private, and torch's only way to change an operation of DTensor;
+    # tests/script/test_weights.py pins it.
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore
+    handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
+
+
+def _whole_number(_op: Any, args: tuple[DTensor, ...], _kwargs: Any) -> float:
+    return args[0].full_tensor().item()
 
 
 def _refuse_whole(

@@ -1,0 +1,105 @@
+"""Numbers that a loop draws for the rows of a batch: those of one process, dealt out to the ranks.
+
+    noise = torch.randn_like(x)                            the same numbers on all ranks of one seed
+    noise = run.draw(lambda rows: torch.randn(rows, 8))    this rank's rows of one process's numbers
+
+The loaders of a job and `run.draw` share a generator. It begins as torch's own generator is on rank
+0 when it is first used, so one process draws the same in the same order. What a loop draws by
+itself comes from each rank's own generator, and is named in a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.comm import Comm
+from phalanx.data.rows import map_batch
+from phalanx.errors import ScriptError
+from phalanx.script.order import Draws
+
+
+def draw_rows(
+    make: Callable[[int], Any], draws: Draws, num_rows: int, own: range, device: torch.device
+) -> Any:
+    """Return this rank's rows of what `make` draws for all rows of a batch, see `Run.draw`.
+
+    Args:
+        make: as there.
+        draws: the generator that the ranks share.
+        num_rows: of the batch on all ranks.
+        own: which of them this rank has.
+        device: of the result.
+
+    Raises:
+        ScriptError: a tensor has other rows, or was drawn on another device than the CPU.
+    """
+    with draws.in_place():
+        whole = make(num_rows)
+
+    def take(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            raise ScriptError(
+                f"draw: the function returns a tensor on {tensor.device.type}, drawn by this "
+                "rank's own generator there; draw on the CPU: the rows come back on run.device"
+            )
+        if tensor.ndim == 0 or len(tensor) != num_rows:
+            raise ScriptError(
+                f"draw: the function returns a tensor of shape {tuple(tensor.shape)}; expected "
+                f"{num_rows} rows, as many as it is given: those of the batch on all ranks"
+            )
+        return tensor[own.start : own.stop].to(device)
+
+    return map_batch(whole, take)
+
+
+class DrawWatch:
+    """Notices, on the first rank, what a loop draws from its own generators within a step."""
+
+    def __init__(self, comm: Comm, num_tickets: Callable[[], int]) -> None:
+        """Begin; the dropouts of the model have drawn `num_tickets()` numbers so far."""
+        self._is_on = comm.size("data") > 1 and comm.coord("job") == 0
+        self._device = comm.device
+        self._num_tickets = num_tickets
+        self._states: list[Tensor] = []
+        self._num_before = 0
+
+    def mark(self) -> None:
+        """Begin to watch here: a batch was read, or a backward has ended."""
+        if self._is_on:
+            self._states, self._num_before = self._own_states(), self._num_tickets()
+
+    def look(self) -> None:
+        """Warn, once, if something was drawn since the last mark."""
+        states, self._states = self._states, []
+        if not states or all(map(torch.equal, self._expected(states), self._own_states())):
+            return
+        self._is_on = False
+        warnings.warn(
+            "since the last batch, or the last run.backward, numbers were drawn from this rank's "
+            "own generator, as by torch.randn, torch.randint or Categorical.sample: ranks of one "
+            "seed draw the same numbers for unlike rows, and one process draws others; draw for "
+            "the rows by run.draw(lambda rows: torch.randn(rows, ...)), and what has no rows from "
+            "a torch.Generator with a seed",
+            stacklevel=4,
+        )
+
+    def stop(self) -> None:
+        """Watch no longer: what draws has been named."""
+        self._is_on, self._states = False, []
+
+    def _own_states(self) -> list[Tensor]:
+        of_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *of_device]
+
+    def _expected(self, states: list[Tensor]) -> list[Tensor]:
+        """Return the states after what the model's dropouts have drawn since."""
+        generator = torch.Generator()
+        generator.set_state(states[0])
+        for _ in range(self._num_tickets() - self._num_before):
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        return [generator.get_state(), *states[1:]]
