@@ -92,13 +92,6 @@ def student() -> nn.Module:
     return mlp(6, 6, 5)
 
 
-def attacked(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    moved = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(F.cross_entropy(model(moved), y, reduction="sum"), moved)
-    return F.cross_entropy(model(x + 0.1 * slope.sign()), y, reduction="sum")
-
-
 def hardest(model: nn.Module, batch: Any) -> Tensor:
     z, y = model(batch[0]), batch[1]
     apart = (z[:, None] - z[None]).square().sum(2)
@@ -321,7 +314,6 @@ JOBS: dict[str, Callable[[], phalanx.Trainer]] = {
     ),
     "siamese": job(residual, pairs, sgd(lr=0.02)),
     "distillation": job(student, taught, functools.partial(torch.optim.Adagrad, lr=0.05)),
-    "adversarial": job(residual, attacked, sgd(lr=0.05)),
     "tasks in turns": job(TwoHeads, InTurns(classes), adam(lr=0.02), **SHUFFLED),
     "hardest triplets": job(
         functools.partial(mlp, 6, 10, 4), hardest, sgd(lr=0.1), batch_size=12, **WHOLE, **SHUFFLED

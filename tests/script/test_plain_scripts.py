@@ -102,10 +102,9 @@ NOT_BY_THE_TRAINER = {
     "ViT": "in no link of its chain",
     "detection": "the tensors of a batch have",
     "named outputs": "Named has 0 lists of blocks",
-    "shared modules": "pp: ",
     "recurrent with masks": "Recurrent has 0 lists of blocks",
-    "translation": "pp: ",
-    "bag of words": "Bag has 0 lists of blocks",
+    "translation": "Translator has 2 lists of blocks",
+    "bag of words": "the tensors of a batch have",
     "L-BFGS": "a step of LBFGS needs a closure",
     "Adafactor": "Adafactor keeps a row_var",
 }
