@@ -54,7 +54,7 @@ class Plain:
         torch.manual_seed(11)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        return objects if len(objects) > 1 else objects[0]
+        return objects if len(objects) > 1 else next(iter(objects))
 
     def backward(self, loss_sum: Tensor, count: Any) -> Tensor:
         loss = loss_sum / count

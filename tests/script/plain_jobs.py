@@ -30,11 +30,11 @@ from plain_text_models import (
     Bag,
     Encoder,
     Recurrent,
+    Sentences,
     Tied,
     Translator,
     as_padded,
     in_one_row,
-    sentences,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -149,7 +149,7 @@ def pixels(model: nn.Module, batch: Any) -> Tensor:
 def boxes(model: nn.Module, batch: Any) -> Tensor:
     centers = model(batch[0])
     losses = [(c - b).abs().sum() for c, b in zip(centers, batch[1], strict=True)]
-    return sum(losses, centers.sum() * 0)
+    return torch.stack([centers.sum() * 0, *losses]).sum()
 
 
 def num_boxes(batch: Any) -> int:
@@ -205,7 +205,7 @@ def num_bags(batch: Any) -> int:
 
 
 def residual() -> nn.Module:
-    model = Residual()
+    model: Any = Residual()
     model.chain = ["first", "blocks.0", "blocks.1", "blocks.2", "last"]
     return model
 
@@ -241,7 +241,7 @@ def marked() -> nn.Module:
     model = residual()
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.bias.no_weight_decay = True
+            setattr(module.bias, "no_weight_decay", True)  # noqa: B010
     return model
 
 
@@ -253,7 +253,7 @@ def by_marks(parameters: Any) -> torch.optim.Optimizer:
 
 
 def tied() -> nn.Module:
-    model = Tied().double()
+    model: Any = Tied().double()
     model.chain = ["table", "middle", "head"]
     return model
 
@@ -274,6 +274,7 @@ def job(
 
     def make() -> phalanx.Trainer:
         make = functools.partial(doubles, build) if isinstance(build, type) else build
+        given: dict[str, Any] = {"accumulation": 2, "shuffle": False, **options}
         return phalanx.Trainer(
             make,
             loss if isinstance(loss, Sum) else Sum(loss),
@@ -281,7 +282,7 @@ def job(
             optimizer,
             batch_size=batch_size,
             seed=11,
-            **{"accumulation": 2, "shuffle": False, **options},
+            **given,
         )
 
     return make
@@ -350,11 +351,11 @@ JOBS: dict[str, Callable[[], phalanx.Trainer]] = {
     ),
     "translation": job(Translator, translated, adam(lr=0.01), rows_of(7)),
     "dict batches": job(
-        Encoder, Sum(own_loss, num_labels), adamw(lr=0.02), sentences(),
+        Encoder, Sum(own_loss, num_labels), adamw(lr=0.02), Sentences(),
         epochs=2, collate=as_padded, **SHUFFLED,
     ),
     "bag of words": job(
-        Bag, Sum(bags, num_bags), sgd(lr=1.0), sentences(), collate=in_one_row, **WHOLE
+        Bag, Sum(bags, num_bags), sgd(lr=1.0), Sentences(), collate=in_one_row, **WHOLE
     ),
     "marked parameters": job(marked, classes, by_marks),
     "hooked gradients": job(

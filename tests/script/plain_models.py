@@ -25,7 +25,7 @@ def rows_of(*sizes: int, num_rows: int = 37, classes: int = 5) -> TensorDataset:
 
 def mlp(*sizes: int) -> nn.Sequential:
     layers = [(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
-    return nn.Sequential(*itertools.chain(*layers)).double()[:-1]
+    return nn.Sequential(*list(itertools.chain(*layers))[:-1]).double()
 
 
 class Pair(nn.Module):

@@ -17,7 +17,7 @@ def marked_parameters(on: Plain) -> None:
     model = Residual()
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.bias.no_weight_decay = True
+            setattr(module.bias, "no_weight_decay", True)  # noqa: B010
     model = on.prepare(model)
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": 0.0}, {"params": []}]
     for parameter in model.parameters():
@@ -30,10 +30,14 @@ def marked_parameters(on: Plain) -> None:
         step(optimizer)
 
 
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.02, 0.02)
+
+
 def hooked_gradients(on: Plain) -> None:
     model = mlp(6, 10, 5)
     for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        parameter.register_hook(clamped)
     perceptron_loop(on, model, torch.optim.SGD(model.parameters(), 1.0))
 
 
@@ -77,7 +81,7 @@ class SAM(torch.optim.Optimizer):
         self.zero_grad()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 p.data = self.state[p]["old"]

@@ -12,13 +12,13 @@ from plain_text_models import (
     Bag,
     Encoder,
     Recurrent,
+    Sentences,
     Streams,
     Tied,
     Translator,
     WordModel,
     as_padded,
     in_one_row,
-    sentences,
 )
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -97,7 +97,7 @@ def dict_batches(on: Plain) -> None:
     """Batches as tokenizers make them, padded to their longest row; an output as transformers'."""
     model = Encoder().double()
     optimizer = torch.optim.AdamW(model.parameters(), 0.02)
-    loader = DataLoader(sentences(), 8, shuffle=True, collate_fn=as_padded)
+    loader = DataLoader(Sentences(), 8, shuffle=True, collate_fn=as_padded)
     model, optimizer, loader = on.prepare(model, optimizer, loader)
     for _ in range(2):
         right = torch.tensor(0)
@@ -116,7 +116,7 @@ def bag_of_words(on: Plain) -> None:
     model = Bag().double()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-    loader = DataLoader(sentences(), 8, shuffle=True, collate_fn=in_one_row)
+    loader = DataLoader(Sentences(), 8, shuffle=True, collate_fn=in_one_row)
     model, optimizer, schedule, loader = on.prepare(model, optimizer, schedule, loader)
     for _ in range(2):
         right, count = torch.tensor(0), torch.tensor(0)

@@ -128,11 +128,18 @@ class Bag(nn.Module):
         return self.last(self.table(text, offsets))
 
 
-def sentences() -> list[tuple[int, list[int]]]:
-    """Return a class and words of unlike number for each row."""
-    draws = torch.Generator().manual_seed(5)
-    words = torch.randint(1, 11, (37, 9), generator=draws).tolist()
-    return [(row % 5, words[row][: 2 + row * 5 % 8]) for row in range(37)]
+class Sentences(Dataset[Any]):
+    """A class and words of unlike number for each row."""
+
+    def __init__(self) -> None:
+        draws = torch.Generator().manual_seed(5)
+        self.words = torch.randint(1, 11, (37, 9), generator=draws).tolist()
+
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, row: int) -> tuple[int, list[int]]:
+        return row % 5, self.words[row][: 2 + row * 5 % 8]
 
 
 def as_padded(samples: list[tuple[int, list[int]]]) -> dict[str, Tensor]:
