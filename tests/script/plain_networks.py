@@ -120,7 +120,8 @@ def graph(on: Plain) -> None:
     optimizer = torch.optim.Adam(model.parameters(), 0.02, weight_decay=5e-4)
     x, y = rows_of(6).tensors
     edges = torch.stack([torch.arange(37), (torch.arange(37) * 3 + 1) % 37])
-    links = torch.sparse_coo_tensor(edges, torch.ones(37).double() / 2, (37, 37)).coalesce()
+    shares = torch.ones(37).double() / 2
+    links = torch.sparse_coo_tensor(edges, shares, (37, 37), check_invariants=True).coalesce()
     nodes = DataLoader(TensorDataset(torch.arange(30)), 8, shuffle=True)
     model, optimizer, nodes = on.prepare(model, optimizer, nodes)
     for _ in range(3):
