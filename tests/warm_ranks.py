@@ -206,10 +206,11 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
             if job == LEAVE:  # a second time, to the ranks of a job that failed
                 continue
             line = Line(connection, job[0].sockets)
+            line.open()
             start.begin(job[0].threads, job[0].timeout_s)
             contextvars.copy_context().run(_do, line, *job)
             one_rank.flush_streams()
-            line.may_leave.wait()
+            line.wait_to_leave()
             one_rank.end_helpers()
             done = pickle.loads(job[-1])[0].__qualname__ if CHANGES else ""
             del job, line
