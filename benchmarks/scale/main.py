@@ -28,7 +28,7 @@ from phalanx.comm.ledger import Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.data.order import Order
 from phalanx.debug.check import CollectiveCheck
-from phalanx.launch.torchrun import check_same
+from phalanx.launch.agreement import check_same
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of
 from phalanx.parallel.plan import Plan

@@ -20,7 +20,7 @@ from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfi
 from phalanx.data import corpus
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face.companions import TOKENIZER, keep_tokenizer
-from phalanx.launch.torchrun import check_same
+from phalanx.launch.agreement import check_same
 from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job.request import choose_strategy
 from phalanx.train.job.resolve import (
