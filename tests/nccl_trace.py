@@ -138,8 +138,8 @@ class Trace(Watch):
         result = func(*args, **kwargs)
         if func.namespace == "phalanx_comm":
             # Whoever begins an exchange takes it over by its number, and waits for it.
-            transfer = exchange._BEGUN[result]  # pyright: ignore[reportPrivateUsage]
-            exchange._BEGUN[result] = exchange.Transfer([_Awaited(transfer, self, number)])  # pyright: ignore[reportPrivateUsage]
+            transfer = exchange._BEGUN[result]
+            exchange._BEGUN[result] = exchange.Transfer([_Awaited(transfer, self, number)])
         elif func.namespace == "c10d":
             result = self._watched(result, number)
         else:  # what is functional is waited for by whoever reads it; here, at once

@@ -41,7 +41,7 @@ def look() -> dict[str, object]:
         "pulse": (PULSE.steps_done, PULSE.stands),
         "module": len(DONE),
         "threads": torch.get_num_threads(),
-        "timeout": join._timeout("cpu").total_seconds(),  # pyright: ignore[reportPrivateUsage]
+        "timeout": join._timeout("cpu").total_seconds(),
     }
 
 
@@ -54,8 +54,8 @@ def leave_all() -> int:
     torch.manual_seed(1)
     random.seed(1)
     join.job_store().set("left", "1")
-    comm.open_mesh = leave_all  # pyright: ignore[reportAttributeAccessIssue]
-    comm.Ranks.apart = leave_all  # pyright: ignore[reportAttributeAccessIssue]
+    comm.open_mesh = leave_all
+    comm.Ranks.apart = leave_all
     attach.ASKED.append(True)
     PULSE.saved("step 7")
     DONE.append("a job")

@@ -199,7 +199,7 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
         leave_to_parent()
         one_rank.escape_unknown_characters()
         multiprocessing.set_start_method(None, force=True)
-        one_rank._join(info, listener)  # pyright: ignore[reportPrivateUsage]
+        one_rank._join(info, listener)
         start = _Start()
         while True:
             job = connection.recv()
@@ -241,7 +241,7 @@ def _do(
         line.send("result", ByValue(result))
     except BaseException as error:
         with suppress(OSError):
-            line.send("failure", one_rank._describe(info.rank, error))  # pyright: ignore[reportPrivateUsage]
+            line.send("failure", one_rank._describe(info.rank, error))
 
 
 class _Start:
@@ -252,7 +252,7 @@ class _Start:
         import torch.distributed as dist
 
         self._num_jobs = 0
-        self._world: Any = dist.distributed_c10d._world  # pyright: ignore[reportPrivateUsage]
+        self._world: Any = dist.distributed_c10d._world
         self._job = dist.group.WORLD
         self._backend, self._store = self._world.pg_map[self._job]
         self._environ = dict(os.environ)
@@ -296,7 +296,7 @@ class _Start:
         torch.use_deterministic_algorithms(self._is_deterministic)
         if warnings.filters != self._filters:
             warnings.resetwarnings()  # so that what was passed over is looked at again
-            warnings.filters[:] = self._filters  # pyright: ignore[reportIndexIssue]
+            warnings.filters[:] = self._filters
         for names in self._watched:
             names.put_back()
         self._watch()

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import phalanx.cli.bench as bench
+from marks import by_hand
 from phalanx.bench.pipeline import (
     PipelineConfig,
     joined,
@@ -129,7 +130,7 @@ def run_all(p: int, message_size: int) -> list[RankRecord]:
     return found
 
 
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", [2, by_hand(4)])
 def test_what_runs_is_what_was_planned(p: int, subtests: pytest.Subtests) -> None:
     """Actions, their order on each rank, activations held, and the gradients that come of them."""
     message_size = 300

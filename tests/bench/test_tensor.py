@@ -58,12 +58,14 @@ def test_a_block_moves_and_holds_what_arithmetic_says(
     check_points(run)
 
 
+@pytest.mark.slow
 def test_a_square_of_nine_and_two_sizes() -> None:
     run = counted(["tp9:2d"], ["576x3x8", "576x9x5"])
     check_points(run)
     assert run.points[0].theory != run.points[1].theory
 
 
+@pytest.mark.slow
 def test_around_the_crossing_the_other_layout_sends_less() -> None:
     """512 wide, two dimensions send less than one from 999 tokens on; both sides are counted."""
     shape = BlockSize.parse("512x8x32").shape

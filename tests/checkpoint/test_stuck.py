@@ -14,6 +14,7 @@ import pytest
 import runs
 import torch.distributed as dist
 
+from marks import by_hand
 from phalanx.checkpoint import manifest, progress, saver, tensor_file
 from phalanx.checkpoint.saver import Saver
 from phalanx.errors import CheckpointError
@@ -80,7 +81,7 @@ def save_slowly(run: Path, rank: int) -> None:
         saver_.begin(model, optimizer, runs.about(1))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, by_hand(1)])
 def test_a_slow_disk_is_waited_for(tmp_path: Path, rank: int) -> None:
     run_ranks(save_slowly, 2, tmp_path, rank, threads=1, timeout_s=60)
     assert list(manifest.whole(tmp_path)) == [1]

@@ -357,7 +357,7 @@ def test_no_space_left(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = SimpleNamespace(free=1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)  # pyright: ignore
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
     assert main(["train", *SMALL.split(), "--out", "out"]) == 2
     message = capsys.readouterr().err
     assert "out has 1 bytes left" in message and "another --out" in message

@@ -152,6 +152,7 @@ def test_show_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert document["sources"]["batch.accumulation"] == document["sources"]["model"] == "derived"
 
 
+@pytest.mark.slow
 def test_what_an_encoding_lacks_is_escaped() -> None:
     words = ["train", "--show-config", "--out", "runs/é模"]
     run = subprocess.run(

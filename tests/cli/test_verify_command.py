@@ -57,6 +57,7 @@ def test_a_step_of_new_shapes_sends_the_headers_that_are_predicted(
     assert sent["sizes"]["counted"] == sent["sizes"]["predicted"] == 2 * HEADER_BYTES
 
 
+@pytest.mark.slow
 def test_an_axis_of_two_runs_with_three_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     document = document_of(capsys, "fsdp2:zero1", "--steps", "1", "--shape.num-layers", "1")
     strategies = [verdict["strategy"] for verdict in document["verdicts"]]

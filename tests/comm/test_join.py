@@ -106,14 +106,14 @@ def test_a_job_too_large_for_the_files_is_refused_with_the_most_that_fit(
 def test_groups_of_others_are_connected_as_ever() -> None:
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
-    with join._lazily_connected():  # pyright: ignore[reportPrivateUsage]
+    with join._lazily_connected():
         assert os.environ[name] == "1"
     assert os.environ.get(name) == before
 
 
 def meshes_and_a_split(text: str) -> list[bool]:
     sizes = {"vocab_size": 16, "num_layers": 1, "hidden": 16, "num_heads": 2, "num_kv_heads": 2}
-    shape = ModelShape(**sizes, head_dim=8, ffn=16, max_seq_len=8)  # pyright: ignore[reportArgumentType]
+    shape = ModelShape(**sizes, head_dim=8, ffn=16, max_seq_len=8)
     axes = Strategy.parse(text).mesh_axes()
     first, second = join.open_mesh(axes), join.open_mesh(dict(axes))
     alone = join.open_mesh({"dp": 4})
@@ -134,8 +134,8 @@ def groups_beside(num_models: int) -> tuple[set[str], float]:
     """Ask for a second group of each axis, as one model after another does, and sum over one."""
     comm = Ranks({"dp": 2, "fsdp": 2})
     others = [comm.apart("data") for _ in range(num_models)]
-    names = {other._groups[axis].group_name for other in others for axis in ("dp", "fsdp")}  # pyright: ignore[reportAttributeAccessIssue]
-    assert names.isdisjoint(group.group_name for group in comm._groups.values())  # pyright: ignore[reportPrivateUsage]
+    names = {other._groups[axis].group_name for other in others for axis in ("dp", "fsdp")}
+    assert names.isdisjoint(group.group_name for group in comm._groups.values())
     return names, float(others[-1].all_reduce(torch.ones(()), "data"))
 
 

@@ -46,7 +46,7 @@ def broken(function: Any, *args: Any) -> str:
 
 def one_group(self: Ranks, axis: str, peer: int, *, is_send: bool) -> Any:
     """The defect: activations and gradients pass through one group."""
-    return self._groups[axis], peer  # pyright: ignore[reportPrivateUsage]
+    return self._groups[axis], peer
 
 
 def both_receive_first(self: TiedReducer, phase: Phase = no_phase) -> None:
@@ -54,8 +54,8 @@ def both_receive_first(self: TiedReducer, phase: Phase = no_phase) -> None:
     (weight,) = self.parameters
     assert weight.grad is not None
     with phase("reduce"):
-        theirs = self.comm.recv_start(torch.empty_like(weight.grad), "pp", self._other)  # pyright: ignore[reportPrivateUsage]
-        sent = self.comm.send_start(weight.grad.clone(), "pp", self._other)  # pyright: ignore[reportPrivateUsage]
+        theirs = self.comm.recv_start(torch.empty_like(weight.grad), "pp", self._other)
+        sent = self.comm.send_start(weight.grad.clone(), "pp", self._other)
         weight.grad.add_(theirs.wait())
         sent.wait()
 

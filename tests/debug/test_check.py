@@ -53,7 +53,7 @@ def other_reduction(rank: int) -> None:
 
 
 def other_functional_reduction(rank: int) -> None:
-    functional.all_reduce(torch.ones(4), "sum" if rank == 0 else "avg", dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    functional.all_reduce(torch.ones(4), "sum" if rank == 0 else "avg", dist.group.WORLD)
 
 
 def other_op(rank: int) -> None:
@@ -77,7 +77,7 @@ def uneven_gather(rank: int) -> None:
 
 
 def uneven_gather_into_tensor(rank: int) -> None:
-    all_gather_whole(torch.ones(3 + rank), 0, dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    all_gather_whole(torch.ones(3 + rank), 0, dist.group.WORLD)
 
 
 def uneven_scatter(rank: int) -> None:
@@ -86,7 +86,7 @@ def uneven_scatter(rank: int) -> None:
 
 
 def uneven_exchange(rank: int) -> None:
-    exchange.reduce_scatter(torch.empty(3 + rank), torch.ones(6 + 2 * rank), dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    exchange.reduce_scatter(torch.empty(3 + rank), torch.ones(6 + 2 * rank), dist.group.WORLD)
 
 
 def other_splits(rank: int) -> None:
@@ -97,7 +97,7 @@ def other_splits(rank: int) -> None:
 def swapped(rank: int) -> None:
     tensors = [torch.ones(4), torch.zeros(4)]
     named = dict(zip(("norm", "loss"), tensors, strict=True))
-    with CollectiveCheck(world(), named=named):  # pyright: ignore[reportArgumentType]
+    with CollectiveCheck(world(), named=named):
         for tensor in tensors if rank == 0 else reversed(tensors):
             dist.all_reduce(tensor)
 
@@ -203,7 +203,7 @@ def world() -> DeviceMesh:
 
 def run_wrong_programs() -> list[str]:
     """Return the message of each program on this rank; one that waits too long says so."""
-    PAIRS[:] = [dist.new_group([0, 1]) for _ in range(2)]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    PAIRS[:] = [dist.new_group([0, 1]) for _ in range(2)]
     told: list[str] = []
     for program in WRONG:
         try:
@@ -293,7 +293,7 @@ def leave_one_message_early(is_receiver_first: bool) -> None:
                 receiving = dist.irecv(torch.empty(3), src=0)
                 if number == 1:
                     store.set(event, "")
-                receiving.wait()  # pyright: ignore[reportOptionalMemberAccess]
+                receiving.wait()
             elif number == 0:
                 dist.send(torch.ones(3), dst=1)
             elif is_receiver_first:
@@ -449,11 +449,11 @@ def call_everything() -> tuple[int, int, float]:
         dist.reduce(x, dst=1)
         dist.all_gather_object([None, None], "a" * (1 + 9 * rank))
         dist.broadcast_object_list(["some", "values"])
-        all_gather_whole(x, 0, group).sum()  # pyright: ignore[reportArgumentType]
-        reduce_scatter_whole(x, "sum", 0, group).sum()  # pyright: ignore[reportArgumentType]
-        functional.all_reduce_coalesced([x, x], "sum", group)  # pyright: ignore[reportArgumentType]
-        exchange.all_gather(torch.empty(8), x, group)  # pyright: ignore[reportArgumentType]
-        exchange.reduce_scatter(torch.empty(2), x, group)  # pyright: ignore[reportArgumentType]
+        all_gather_whole(x, 0, group).sum()
+        reduce_scatter_whole(x, "sum", 0, group).sum()
+        functional.all_reduce_coalesced([x, x], "sum", group)
+        exchange.all_gather(torch.empty(8), x, group)
+        exchange.reduce_scatter(torch.empty(2), x, group)
         works = [dist.isend(x, 1 - rank), dist.irecv(torch.empty(4), 1 - rank)]
         for work in works:
             work.wait()  # type: ignore[union-attr]
@@ -469,12 +469,12 @@ def call_everything() -> tuple[int, int, float]:
         dist.all_reduce(x)
         writer.join()
         dist.barrier()
-        num_keys = check._store.num_keys()  # pyright: ignore[reportPrivateUsage]
+        num_keys = check._store.num_keys()
         for _ in range(100):
             dist.all_reduce(torch.ones(1))
         dist.barrier()
-        growth = check._store.num_keys() - num_keys  # pyright: ignore[reportPrivateUsage]
-    num_compared = sum(check._numbers.values()) + sum(check._messages._numbers.values())  # pyright: ignore[reportPrivateUsage]
+        growth = check._store.num_keys() - num_keys
+    num_compared = sum(check._numbers.values()) + sum(check._messages._numbers.values())
     num_unseen = num_compared - sum(entry.calls for entry in ledger.entries())
     return growth, num_unseen, float(x[0])
 
@@ -527,7 +527,7 @@ def train_sharded(is_checked: bool) -> tuple[list[float], list[str]]:
         return losses, seen
     named = dict(model.named_parameters())
     with CollectiveCheck(mesh, named=named, limit_s=120) as check, Ledger(mesh) as ledger:
-        meet = check._meet  # pyright: ignore[reportPrivateUsage]
+        meet = check._meet
 
         def watch(call: object, fingerprint: Fingerprint) -> None:
             seen.append(f"{fingerprint.op} {fingerprint.dtype} {fingerprint.tensor}")
@@ -565,7 +565,7 @@ def keys_of_a_call() -> int:
     with CollectiveCheck(world()) as check:
         for _ in range(2):
             dist.all_reduce(torch.ones(4))
-        counting = Counting(check._store)  # pyright: ignore[reportPrivateUsage]
+        counting = Counting(check._store)
         check._store = counting  # type: ignore[assignment]
         dist.all_reduce(torch.ones(4))
         return counting.num_keys
@@ -692,6 +692,7 @@ def test_under_torchrun_one_rank_says_it_once(config: TrainConfig, tmp_path: Pat
     assert f'File "{Path(phalanx.__file__).parent}' not in done.stderr  # no traceback of ours
 
 
+@pytest.mark.slow
 def test_verify_with_every_collective_compared() -> None:
     small = ["--steps=1", "--shape.num-layers=1", "--seq-len=8", "--no-three"]
     assert main(["verify", "fsdp2", *small, "--debug-comm"]) == 0

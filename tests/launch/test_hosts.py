@@ -45,6 +45,7 @@ except BaseException as error:
 """
 
 
+@pytest.mark.slow
 def test_hosts_meet_by_the_right_interface_and_each_names_the_one_that_is_cut_off(
     switch: str, tmp_path: Path
 ) -> None:

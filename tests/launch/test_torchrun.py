@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import phalanx
 from forked_torchrun import run_two
+from marks import by_hand
 from phalanx.errors import ConfigError
 from phalanx.launch import agreement, torchrun
 from phalanx.launch.agreement import check_same
@@ -117,13 +118,16 @@ def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that
     assert f'File "{Path(phalanx.__file__).parent}' not in done.stderr  # no traceback of ours
 
 
+@pytest.mark.slow
 def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script: str) -> None:
     done = start_two(script, "end")
     assert "rank 0: rank 1 has ended, so the job ends\nthe checkpoint stands\n" in done.stderr
     assert "the run ends after the step" not in done.stderr
 
 
-@pytest.mark.parametrize(("when", "doing"), [("preparing", "preparing"), ("working", "the work")])
+@pytest.mark.parametrize(
+    ("when", "doing"), [by_hand("preparing", "preparing"), ("working", "the work")]
+)
 def test_a_rank_that_is_stopped_is_named_and_killed(when: str, doing: str, script: str) -> None:
     done = run_two(script, when)
     said = rf"^rank 0: rank 1 on .* not been heard of .* \(last heard of: {doing}"
@@ -183,7 +187,7 @@ def test_ranks_that_cannot_meet(
         for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": port, **environment}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=f"cannot meet: {reason}.*within 2 s") as raised:
-            torchrun._meet(read_rank_env(), 2)  # pyright: ignore[reportPrivateUsage]
+            torchrun._meet(read_rank_env(), 2)
     assert "\n" not in str(raised.value)
 
 
@@ -207,10 +211,10 @@ def test_a_gpu_that_only_one_task_sees_is_its_own(monkeypatch: pytest.MonkeyPatc
 
     def take(rank: int, num_here: int) -> None:
         properties = SimpleNamespace(uuid=gpus[rank])
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)  # pyright: ignore[reportUnknownLambdaType]
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
         place = RankEnv(rank, 3, rank, num_here)
-        assert torchrun._use_device(place, "cuda") == "cuda"  # pyright: ignore[reportPrivateUsage]
-        torchrun._take_gpu(place, store)  # pyright: ignore[reportPrivateUsage]
+        assert torchrun._use_device(place, "cuda") == "cuda"
+        torchrun._take_gpu(place, store)
 
     take(0, 3)
     take(1, 3)

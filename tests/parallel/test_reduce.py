@@ -137,11 +137,11 @@ def added(is_in_parts: bool) -> tuple[int, int, Tensor]:
     places: set[int] = set()
     with Additions() as additions:
         for factor in (1, 10, 100):
-            (factor * parameter.to_local()).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
-            places.add(parameter.grad.to_local().data_ptr())  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            (factor * parameter.to_local()).sum().backward()
+            places.add(parameter.grad.to_local().data_ptr())
         Unused.apply(parameter).backward()
     del reducer
-    return additions.num_seen, len(places), parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    return additions.num_seen, len(places), parameter.grad.to_local()
 
 
 @pytest.mark.parametrize("is_in_parts, num_additions", [(True, 0), (False, 2)])

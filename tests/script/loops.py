@@ -160,7 +160,7 @@ def plain(case: Case) -> tuple[list[float], dict[str, Tensor]]:
             count = sum(len(y) for _, y in step)
             optimizer.zero_grad()
             sums = [cross_entropy(model(x), y, reduction="sum") for x, y in step]
-            (sum(sums) / count).backward()  # pyright: ignore[reportAttributeAccessIssue]
+            (sum(sums) / count).backward()
             if case.max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
             optimizer.step()

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import phalanx
+from marks import by_hand
 from phalanx.errors import ScriptError
 from phalanx.launch.local import run_ranks
 
@@ -57,7 +58,9 @@ def of_one_process(build: type[nn.Module], batch_size: int, drop_last: bool) -> 
 
 
 @pytest.mark.parametrize("build", [perceptron, Twice, Looked])
-@pytest.mark.parametrize(("how", "num_ranks"), [("optimizer", 2), ("count", 2), ("count", 3)])
+@pytest.mark.parametrize(
+    ("how", "num_ranks"), [("optimizer", 2), by_hand("count", 2), ("count", 3)]
+)
 def test_averaged_gradients_are_those_of_one_process(
     build: type[nn.Module], how: str, num_ranks: int
 ) -> None:

@@ -172,7 +172,7 @@ def a_pass_left_within_a_step() -> None:
 
 def a_zip_that_the_second_ends() -> None:
     script = Script(accumulation=3)
-    short = script.run.prepare(DataLoader(range(16), 4))  # pyright: ignore
+    short = script.run.prepare(DataLoader(range(16), 4))
     for _ in range(2):
         for (x, y), _ in zip(script.loader, short, strict=False):
             script.run.backward(cross_entropy(script.model(x), y, reduction="sum"), len(y))
@@ -262,13 +262,13 @@ def frozen_afterwards() -> None:
 
 def hooked_beside_an_accumulation() -> None:
     script = Script(accumulation=2)
-    script.model[0].weight.register_hook(lambda gradient: 2 * gradient)  # pyright: ignore
+    script.model[0].weight.register_hook(lambda gradient: 2 * gradient)
     script.backward()
 
 
 def stepped_within_backward() -> None:
     model = perceptron()
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)  # pyright: ignore
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
     phalanx.init("dp2").prepare(model)
 
 
@@ -393,7 +393,7 @@ def a_layer_of_no_role() -> None:
 
 
 def a_number_for_a_strategy() -> None:
-    phalanx.init(3)  # pyright: ignore[reportArgumentType]
+    phalanx.init(3)
 
 
 def gathered_unlike_batches() -> None:

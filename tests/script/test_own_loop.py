@@ -167,7 +167,7 @@ def weights_of_multistep(folder: Path, num_steps: int | None) -> list[float]:
     loop.train(num_steps)
     if num_steps is not None:
         loop.run.save(folder)
-    return [steps.last_epoch, *steps.get_last_lr()]  # pyright: ignore[reportReturnType]
+    return [steps.last_epoch, *steps.get_last_lr()]
 
 
 def test_a_schedule_whose_state_has_numbers_for_keys_goes_on(tmp_path: Path) -> None:
@@ -420,7 +420,7 @@ def with_buffers(batch_norm: str | None) -> tuple[list[str], list[float]]:
     torch.manual_seed(0)
     model = (Moving() if batch_norm is None else normed()).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    prepared = run.prepare(model, optimizer, DataLoader(Numbers(), 8), batch_norm=batch_norm)  # pyright: ignore[reportArgumentType]
+    prepared = run.prepare(model, optimizer, DataLoader(Numbers(), 8), batch_norm=batch_norm)
     model, optimizer, loader = prepared
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

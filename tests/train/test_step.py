@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from marks import by_hand
 from phalanx.comm.comm import Counting, Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
@@ -353,10 +354,10 @@ def tensors_in_cycles(text: str, compute: torch.dtype | None) -> list[str]:
     "text, compute",
     [
         ("dp1,recompute:selective", torch.bfloat16),
-        ("dp2", torch.bfloat16),
+        by_hand("dp2", torch.bfloat16),
         ("fsdp2,recompute:full", None),
         ("tp2:megatron", None),
-        ("tp4:2d", None),
+        by_hand("tp4:2d", None),
     ],
 )
 def test_a_step_leaves_no_tensor_in_a_cycle(text: str, compute: torch.dtype | None) -> None:

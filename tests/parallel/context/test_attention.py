@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.models.attention import documents_of
@@ -125,7 +126,7 @@ def errors_on_rank(cases: Sequence[Case], num_ranks: int) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, by_hand(4)])
 def test_each_rank_computes_its_positions_of_the_whole(
     num_ranks: int, subtests: pytest.Subtests
 ) -> None:
