@@ -2,20 +2,20 @@
 
 Names and defaults are those of DeepSpeed's documentation of its configuration and schedules
 (https://www.deepspeed.ai/docs/config-json/). What only tunes or reports is left out, and named;
-what would change the numbers and has no counterpart is refused.
+what would change the numbers and has no counterpart is refused. An optimizer or a schedule is
+refused with the line of torch that makes one like it.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from torch import nn
 
 from phalanx.config.file import MAX_BYTES
 from phalanx.errors import ConfigError
@@ -39,14 +39,14 @@ _ZERO_TUNING: Final = frozenset(
 """Settings of zero_optimization that tune."""
 
 
-_TAKEN: Final = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer "
-    "scheduler zero_optimization bf16 fp16 gradient_clipping"
+_READ: Final = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+    "zero_optimization bf16 fp16 gradient_clipping"
 ).split()
 """Settings that have a counterpart."""
 
-_OPTIMIZERS: Final = ("Adam", "AdamW", "SGD", "Adagrad")
-_SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_OPTIMIZERS: Final = {each.lower(): each for each in ("Adam", "AdamW", "SGD", "Adagrad")}
+"""DeepSpeed's names of optimizers, of which it ignores the case, and torch's."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,15 @@ class DeepSpeedSettings:
     autocast: torch.dtype | None
     max_norm: float | None
     left_out: tuple[str, ...]
-    _optimizer: Mapping[str, Any]
-    _scheduler: Mapping[str, Any]
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer, over the parameters of a model.
-
-        Raises:
-            ConfigError: the configuration names none, or one that torch does not have.
-        """
-        return _optimizer(self._optimizer, parameters)
-
-    def scheduler(
-        self, optimizer: torch.optim.Optimizer
-    ) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return the schedule of the learning rate, to be stepped after each step, or None.
-
-        Raises:
-            ConfigError: it is not one of DeepSpeed's three warm-ups.
-        """
-        return _scheduler(self._scheduler, optimizer) if self._scheduler else None
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> None:
+        """Return None: deprecated, since no schedule is read from a file any more."""
+        del optimizer
+        warnings.warn(
+            "DeepSpeedSettings.scheduler is None and will go: write a torch.optim.lr_scheduler",
+            DeprecationWarning,
+            stacklevel=2,
+        )
 
 
 def from_deepspeed(
@@ -126,8 +115,6 @@ def from_deepspeed(
         autocast=torch.bfloat16 if _asks(values.get("bf16", False)) else None,
         max_norm=float(values.get("gradient_clipping", 0.0)) or None,
         left_out=tuple(left_out),
-        _optimizer=values.get("optimizer", {}),
-        _scheduler=values.get("scheduler", {}),
     )
 
 
@@ -135,7 +122,8 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     """Return all that cannot be taken of a configuration, each with what to do about it."""
     problems: list[str] = []
     for name, value in values.items():
-        if name not in _TAKEN and name not in _REPORTS and _asks(value):
+        known = name in _READ or name in _REPORTS or name in ("optimizer", "scheduler")
+        if not known and _asks(value):
             problems.append(f"{name} has no counterpart here: take it out, or leave it disabled")
     sections = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
     for name in sections:
@@ -150,7 +138,7 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
                 f"zero_optimization.{name} has no counterpart here: take it out, or split over "
                 "more ranks if it does not fit"
             )
-    kept = {name: value for name, value in values.items() if name in _TAKEN}
+    kept = {name: values[name] for name in _READ if name in values}
     kept["zero_optimization"] = {"stage": zero.get("stage", 0)}
     if automatic := _paths_of_auto(kept):
         has = "are" if len(automatic) > 1 else "is"
@@ -164,17 +152,16 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     clipping = values.get("gradient_clipping", 0.0)
     if clipping != "auto" and (isinstance(clipping, bool) or not isinstance(clipping, int | float)):
         problems.append(f"gradient_clipping is {clipping!r}, expected a number")
-    for name, legal, given in (
-        ("optimizer", _OPTIMIZERS, values.get("optimizer", {})),
-        ("scheduler", _SCHEDULERS, values.get("scheduler", {})),
-    ):
-        kind = given.get("type")
-        fold = str.lower if name == "optimizer" else str  # as DeepSpeed reads them
-        if given and fold(str(kind)) not in map(fold, legal):
-            problems.append(
-                f"{name}.type is {kind!r}, expected {', '.join(legal[:-1])} or {legal[-1]}: take "
-                "it out, make one of torch's own, and give it to run.prepare"
-            )
+    if values.get("optimizer"):
+        problems.append(
+            f"optimizer is not read: write {_optimizer_line(values['optimizer'])} and leave "
+            "the section out"
+        )
+    if values.get("scheduler"):
+        problems.append(
+            "scheduler is not read: write one of torch.optim.lr_scheduler, such as "
+            f"{_scheduler_line(values['scheduler'])}, and leave the section out"
+        )
     return problems
 
 
@@ -234,72 +221,36 @@ def _batch(values: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     return micro, times
 
 
-def _whole(value: Any, name: str, least: int = 1) -> int:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {least}")
+def _whole(value: Any, name: str) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1")
     return value
 
 
-def _optimizer(
-    section: Mapping[str, Any], parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    if not section:
-        raise ConfigError("the DeepSpeed configuration has no optimizer; make one of torch's own")
-    name, given = str(section["type"]), dict(section.get("params", {}))
+def _params(section: Mapping[str, Any]) -> dict[str, Any]:
+    params = section.get("params")
+    return dict(cast("Mapping[str, Any]", params)) if isinstance(params, Mapping) else {}
+
+
+def _optimizer_line(section: Mapping[str, Any]) -> str:
+    """Return the line of torch that makes such an optimizer."""
+    name, params = str(section.get("type", "")), _params(section)
+    kind = _OPTIMIZERS.get(name.lower())
+    if kind is None:
+        return "one of torch.optim"
     # DeepSpeed's Adam decays as AdamW does unless told otherwise, and by nothing by default.
-    is_adamw = given.pop("adam_w_mode", True) or name.lower() == "adamw"
-    given.pop("torch_adam", None)
-    given.setdefault("weight_decay", 0.0)
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adam": torch.optim.AdamW if is_adamw else torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-        "sgd": torch.optim.SGD,
-        "adagrad": torch.optim.Adagrad,
-    }
-    if "betas" in given:
-        given["betas"] = tuple(given["betas"])
-    try:
-        return kinds[name.lower()](parameters, **given)
-    except TypeError as error:
-        raise ConfigError(f"optimizer.params of {name}: {error}") from error
+    if params.pop("adam_w_mode", True) and kind == "Adam":
+        kind = "AdamW"
+    params.pop("torch_adam", None)
+    given = {"weight_decay": 0.0, **params}
+    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return f"torch.optim.{kind}(model.parameters(), {words})"
 
 
-def _scheduler(
-    section: Mapping[str, Any], optimizer: torch.optim.Optimizer
-) -> torch.optim.lr_scheduler.LRScheduler:
-    name, given = str(section["type"]), dict(section.get("params", {}))
-    warmup = max(2, given.pop("warmup_num_steps", 1000))
-    kind = given.pop("warmup_type", "log")
-    total = (
-        None if name == "WarmupLR" else _whole(given.pop("total_num_steps", 0), "total_num_steps")
+def _scheduler_line(section: Mapping[str, Any]) -> str:
+    """Return a line of torch that warms up over as many steps."""
+    steps = _params(section).get("warmup_num_steps", 1000)
+    return (
+        "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / "
+        f"{steps!r}))"
     )
-    lowest, cosine_end = given.pop("warmup_min_ratio", 0.0), given.pop("cos_min_ratio", 0.0001)
-    least = given.pop("warmup_min_lr", 0.0)
-    most = given.pop("warmup_max_lr", 0.001 if name == "WarmupDecayLR" else None)
-    if given:
-        raise ConfigError(f"scheduler.params of {name} has {', '.join(given)}, which it has not")
-
-    def warm(step: int) -> float:
-        return step / warmup if kind == "linear" else math.log(step + 1) / math.log(warmup)
-
-    def rate(base: float, number: int) -> float:
-        # The first step is taken before the schedule's own first one.
-        step = max(0, number - 1)
-        if name == "WarmupCosineLR":
-            if number == 0:
-                return 0.0
-            if step < warmup:
-                return base * (lowest + (1 - lowest) * warm(step))
-            done = min(1.0, (step - warmup + 1) / max(1, (total or 0) - warmup))
-            return base * (cosine_end + (1 - cosine_end) * (1 + math.cos(math.pi * done)) / 2)
-        top = base if most is None else most
-        share = warm(step) if step < warmup else 1.0
-        if step >= warmup and total is not None:
-            share = max(0.0, (total - step) / max(1.0, total - warmup))
-        return least + (top - least) * (share if number else 0.0)
-
-    def factor_of(base: float) -> Callable[[int], float]:
-        return lambda number: rate(base, number) / base if base else 0.0
-
-    factors = [factor_of(float(group["lr"])) for group in optimizer.param_groups]
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
