@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import StrategyError
-from phalanx.strategy import AXES, KINDS, Strategy, require_built
+from phalanx.strategy import AXES, KINDS, Strategy
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,12 +39,8 @@ METHODS = {
     "pp2:dualpipev": ("pipeline, DualPipe in V form", "pipeline/schedule"),
     "cp2": ("context parallel, ring attention", "context/ring"),
     "cp2:ulysses": ("context parallel, all-to-all over heads (Ulysses)", "context/ulysses"),
-    "dp2:ps": ("parameter server, synchronous", None),
-    "dp2:ssp/2": ("parameter server, bounded staleness", None),
-    "dp2:async": ("parameter server, asynchronous", None),
-    "dp2:local/4": ("local steps between reductions", None),
 }
-"""Strategy -> what a practitioner calls it, and its file below src/phalanx/parallel if built."""
+"""Strategy -> what a practitioner calls it, and its file below src/phalanx/parallel."""
 
 SPLITS = {
     "dp": "the samples",
@@ -73,21 +68,9 @@ COMMANDS = {
 """Axis -> what shows a method best, where it is not `phalanx verify`."""
 
 
-def is_built(text: str) -> bool:
-    try:
-        require_built(Strategy.parse(text))
-    except StrategyError as error:
-        assert "not built yet" in str(error)
-        return False
-    return True
-
-
 def table() -> str:
     rows = ["| name in the field | run this | read this | file |", "|---|---|---|---|"]
     for text, (method, file) in METHODS.items():
-        if file is None:
-            rows.append(f"| {method} | `{text}` is not built | - | - |")
-            continue
         axis, kind = sorted(kinds_of(text))[-1]
         run = COMMANDS.get(axis, f"phalanx verify {text}").format(kind=kind_text(text) or kind)
         page = f"[{PAGES[axis]}.md]({PAGES[axis]}.md)"
@@ -102,14 +85,10 @@ def kind_text(text: str) -> str:
 
 
 def overview() -> str:
-    rows = ["| what is split | runs today | not built yet |", "|---|---|---|"]
+    rows = ["| what is split | by |", "|---|---|"]
     for axis, what in SPLITS.items():
         texts = [text for text in METHODS if {name for name, _ in kinds_of(text)} == {axis}]
-        cells = [
-            ", ".join(f"`{text}`" for text in texts if is_built(text) == has) or "-"
-            for has in (True, False)
-        ]
-        rows.append(f"| {what} | {cells[0]} | {cells[1]} |")
+        rows.append(f"| {what} | {', '.join(f'`{text}`' for text in texts)} |")
     return "\n".join(rows)
 
 
@@ -120,21 +99,15 @@ def kinds_of(text: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "shown"), [("README.md", overview), ("docs/methods.md", table)])
-def test_a_page_shows_the_methods_as_they_are_built(page: str, shown: Callable[[], str]) -> None:
+def test_a_page_shows_the_methods(page: str, shown: Callable[[], str]) -> None:
     assert shown() in (ROOT / page).read_text(), f"{page} should hold\n{shown()}"
 
 
-@pytest.mark.parametrize("text", METHODS)
-def test_a_method_has_a_file_exactly_if_it_is_built(text: str) -> None:
-    _, file = METHODS[text]
-    assert (file is not None) == is_built(text)
-    assert file is None or (ROOT / f"src/phalanx/parallel/{file}.py").is_file()
-
-
-def test_every_kind_of_the_grammar_is_in_the_table() -> None:
-    every = {(name, kind) for name, kinds in KINDS.items() for kind in kinds}
-    shown = set[tuple[str, str]]().union(*map(kinds_of, METHODS))
-    assert every - {("recompute", "none")} == shown
+def test_the_table_has_every_kind_that_is_built_and_its_file() -> None:
+    built = {(name, kind) for name, kinds in KINDS.items() for kind in kinds if kinds[kind].about}
+    assert set[tuple[str, str]]().union(*map(kinds_of, METHODS)) == built
+    for _, file in METHODS.values():
+        assert (ROOT / f"src/phalanx/parallel/{file}.py").is_file()
 
 
 def test_every_built_kind_is_proved_against_one_process() -> None:
@@ -144,7 +117,7 @@ def test_every_built_kind_is_proved_against_one_process() -> None:
     names = "|".join((*AXES, "recompute"))
     for text in re.findall(f'"((?:{names})' + r'[0-9:][^" {]*[^", {}])"', source):
         proved |= kinds_of(text)
-    built = {kind for text in METHODS if is_built(text) for kind in kinds_of(text)}
+    built = {kind for text in METHODS for kind in kinds_of(text)}
     assert built <= proved, f"tests/verify has no case of {built - proved}"
 
 

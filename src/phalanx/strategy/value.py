@@ -18,82 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from phalanx.errors import StrategyError, nearest
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One way to split the work of an axis, or to recompute.
-
-    Attributes:
-        about: what it does, in a line; None while it is not built.
-        option: what the whole number after the slash is called; None where there is none.
-        least: the lowest such number.
-    """
-
-    about: str | None = None
-    option: str | None = None
-    least: int = 0
-
-
-KINDS: Final = {
-    "pp": {
-        "1f1b": Kind("each process has some layers; a backward as soon as there is one"),
-        "gpipe": Kind("the same, all forwards first"),
-        "naive": Kind("the same, one microbatch at a time"),
-        "interleaved": Kind("1f1b over CHUNKS stages a process", "CHUNKS", 2),
-        "zb": Kind("zero bubble: gradients of weights wait", "CHUNKS", 1),
-        "zbv": Kind("zero bubble, two stages a process in a V"),
-        "dualpipev": Kind("as zbv, forwards and backwards in pairs"),
-    },
-    "dp": {
-        "bucketed": Kind("each process takes a share of the batch; all hold the model"),
-        "naive": Kind("the same, one all-reduce a gradient after backward"),
-        "ps": Kind(),
-        "async": Kind(),
-        "ssp": Kind(option="STALENESS", least=0),
-        "local": Kind(option="STEPS", least=1),
-    },
-    "fsdp": {
-        "zero3": Kind("parameters, gradients and optimizer state are sharded too"),
-        "zero2": Kind("parameters stay full, the rest is sharded"),
-        "zero1": Kind("only the optimizer state is sharded"),
-    },
-    "cp": {
-        "ring": Kind("each sample is split by positions; keys and values go round"),
-        "ulysses": Kind("the same; heads are split where they attend"),
-    },
-    "tp": {
-        "1d": Kind("each layer is split, with sequence parallelism"),
-        "megatron": Kind("each layer is split, activations stay full"),
-        "2d": Kind("on a square of processes (SUMMA); N = 4, 9, 16 ..."),
-        "2.5d": Kind("on DEPTH squares; N = 8 and DEPTH 2, ...", "DEPTH", 1),
-        "3d": Kind("on a cube of processes; N = 8, 27 ..."),
-    },
-    "recompute": {
-        "none": Kind(),
-        "full": Kind("backward runs each block again"),
-        "every": Kind("BLOCKS blocks are run again as one", "BLOCKS", 1),
-        "sqrt": Kind("segments of sqrt(L) of the L blocks"),
-        "selective": Kind("runs again all but matrix products and attention"),
-    },
-}
-"""The kinds of each axis, outer to inner, and of recompute last; the first kind is the default."""
-
-AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
-"""The axes, outer to inner."""
-
-
-def built() -> dict[str, str]:
-    """Return the text form of all that runs today, N for a degree, and what it does."""
-    forms: dict[str, str] = {}
-    for axis, kinds in KINDS.items():
-        for at, (name, kind) in enumerate(kinds.items()):
-            form = axis if axis == "recompute" else f"{axis}N"
-            form += f":{name}" if at > 0 else ""
-            if kind.about is not None:
-                forms[form + (f"/{kind.option}" if kind.option else "")] = kind.about
-    return forms
-
+from phalanx.strategy.kinds import AXES, KINDS
 
 _PART: Final = re.compile(r"([a-z_]+)([0-9]{1,9})?(?::([^/:]+)(?:/([0-9]{1,9}))?)?")
 _CUT: Final = re.compile(r"[0-9]{1,9}(\+[0-9]{1,9})*")
@@ -162,8 +87,8 @@ class Strategy:
             if axis.degree < 1:
                 raise StrategyError(f"{name}{axis.degree}: a degree must be at least 1, as {name}1")
             _check_kind(name, axis.kind, axis.option)
+            _check_arrangement(name, axis)
         _check_kind("recompute", self.recompute.kind, self.recompute.option)
-        _check_arrangement(self.tp)
         if self.cut and self.pp.degree == 1:
             raise StrategyError(
                 f"{_cut_text(self.cut)} has the stages of a pipeline, and there is none; write "
@@ -214,22 +139,14 @@ class Strategy:
         `tp`; `tp_row, tp_col` for 2d; `tp_depth, tp_row, tp_col` for 2.5d; `tp_y, tp_z, tp_x` for
         3d.
         """
-        degree, depth = self.tp.degree, self.tp.option or 1
-        if self.tp.kind in ("1d", "megatron"):
-            return {"tp": degree}
-        if self.tp.kind == "3d":
-            side = round(degree ** (1 / 3))
-            return {"tp_y": side, "tp_z": side, "tp_x": side}
-        side = math.isqrt(degree // depth)
-        square = {"tp_row": side, "tp_col": side}
-        return square if self.tp.kind == "2d" else {"tp_depth": depth, **square}
+        return KINDS["tp"][self.tp.kind].sizes("tp", self.tp.degree, self.tp.option)
 
     def mesh_axes(self) -> dict[str, int]:
         """Return the sizes of the axes of the mesh: those above 1, outer to inner; else `dp`."""
         axes: dict[str, int] = {}
         for name, axis in self.axes():
             if axis.degree > 1:
-                axes |= self.grid() if name == "tp" else {name: axis.degree}
+                axes |= KINDS[name][axis.kind].sizes(name, axis.degree, axis.option)
         return axes or {"dp": 1}
 
     @property
@@ -248,68 +165,8 @@ class Strategy:
         return self.fsdp.degree * self.cp.degree if self.fsdp.degree > 1 else 1
 
     def __str__(self) -> str:
-        parts = [_text(name, part) for name, part in self.named()]
+        parts = [text_of(name, part) for name, part in self.named()]
         return ",".join(parts + ([_cut_text(self.cut)] if self.cut else [])) or "dp1"
-
-
-def require_built(strategy: Strategy) -> None:
-    """Refuse a strategy that the grammar knows and the code does not run yet.
-
-    Raises:
-        StrategyError: names the part that is not built and what is.
-    """
-    missing = [
-        _text(*each) for each in strategy.named() if KINDS[each[0]][each[1].kind].about is None
-    ]
-    if missing:
-        raise StrategyError(
-            f"strategy '{strategy}': {', '.join(missing)} is not built yet; built: "
-            f"{', '.join(built())}"
-        )
-    for name, part in strategy.named():
-        if isinstance(part, Axis) and part.degree == 1:
-            wider = dataclasses.replace(part, degree=2)
-            raise StrategyError(
-                f"strategy '{strategy}': {_text(name, part)} splits nothing, so its kind would be "
-                f"ignored; leave it out, or write {_text(name, wider)}"
-            )
-    dp = strategy.dp
-    if strategy.fsdp.degree > 1 and dp.degree > 1 and dp.kind != "bucketed":
-        plain = dataclasses.replace(strategy, dp=Axis(dp.degree, "bucketed"))
-        raise StrategyError(
-            f"strategy '{strategy}': beside fsdp, dp adds up the shares as they come, and dp:"
-            f"{dp.kind} would be ignored; write '{plain}'"
-        )
-
-
-def check_ranks(strategy: Strategy, num_ranks: int) -> None:
-    """Refuse a strategy that needs another number of ranks than there are.
-
-    Raises:
-        StrategyError: names both numbers and a strategy that fits.
-    """
-    if strategy.num_ranks == num_ranks:
-        return
-    raise StrategyError(
-        f"strategy '{strategy}' needs {strategy.num_ranks} ranks, but there are {num_ranks}; "
-        f"'{_fitting(strategy, num_ranks)}' would use them all, or start {strategy.num_ranks}"
-    )
-
-
-def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
-    """Return a strategy for `num_ranks` ranks that changes one axis of `strategy`, or else dp."""
-    if num_ranks == 1:
-        return Strategy(recompute=strategy.recompute)
-    for name in ("dp", "fsdp", "cp", "tp", "pp"):
-        axis: Axis = getattr(strategy, name)
-        others = strategy.num_ranks // axis.degree
-        if num_ranks % others or (axis.degree == 1 and name != "dp"):
-            continue
-        try:
-            return strategy.with_degree(name, num_ranks // others)
-        except StrategyError:  # a tensor-parallel degree that its kind cannot arrange: try the next
-            continue
-    return Strategy(dp=Axis(num_ranks, strategy.dp.kind, strategy.dp.option))
 
 
 _LONGEST_SHOWN: Final = 60
@@ -375,27 +232,19 @@ def _check_kind(name: str, kind: str, option: int | None) -> None:
         )
 
 
-def _check_arrangement(tp: Axis) -> None:
-    """Raise StrategyError unless the ranks of tp can stand in the grid that its kind asks for."""
-    depth, power, form = {
-        "1d": (1, 1, ""),
-        "megatron": (1, 1, ""),
-        "2d": (1, 2, "a square, q x q"),
-        "2.5d": (tp.option or 1, 2, f"q x q x {tp.option}"),
-        "3d": (1, 3, "a cube, q x q x q"),
-    }[tp.kind]
-    # A whole root of the degree lies next to the rounded one; of the two, the nearer grid wins.
-    root = max(1, round((tp.degree / depth) ** (1 / power)))
-    legal = [depth * q**power for q in range(max(1, root - 1), root + 2)]
-    if tp.degree not in legal:
-        best = min(legal, key=lambda degree: (abs(degree - tp.degree), degree))
+def _check_arrangement(name: str, axis: Axis) -> None:
+    """Raise StrategyError unless the ranks of an axis can stand in the grid of its kind."""
+    kind = KINDS[name][axis.kind]
+    best = kind.nearest_degree(axis.degree, axis.option)
+    if best != axis.degree:
         raise StrategyError(
-            f"{_text('tp', tp)}: the degree must be {form}; the nearest is "
-            f"{_text('tp', dataclasses.replace(tp, degree=best))}"
+            f"{text_of(name, axis)}: the degree must be "
+            f"{kind.degrees.format(axis.option)}; the nearest is "
+            f"{text_of(name, dataclasses.replace(axis, degree=best))}"
         )
 
 
-def _text(name: str, part: Axis | Recompute) -> str:
+def text_of(name: str, part: Axis | Recompute) -> str:
     """Return NAME DEGREE[:KIND[/OPTION]], of which the end is left out where it is the default."""
     text = f"{name}{part.degree}" if isinstance(part, Axis) else name
     if part.option is not None:

@@ -1,0 +1,17 @@
+"""A strategy: the text form and its value, the catalogue of kinds, and what can run; no torch."""
+
+from phalanx.strategy.advice import check_ranks, require_built
+from phalanx.strategy.kinds import AXES, KINDS, Kind, built
+from phalanx.strategy.value import Axis, Recompute, Strategy
+
+__all__ = [
+    "AXES",
+    "KINDS",
+    "Axis",
+    "Kind",
+    "Recompute",
+    "Strategy",
+    "built",
+    "check_ranks",
+    "require_built",
+]

@@ -1,0 +1,69 @@
+"""What can run: refusals that name the nearest strategy that does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from phalanx.errors import StrategyError
+from phalanx.strategy.kinds import KINDS, built
+from phalanx.strategy.value import Axis, Strategy, text_of
+
+
+def require_built(strategy: Strategy) -> None:
+    """Refuse a strategy that the grammar knows and the code does not run yet.
+
+    Raises:
+        StrategyError: names the part that is not built and what is.
+    """
+    missing = [
+        text_of(*each) for each in strategy.named() if KINDS[each[0]][each[1].kind].about is None
+    ]
+    if missing:
+        raise StrategyError(
+            f"strategy '{strategy}': {', '.join(missing)} is not built yet; built: "
+            f"{', '.join(built())}"
+        )
+    for name, part in strategy.named():
+        if isinstance(part, Axis) and part.degree == 1:
+            wider = dataclasses.replace(part, degree=2)
+            raise StrategyError(
+                f"strategy '{strategy}': {text_of(name, part)} splits nothing, so its kind would "
+                f"be ignored; leave it out, or write {text_of(name, wider)}"
+            )
+    dp = strategy.dp
+    if strategy.fsdp.degree > 1 and dp.degree > 1 and dp.kind != "bucketed":
+        plain = dataclasses.replace(strategy, dp=Axis(dp.degree, "bucketed"))
+        raise StrategyError(
+            f"strategy '{strategy}': beside fsdp, dp adds up the shares as they come, and dp:"
+            f"{dp.kind} would be ignored; write '{plain}'"
+        )
+
+
+def check_ranks(strategy: Strategy, num_ranks: int) -> None:
+    """Refuse a strategy that needs another number of ranks than there are.
+
+    Raises:
+        StrategyError: names both numbers and a strategy that fits.
+    """
+    if strategy.num_ranks == num_ranks:
+        return
+    raise StrategyError(
+        f"strategy '{strategy}' needs {strategy.num_ranks} ranks, but there are {num_ranks}; "
+        f"'{_fitting(strategy, num_ranks)}' would use them all, or start {strategy.num_ranks}"
+    )
+
+
+def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
+    """Return a strategy for `num_ranks` ranks that changes one axis of `strategy`, or else dp."""
+    if num_ranks == 1:
+        return Strategy(recompute=strategy.recompute)
+    for name in ("dp", "fsdp", "cp", "tp", "pp"):
+        axis: Axis = getattr(strategy, name)
+        others = strategy.num_ranks // axis.degree
+        if num_ranks % others or (axis.degree == 1 and name != "dp"):
+            continue
+        try:
+            return strategy.with_degree(name, num_ranks // others)
+        except StrategyError:  # a tensor-parallel degree that its kind cannot arrange: try the next
+            continue
+    return Strategy(dp=Axis(num_ranks, strategy.dp.kind, strategy.dp.option))
