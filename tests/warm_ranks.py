@@ -62,7 +62,17 @@ _LASTING = (
 
 _OF_TORCH = ("nn", "optim", "distributed", "autograd", "utils", "amp", "random", "overrides")
 _WATCHED = ("phalanx", *(f"torch.{name}" for name in _OF_TORCH), "transformers.models")
-_WATCHED_ALONE = ("torch", "os", "time", "signal", "socket", "random", "builtins", "threading")
+_WATCHED_ALONE = (
+    "torch",
+    "os",
+    "time",
+    "signal",
+    "socket",
+    "random",
+    "builtins",
+    "threading",
+    "shutil",
+)
 
 _start_ranks, _end_ranks = local.start_ranks, local.end_ranks
 

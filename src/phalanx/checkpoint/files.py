@@ -91,11 +91,12 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
     manifest.write(partial, about)
     sync(partial / manifest.NAME)
     removed = final.with_name(final.name + manifest.REMOVED)
-    if final.exists():  # it is to be replaced, or has no manifest
-        shutil.rmtree(removed, ignore_errors=True)
+    is_there = final.exists()  # it is to be replaced, or has no manifest
+    if is_there:
         final.rename(removed)
     become(partial, final)
-    shutil.rmtree(removed, ignore_errors=True)
+    if is_there:
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_older(run: Path, keep: int | None) -> None:

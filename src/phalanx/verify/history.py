@@ -84,8 +84,7 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
         job = jobs[min(step // STEPS, len(jobs) - 1)]
         corpus, size = job.config.corpus, job.batch.global_size
         count = len(Samples(job.tokens.train, corpus.seq_len))
-        kept_together = (corpus.shuffle_len or corpus.seq_len) // corpus.seq_len
-        order = Order(count, job.config.seed, corpus.shuffle, kept_together)
+        order = Order(count, job.config.seed, corpus.shuffle)
         rows = np.arange(position, position + size, dtype=np.int64)
         yield plain_batch(job.tokens.train, order.samples(rows), rows, corpus)
         position += size
