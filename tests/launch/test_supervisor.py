@@ -4,7 +4,11 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from marks import by_hand
 from phalanx.errors import TrainingError
 from phalanx.launch import supervisor
 from phalanx.launch.local import run_ranks
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.pulse import PULSE, Beat
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -42,6 +46,22 @@ def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1 and "lets it go on" in told[0]
     assert f"rank {stopped} (process" in told[0]
+
+
+def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
+    """Those that began their steps while the parent had no time to listen will heed it."""
+    ours, theirs = Pipe()
+    for beat in (Beat(), Beat(), Beat(heeds_stop=True)):
+        theirs.send(("beat", beat))
+    process: Any = SimpleNamespace(pid=os.getpid())
+    watch = supervisor.Supervisor([(process, ours)], [signal.SIGTERM], 100.0).watch
+    with ThreadPoolExecutor() as parent:
+        result = parent.submit(watch)
+        while not theirs.poll(0.1):
+            assert not result.done(), result.exception()
+        assert theirs.recv() == signal.SIGTERM
+        theirs.send(("result", 7))
+        assert result.result() == [7]
 
 
 def wait_for_a_sleeper() -> None:

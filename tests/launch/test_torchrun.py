@@ -295,8 +295,12 @@ class Left(BaseException):
     """In place of the end of this process."""
 
 
-@pytest.mark.parametrize(("has_left", "exit_code"), [(True, 141), (False, 2)])
+@pytest.mark.parametrize(
+    ("kind", "has_left", "exit_code"),
+    [(ConfigError, True, 141), (ConfigError, False, 2), (SystemExit, False, 141)],
+)
 def test_a_pipe_that_broke_elsewhere_silences_no_error(
+    kind: type[BaseException],
     has_left: bool,
     exit_code: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -305,7 +309,7 @@ def test_a_pipe_that_broke_elsewhere_silences_no_error(
     def leave(code: int) -> None:
         raise Left(code)
 
-    error = ConfigError("no such text")
+    error = kind("no such text")
     error.__context__ = BrokenPipeError()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("phalanx.launch.torchrun.leave", leave)
@@ -314,4 +318,4 @@ def test_a_pipe_that_broke_elsewhere_silences_no_error(
     with pytest.raises(Left) as left:
         torchrun.leave_failed(error)
     assert left.value.args == (exit_code,)
-    assert ("rank 0: no such text" in capsys.readouterr().err) != has_left
+    assert ("rank 0: no such text" in capsys.readouterr().err) == (exit_code == 2)

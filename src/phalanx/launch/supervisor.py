@@ -92,25 +92,32 @@ class Supervisor:
         return [self._results[rank] for rank in range(len(self._ranks))]
 
     def _receive(self, limit_s: float) -> None:
-        """Take what the ranks have sent, or send within some time."""
+        """Take all that the ranks have sent, or what they send first within some time."""
         ready: list[Any] = wait(list(self._going), limit_s)
-        for line in ready:
-            rank = self._going[line]
-            kind: str
-            value: Any
-            try:
-                kind, value = line.recv()
-            except (EOFError, ConnectionResetError):
-                kind, value = "failure", _death(rank, self._ranks[rank][0])
-            if kind == "beat":
-                self._roll.hear(rank, value)
-                continue
-            del self._going[line]
-            if kind == "failure":
-                self._failures.append(value)
-            else:
-                self._results[rank] = value
-                self._roll.leave(rank)
+        # A signal must not meet a rank as it was several beats ago, on a busy machine.
+        while ready:
+            for line in ready:
+                self._take(line)
+            ready = wait(list(self._going), 0)
+
+    def _take(self, line: Any) -> None:
+        """Take one word of a rank."""
+        rank = self._going[line]
+        kind: str
+        value: Any
+        try:
+            kind, value = line.recv()
+        except (EOFError, ConnectionResetError):
+            kind, value = "failure", _death(rank, self._ranks[rank][0])
+        if kind == "beat":
+            self._roll.hear(rank, value)
+            return
+        del self._going[line]
+        if kind == "failure":
+            self._failures.append(value)
+        else:
+            self._results[rank] = value
+            self._roll.leave(rank)
 
     def _obey_signals(self) -> None:
         """Ask the ranks to end after their step; those that would not, and at once, by raising."""

@@ -320,7 +320,8 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         if os.environ["RANK"] == "0":
             tell(str(error))
         leave(128 + getattr(error, "signum", signal.SIGINT))
-    if is_reader_gone(error) and reader_has_left():
+    # Before a rich console raises SystemExit, it opens the output of this process on nothing.
+    if is_reader_gone(error) and (isinstance(error, SystemExit) or reader_has_left()):
         leave(141)
     is_others = is_everyones and _is_follower()
     if isinstance(error, PeerFailed) or is_others:

@@ -44,11 +44,13 @@ def train_rank(job: Job) -> Summary | Stopped:
         with doing, PULSE.heeding(), _checked(session), step.watched(PULSE.phase):
             stop_signal = take_steps(session, records)
         if stop_signal and step.steps_done < job.num_steps:
-            return Stopped(stop_signal, step.steps_done)
-        with PULSE.doing("the summary"):
-            summary = summarize_run(records)
-    barrier()  # rank 0 writes for longer than the others; all return together
-    return summary
+            outcome = Stopped(stop_signal, step.steps_done)
+        else:
+            with PULSE.doing("the summary"):
+                outcome = summarize_run(records)
+    # Rank 0 writes for longer than the others, which may need its store until they have saved.
+    barrier()
+    return outcome
 
 
 class Watcher(Protocol):
