@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -23,11 +24,6 @@ from pathlib import Path
 from typing import Final
 
 from phalanx.errors import CheckpointError, ConfigError, size_text
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 Checksum = tuple[int, str]
 """Size of a file in bytes, and its sha256 in hexadecimal digits."""
@@ -47,10 +43,8 @@ def open_regular(path: Path) -> io.FileIO:
         CheckpointError: it is no regular file.
         OSError: it cannot be opened.
     """
-    # Absent on Windows, which has no such pipes and few links.
-    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        file = io.FileIO(os.open(path, os.O_RDONLY | flags), closefd=True)
+        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), closefd=True)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CheckpointError(f"{path} is a link, expected a regular file") from error
@@ -68,10 +62,7 @@ def open_to_append(path: Path) -> io.TextIOWrapper:
         CheckpointError: it is no regular file.
         OSError: it cannot be opened.
     """
-    flags = os.O_APPEND | os.O_CREAT | os.O_RDWR
-    flags |= (
-        getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    )
+    flags = os.O_APPEND | os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
@@ -99,12 +90,10 @@ def checksum(path: Path, algorithm: str = "sha256") -> Checksum:
 
 
 def lock(descriptor: int) -> bool | None:
-    """Lock an open file; False if another process has it, None where there are no locks.
+    """Lock an open file; False if another process has it, None where its disk has no locks.
 
     The system takes the lock back from a process that ends, however it ends.
     """
-    if fcntl is None:
-        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

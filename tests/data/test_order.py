@@ -1,4 +1,4 @@
-"""The order: a bijection found at once, and a sampler with torch's semantics."""
+"""The order: a bijection found at once, whose state is a position."""
 
 import time
 

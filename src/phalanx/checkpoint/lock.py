@@ -23,8 +23,8 @@ has written may take a while to be seen, too."""
 class RunLock:
     """Keeps the checkpoints of a run for one process: another one would remove what it writes.
 
-    The system takes the lock back from a process that ends, however it ends. Where the system, or
-    the disk, has no locks, nothing keeps another process away.
+    The system takes the lock back from a process that ends, however it ends. Where the disk has no
+    locks, nothing keeps another process away.
     """
 
     def __init__(self, run: Path) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import os
-import sys
+import resource
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -109,10 +109,6 @@ def set_timeout(timeout_s: float) -> None:
 
 def allow_files() -> None:
     """Let this process open as many files as the system lets it, connections among them."""
-    if sys.platform == "win32":
-        return
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -144,10 +140,6 @@ def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
     Raises:
         ConfigError: names both numbers and the most ranks that fit.
     """
-    if sys.platform == "win32":
-        return
-    import resource
-
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_files(axes, num_ranks, device)
     if limit == resource.RLIM_INFINITY or needed <= limit:

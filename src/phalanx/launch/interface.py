@@ -7,6 +7,7 @@ that works, so its interface is taken.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -58,8 +59,6 @@ def address_towards(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has an IPv4 address."""
-    import fcntl
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address

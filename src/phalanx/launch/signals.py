@@ -17,9 +17,7 @@ from typing import Any
 
 from phalanx.errors import Interrupted
 
-ENDING = tuple(
-    signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask the program to end."""
 
 
@@ -109,10 +107,9 @@ def leave_to_parent() -> None:
     for signum in ENDING:
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _do_nothing)
-    if hasattr(signal, "siginterrupt"):
-        signal.siginterrupt(signal.SIGTERM, False)  # no call of a library is broken off
-        # Held back meanwhile, a signal that comes at once ends the fork too.
-        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_end_by_sigterm)
+    signal.siginterrupt(signal.SIGTERM, False)  # no call of a library is broken off
+    # Held back meanwhile, a signal that comes at once ends the fork too.
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_end_by_sigterm)
 
 
 _held = threading.local()
