@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Generator
+from itertools import chain
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from warm_ranks import WARM
 __all__ = ["switch"]  # a fixture
 
 # No test bounds wall time.
-settings.register_profile("phalanx", deadline=None)
+settings.register_profile("phalanx", deadline=None, max_examples=50)
 settings.load_profile("phalanx")
 
 MODELS = (
@@ -27,22 +29,29 @@ PRELOAD = [
     "phalanx.launch.preload",
     *("phalanx.train.job", "phalanx.verify.harness", "ranks_preload", "warm_ranks"),
     *("pytest", "hypothesis"),
-    # Left out by themselves where transformers is not installed.
-    *(f"transformers.models.{name}.modeling_{name}" for name in (*MODELS, "resnet")),
-    "sklearn.datasets",
 ]
+OF_LIBRARIES = {
+    "transformers": [f"transformers.models.{name}.modeling_{name}" for name in (*MODELS, "resnet")],
+    "sklearn": ["sklearn.datasets"],
+}
+"""What the server loads where a test that was collected has loaded the library."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    has_workers = bool(config.getoption("numprocesses", None))
-    if has_workers and not hasattr(config, "workerinput"):
-        return  # the process that only deals the tests out
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+def pytest_configure() -> None:
+    local.start_ranks, local.end_ranks = WARM.start, WARM.end
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server of the ranks; not in the process that only deals the tests out."""
+    if session.config.option.collectonly:
+        return
+    loaded = [names for library, names in OF_LIBRARIES.items() if library in sys.modules]
+    preload = [*PRELOAD, *chain.from_iterable(loaded)]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     with pytest.MonkeyPatch.context() as patch:
         # The server finds ranks_preload by this alone; what it cannot import it passes over.
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         forkserver.ensure_running()
-    local.start_ranks, local.end_ranks = WARM.start, WARM.end
 
 
 @pytest.hookimpl(wrapper=True)

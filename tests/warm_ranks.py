@@ -225,7 +225,7 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
             done = pickle.loads(job[-1])[0].__qualname__ if CHANGES else ""
             del job, line
             connection.send(("ready", start.put_back()))
-    except (EOFError, ConnectionResetError):
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the tests are over
     except Changed as change:
         if CHANGES:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import phalanx.cli.bench as bench
+from marks import by_hand
 from phalanx.bench.account import crossing_tokens
 from phalanx.bench.block import BlockSize
 from phalanx.bench.tensor import (
@@ -46,8 +47,8 @@ def check_points(run: TensorRun) -> None:
             "bfloat16",
             ["tp2", "tp2:megatron", "tp4:2d", "tp8:2.5d/2", "tp8:3d"],
         ),  # masters are float32
-        ("float32", ["tp2", "tp4:2d"]),
-        ("float64", ["tp2", "tp2:megatron", "tp4:2d"]),
+        by_hand("float32", ["tp2", "tp4:2d"]),
+        by_hand("float64", ["tp2", "tp2:megatron", "tp4:2d"]),
     ],
 )
 def test_a_block_moves_and_holds_what_arithmetic_says(

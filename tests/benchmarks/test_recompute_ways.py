@@ -46,6 +46,7 @@ def test_every_way_is_exact_and_runs_blocks_as_often_as_arithmetic_says() -> Non
         assert trace.count("again") == again, name
 
 
+@pytest.mark.slow
 def test_what_is_held_grows_as_it_is_taught() -> None:
     """N, 1, C and sqrt(N): the depth grows fourfold."""
     peaks: list[list[int]] = []

@@ -213,20 +213,19 @@ def test_a_damaged_checkpoint_names_the_older_ones(run: Path, tmp_path: Path, na
     )
 
 
-def test_every_bit_of_the_manifest_counts(copy: Path) -> None:
+def test_every_byte_of_the_manifest_counts(copy: Path) -> None:
     expected = manifest.read(copy)
     whole = (copy / manifest.NAME).read_bytes()
     for place in range(len(whole)):
-        for bit in (1, 4, 16):
-            flipped = bytearray(whole)
-            flipped[place] ^= bit
-            (copy / manifest.NAME).write_bytes(flipped)
-            try:
-                about = manifest.read(copy)
-            except CheckpointError as error:
-                assert str(error).startswith((f"cannot read {copy}", str(copy)))
-            else:  # a space between two values
-                assert about == expected and chr(whole[place]).isspace()
+        flipped = bytearray(whole)
+        flipped[place] ^= (1, 4, 16)[place % 3]
+        (copy / manifest.NAME).write_bytes(flipped)
+        try:
+            about = manifest.read(copy)
+        except CheckpointError as error:
+            assert str(error).startswith((f"cannot read {copy}", str(copy)))
+        else:  # a space between two values
+            assert about == expected and chr(whole[place]).isspace()
 
 
 def test_another_models_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:

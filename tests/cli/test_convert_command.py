@@ -156,6 +156,7 @@ def test_the_check_without_transformers(
     assert not (folder / "ours").exists()
 
 
+@pytest.mark.slow
 def test_a_bar_on_a_terminal_where_there_is_no_transformers(folder: Path) -> None:
     """Only the check needs transformers."""
     code = (

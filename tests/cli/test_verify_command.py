@@ -94,6 +94,7 @@ def test_the_awkward_shapes_fit_their_strategy(text: str) -> None:
     assert text == "fsdp3,tp2" or llama.vocab_size % 2 == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_started_verify_together() -> None:
     small = ("--steps", "1", "--shape.num-layers", "1")
     done = run_two("-m", "phalanx", "verify", "fsdp2", *small, "--json")

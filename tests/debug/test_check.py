@@ -674,6 +674,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_one_rank_says_it_once(config: TrainConfig, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ONE_CALL_MORE)

@@ -2,11 +2,11 @@
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked_torchrun import run_script
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = [
@@ -22,7 +22,8 @@ def test_the_code_runs(code: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code)
     if "phalanx.init(" in code:  # for as long as a process lasts
-        subprocess.run([sys.executable, str(script)], check=True, timeout=120)
+        done = run_script(str(script))
+        assert done.returncode == 0, done.stderr
     else:
         runpy.run_path(str(script), run_name="__main__")
 

@@ -515,7 +515,7 @@ def command_on_a_full_disk(folder: Path, source: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("source", ["saved", "ours"])
+@pytest.mark.parametrize("source", ["saved", by_hand("ours")])
 def test_a_disk_that_fills_up(source: str, tmp_path: Path) -> None:
     convert(saved(tmp_path / "saved"), tmp_path / "ours")
     if source == "ours":
@@ -568,7 +568,7 @@ def written(folder: Path, shape: ModelShape) -> int:
     ("num_layers", "hidden", "options"),
     [
         (8, 512, {}),
-        (8, 512, GPT2),
+        by_hand(8, 512, GPT2),
         by_hand(24, 1024, {}),
     ],
     ids=["llama", "gpt2", "llama-1.5-gb"],

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.models.random import bits, dropout, fill_normal, key, layer_keys, row_keys, uniform
@@ -50,7 +50,6 @@ def test_uniform_is_open_and_even() -> None:
     assert chi_square < 63 + 5 * math.sqrt(2 * 63)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_any_part_of_a_tensor_is_drawn_alone(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))

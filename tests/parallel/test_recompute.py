@@ -171,7 +171,7 @@ def test_selective_runs_no_product_and_no_attention_again(dtype: torch.dtype) ->
 # While Dynamo traces, it does what PyTorch itself warns of, and hides it from all but "error".
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("text", "num_layers"), [("full", 1), by_hand("every/2", 2), ("selective", 1)]
+    ("text", "num_layers"), [by_hand("full", 1), by_hand("every/2", 2), ("selective", 1)]
 )
 def test_a_compiled_block_is_traced_whole(text: str, num_layers: int) -> None:
     """`aot_eager` traces and differentiates as every backend does, and generates no code."""

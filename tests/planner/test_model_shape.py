@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -156,7 +156,6 @@ def test_attention_of_a_window_counts_in_the_blocks_that_have_one() -> None:
     assert step_flops(replace(WINDOWED, window=24), 24, 3).attention_forward == a_pair * 900
 
 
-@settings(max_examples=50)
 @given(
     seq_len=st.integers(1, 4096),
     num_sequences=st.integers(1, 64),

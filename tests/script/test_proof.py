@@ -125,6 +125,7 @@ def test_a_planted_fault_is_found_and_named(names: list[str], subtests: pytest.S
             assert words in str(verdict)
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_started_say_what_differs() -> None:
     script = f"{Path(__file__).parent}/jobs.py:with_local_norm"
     done = run_two("-m", "phalanx", "verify", "dp2", "--script", script, "--steps", "1")

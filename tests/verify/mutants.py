@@ -422,6 +422,8 @@ SLOW = frozenset(
         "an activation for another microbatch, under tp",
         "weights read as float32",
         "an optimizer without the last norm",
+        "a norm that only the run changes",
+        "a position in the data by the present batch",
         "a schedule that begins anew",
         "evaluation with dropout",
         "labels that are not shifted",

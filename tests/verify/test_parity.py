@@ -117,8 +117,9 @@ def check_parity(subtests: pytest.Subtests, pairs: Sequence[tuple[Case, Strategy
 @pytest.mark.parametrize(
     ("strategies", "accumulations"),
     [
-        (OF_TWO, (3,)),
+        (("dp2", "fsdp2"), (3,)),
         (OF_TWO_AXES[2:], (3,)),
+        by_hand([text for text in OF_TWO if text not in ("dp2", "fsdp2")], (3,)),
         by_hand(OF_TWO_AXES[:2], (3,)),
         by_hand(OF_TWO, (1,)),
         by_hand(OF_FOUR, (1, 3)),
@@ -168,14 +169,8 @@ def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> 
 @pytest.mark.parametrize(
     ("llama", "gpt2"),
     [
-        (
-            (
-                *("dp2,recompute:sqrt", "fsdp2,recompute:every/3"),
-                "fsdp2,recompute:selective",
-            ),
-            (),
-        ),
-        by_hand(("dp2,recompute:full",), ()),
+        (("dp2,recompute:sqrt", "fsdp2,recompute:selective"), ()),
+        by_hand(("dp2,recompute:full", "fsdp2,recompute:every/3"), ()),
         by_hand((), ("dp2,recompute:selective", "fsdp2,recompute:full")),
         by_hand(("dp2,fsdp2:zero2,recompute:sqrt",), ()),
     ],
@@ -210,10 +205,11 @@ def tensor_pairs(
 @pytest.mark.parametrize(
     "texts",
     [
-        *jobs("tp2", WHOLE, *TENSOR[2:], "fsdp2,tp2"),
+        *jobs("tp2", WHOLE, *TENSOR[2:]),
         *jobs(
             *(
                 "tp4",
+                "fsdp2,tp2",
                 "dp2,tp2",
                 f"fsdp2,{WHOLE}",
                 "fsdp2,tp4:2d",
@@ -326,8 +322,10 @@ def test_context_kinds_beside_recomputation(
 @pytest.mark.parametrize(
     "texts",
     [
-        *jobs("fsdp2,recompute:full", "tp2", *CONTEXT),
+        *jobs("tp2", "cp2"),
         *jobs(
+            "fsdp2,recompute:full",
+            "cp2:ulysses",
             "tp4:2d",
             f"{WHOLE},recompute:full",
             "tp2,recompute:selective",

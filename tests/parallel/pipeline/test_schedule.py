@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import StrategyError
@@ -134,7 +134,6 @@ def test_what_is_held_is_what_the_papers_say(p: int, m: int) -> None:
         assert held("zbv", 2) == held("dualpipev", 2) == [p + 1 + rank for rank in ranks]
 
 
-@settings(max_examples=200)
 @given(
     st.sampled_from([*KINDS]),
     st.integers(2, 8),

@@ -128,10 +128,21 @@ os.rename = renamed
 """Kill all processes of the job when the third checkpoint is published."""
 
 
+def test_a_run_goes_on_alone_to_the_bit(home: Path, run: Path) -> None:
+    """Made from a file and flags, on Chinese text with a tokenizer of its own."""
+    assert max(manifest.whole(run)) < STEPS
+    assert main(["train", "--resume", str(run)]) == 0
+    ours, expected = (manifest.whole(folder)[STEPS] for folder in (run, home / "runs/whole"))
+    names = sorted(path.name for path in expected.glob("*.safetensors"))
+    assert len(names) == 2
+    assert all((ours / name).read_bytes() == (expected / name).read_bytes() for name in names)
+
+
+@pytest.mark.slow
 def test_a_killed_run_goes_on_alone_to_the_bit(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made from a file and flags, on Chinese text with a tokenizer of its own; kill -9."""
+    """By kill -9 of the whole job, when the third checkpoint is published."""
     killed = tmp_path / "killed"
     assert run_patched(home, killed, KILL).returncode == -signal.SIGKILL
     assert max(manifest.whole(killed)) == 3 * EVERY
@@ -164,7 +175,7 @@ os.fsync = full
 """A disk without room for one file of the third save."""
 
 
-# tests/checkpoint/test_saver.py has the failed save, and the killed run above going on alone.
+# tests/checkpoint/test_saver.py has the failed save, and a run above goes on alone.
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a descriptor's name is read from /proc")
 def test_a_run_whose_disk_was_full_goes_on_alone_to_the_bit(
