@@ -9,8 +9,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+from phalanx.bench.verb import Found, ResultConfig, Say
+from phalanx.cli.bench import measure
+from phalanx.cli.main import main
 from phalanx.measure.environment import environment
 from phalanx.models.shape import ModelShape
 
@@ -32,6 +35,22 @@ SIZES = (
     "vocab_size", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn",
     "max_seq_len",
 )  # fmt: skip
+
+
+SomeConfig = TypeVar("SomeConfig", bound=ResultConfig)
+
+
+def run_as_verb(
+    name: str, schema: type[SomeConfig], run: Callable[[SomeConfig, Say], Found]
+) -> NoReturn:
+    """Run this script as `phalanx bench` runs a verb: its settings, tables, files and messages."""
+    prog = f"python {Path(sys.argv[0])}"
+
+    def on(words: list[str]) -> int:
+        measure(words, name, schema, run, prog)
+        return 0
+
+    sys.exit(main(run=on))
 
 
 def train_command(

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import torch
-from job import data, model, optimizer, scheduler
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import phalanx
+from job import data, model, optimizer, scheduler
 
 
 def main(out: str, steps: str, folder: str, *options: str) -> None:

@@ -26,7 +26,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from timeline import Timeline, chrome_trace
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.exchange import ExchangeAllGather, LastReduction, Transfer
@@ -41,6 +40,7 @@ from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches
+from timeline import Timeline, chrome_trace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import SHAPE, spread, write_result

@@ -1,23 +1,21 @@
-"""One block under each layout of tensor parallelism, and whether overlap helps.
+"""Where layouts of tensor parallelism cross with one dimension, and whether overlap helps.
 
-python benchmarks/tensor/main.py [layouts] [crossing] [overlap] [--repeats 10] [--out FOLDER]
+python benchmarks/tensor/main.py [crossing] [overlap] [--repeats 10] [--out FOLDER]
 
-`layouts` is `phalanx bench tensor` as Markdown; `crossing` counts the bytes of each layout on both
-sides of its crossing with one dimension; `overlap` times layouts that wait beside those that do
-not, in turns. All three if none is named. Float32 on CPU ranks of this host.
+`crossing` counts the bytes of each layout on both sides of its crossing with one dimension;
+`overlap` times layouts that wait beside those that do not, in turns. Both if none is named.
+Float32 on CPU ranks of this host.
 """
 
 import argparse
 import os
 import statistics
 import sys
-from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 
+from account import collectives, crossing_tokens, sent_line
+from layouts import TensorConfig, measure_tensor, parse_layout
 from overlap import overlap_rank
-from phalanx.bench.account import collectives, crossing_tokens, sent_line
-from phalanx.bench.tensor import LayoutPoint, TensorConfig, measure_tensor, parse_layout
 from phalanx.launch.local import run_ranks
 from phalanx.measure.logs import values_of
 from phalanx.models.registry import shape_of
@@ -43,29 +41,6 @@ TOKENS = (1024, 4096, 16384, 65536)
 OVERLAP = {"tp4:2d": ("512x8x128", "512x8x512"), "tp2": ("512x8x128", "512x8x512"),
            "tp4": ("512x8x128", "512x8x512")}  # fmt: skip
 MIB = 2**20
-
-
-def layouts(repeats: int) -> dict[str, object]:
-    run = measure_tensor(TensorConfig(dtype="float32", repeats=repeats))
-    for size, points in groupby(run.points, lambda point: point.size):
-        print(f"\n{size}: {size.num_tokens} tokens\n")
-        print("| layout | sent MiB | calls | weights MiB | kept MiB | peak MiB | ms | min | max |")
-        print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
-        for point in points:
-            print(layout_row(point), flush=True)
-    return values_of(run)
-
-
-def layout_row(point: LayoutPoint) -> str:
-    pairs = zip(asdict(point.measured).values(), asdict(point.theory).values(), strict=True)
-    assert all(mine == theory for mine, theory in pairs), point
-    amounts = point.measured
-    times = spread([1e3 * time_s for time_s in point.times_s], ".0f")
-    return (
-        f"| `{point.strategy}` | {amounts.sent_bytes / MIB:.1f} | {amounts.num_calls} "
-        f"| {amounts.weight_bytes / MIB:.2f} | {amounts.kept_bytes / MIB:.1f} "
-        f"| {point.peak_bytes / MIB:.1f} | {times} |"
-    )
 
 
 def crossing() -> dict[str, object]:
@@ -129,15 +104,14 @@ def overlap(repeats: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", choices=[[], "layouts", "crossing", "overlap"])
+    parser.add_argument("what", nargs="*", choices=[[], "crossing", "overlap"])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    for what in args.what or ("layouts", "crossing", "overlap"):
+    for what in args.what or ("crossing", "overlap"):
         load = os.getloadavg()[0]
         print(f"load of the machine when it began: {load:.1f}", file=sys.stderr)
         rows = {
-            "layouts": lambda: layouts(args.repeats),
             "crossing": crossing,
             "overlap": lambda: overlap(args.repeats),
         }[what]()

@@ -9,13 +9,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.bench.block import BlockSize
-from phalanx.bench.tensor import Precision, SplitBlock, parse_layout, time_in_turns
+from block import BlockSize, Precision
+from layouts import parse_layout
 from phalanx.parallel.tensor import two_d
 from phalanx.parallel.tensor.apply import LAYOUTS
 from phalanx.parallel.tensor.layout import weight_gradient
 from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.two_d import TwoD
+from split_block import SplitBlock, time_in_turns
 
 
 class FetchesLate(TwoD):

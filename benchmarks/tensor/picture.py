@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from phalanx.bench.tensor import parse_layout
+from layouts import parse_layout
 from phalanx.comm.comm import Counting
 from phalanx.parallel.tensor.apply import LAYOUTS
 from phalanx.parallel.tensor.layout import Layout

@@ -97,17 +97,24 @@ def test_bad_settings_are_one_message(arguments: str, words: str) -> None:
     [
         (
             "ceilng",
-            "'ceilng' is nothing.*'ceiling'.*it measures ceiling, cut, mfu, pipeline, scaling",
+            "'ceilng' is nothing.*'ceiling'.*it measures ceiling, cut, mfu, scaling",
         ),
         ("ceiling --dtype bf16", "'bf16'; expected one of auto, bfloat16"),
         ("mfu --size 3", "option '--size' is unknown"),
         ("ceiling --device cpu0", "device is 'cpu0'; it must be cpu, cuda"),
-        ("tensor --layouts tp1024", "1024 processes take at least"),
+        ("pipeline --schedule zb/1", "'pipeline' is no verb.*run `python benchmarks/pipeline/bub"),
+        ("tensor", "'tensor' is no verb.*run `python benchmarks/tensor/layouts.py` of the repos"),
     ],
 )
 def test_bad_arguments_are_one_message(arguments: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         bench.run(arguments.split())
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("path", bench.MOVED.values())
+def test_a_verb_that_moved_is_a_script(path: str) -> None:
+    assert (Path(__file__).parents[2] / path).is_file()
 
 
 def test_help_names_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:

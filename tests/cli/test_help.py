@@ -62,7 +62,7 @@ def test_help_alone_is_the_help_of_all(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {verb} " in shown for verb in VERBS)
-    assert "tensor" in shown and "scaling" in shown
+    assert "ceiling" in shown and "scaling" in shown
 
 
 def test_a_width_of_none_is_no_width(

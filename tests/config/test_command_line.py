@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import pytest
 
 from phalanx.bench.scaling import ScalingConfig
-from phalanx.bench.tensor_table import TensorConfig
 from phalanx.cli.convert import ConvertConfig
 from phalanx.config import TrainConfig
 from phalanx.config.command_line import read_command_line
@@ -46,11 +46,21 @@ def test_values_of_any_form() -> None:
         read_command_line(["--prompt", "--seed", "3"], TrainConfig, prog="train")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """Settings with a tuple that has a name."""
+
+    layouts: tuple[str, ...] = ("tp4",)
+    """Strategies of tp alone."""
+    repeats: int = 5
+    """Steps to time of each."""
+
+
 def test_tuples_and_values_without_a_name() -> None:
     config = read_command_line(["dp2", "--rounds", "1", "tp2"], ScalingConfig, prog="scaling")
     assert (config.strategies, config.rounds) == (("dp2", "tp2"), 1)
     words = ["--layouts", "tp2", "tp4:2d", "--repeats", "0"]
-    assert read_command_line(words, TensorConfig, prog="tensor").layouts == ("tp2", "tp4:2d")
+    assert read_command_line(words, Layouts, prog="layouts").layouts == ("tp2", "tp4:2d")
     folders = read_command_line(["a", "--check", "b"], ConvertConfig, prog="convert")
     assert (folders.source, folders.destination, folders.check) == ("a", "b", True)
     with pytest.raises(ConfigError, match="'c' on the command line belongs to no option"):

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.bench.ceiling import CeilingConfig
-from phalanx.bench.mlp import MfuConfig
+from phalanx.bench.cut import CutConfig
+from phalanx.bench.mfu import MfuConfig
 from phalanx.bench.scaling import ScalingConfig
-from phalanx.bench.tensor_table import TensorConfig
 from phalanx.cli.convert import ConvertConfig
 from phalanx.cli.doctor import DoctorConfig
 from phalanx.config import TrainConfig
@@ -65,7 +65,7 @@ def test_values_out_of_range(key: str, value: Any, words: str) -> None:
 
 SCHEMAS = [
     TrainConfig, VerifyConfig, ConvertConfig, DoctorConfig, CeilingConfig, MfuConfig,
-    ScalingConfig, TensorConfig,
+    ScalingConfig, CutConfig,
 ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ PAGES = {
 """Axis -> the page of docs that explains its methods."""
 
 COMMANDS = {
-    "pp": "phalanx bench pipeline --schedule {kind}",
+    "pp": "python benchmarks/pipeline/bubble.py --schedule {kind}",
 }
 """Axis -> what shows a method best, where it is not `phalanx verify`."""
 

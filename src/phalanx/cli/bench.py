@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from rich.table import Table
 from rich.text import Text
@@ -20,21 +20,24 @@ from phalanx.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from phalanx.bench.verb import Found, ResultConfig, Say
 
+SomeConfig = TypeVar("SomeConfig", bound="ResultConfig")
+
 VERBS: Final[Mapping[str, tuple[str, str]]] = {
     "ceiling": ("ceiling:CeilingConfig", "the highest rate of matrix products on one device"),
     "cut": ("cut:CutConfig", "the time of each layer, and the best cut into stages"),
-    "mfu": ("mlp:MfuConfig", "the MFU and HFU of a plain perceptron"),
-    "pipeline": ("pipeline:PipelineConfig", "the bubble of a pipeline, as planned and as measured"),
+    "mfu": ("mfu:MfuConfig", "the MFU and HFU of a plain perceptron"),
     "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
-    "tensor": (
-        "tensor_table:TensorConfig",
-        "a decoder block under layouts of tensor parallelism",
-    ),
 }
 """Verb -> its module of phalanx.bench with the class of its settings, and what it measures.
 
 A module is loaded when it is asked for, since most load torch.
 """
+
+MOVED: Final[Mapping[str, str]] = {
+    "pipeline": "benchmarks/pipeline/bubble.py",
+    "tensor": "benchmarks/tensor/layouts.py",
+}
+"""What was a verb -> the script of the repository that does the same."""
 
 
 def run(argv: list[str]) -> int:
@@ -47,6 +50,11 @@ def run(argv: list[str]) -> int:
         print(_usage(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     verb, *words = argv
+    if verb in MOVED:
+        raise ConfigError(
+            f"'{verb}' is no verb of bench any more; run `python {MOVED[verb]}` of the repository, "
+            "which takes the same options"
+        )
     if verb not in VERBS:
         raise ConfigError(
             f"'{verb}' is nothing that bench measures{nearest(verb, VERBS)}; it measures "
@@ -54,18 +62,34 @@ def run(argv: list[str]) -> int:
         )
     module_name, _, schema_name = VERBS[verb][0].partition(":")
     module = import_module(f"phalanx.bench.{module_name}")
-    schema = getattr(module, schema_name)
-    words = ["--help"] if words[:1] == ["help"] else words
-    config = read_command_line(words, schema, prog=f"phalanx bench {verb}")
-    _measure(verb, module.run, config)
+    measure(words, verb, getattr(module, schema_name), module.run, prog=f"phalanx bench {verb}")
     return 0
 
 
-def _measure(verb: str, run: Callable[[Any, Say], Found], config: ResultConfig) -> None:
-    """Measure, show what was found, and keep it."""
+def measure(
+    words: list[str],
+    name: str,
+    schema: type[SomeConfig],
+    run: Callable[[SomeConfig, Say], Found],
+    prog: str,
+) -> None:
+    """Read the settings, measure, show what was found, and keep it.
+
+    Args:
+        words: of the command line, after `prog`.
+        name: of the benchmark in its JSON.
+        schema: the dataclass of its settings.
+        run: measures.
+        prog: the command, for its help.
+
+    Raises:
+        ConfigError: a setting is out of range, or this machine lacks what it asks for.
+    """
     from phalanx.measure.environment import environment
     from phalanx.measure.logs import json_text
 
+    words = ["--help"] if words[:1] == ["help"] else words
+    config = read_command_line(words, schema, prog=prog)
     folder = None if config.out is None else Path(config.out)
     if folder is not None:  # before anything is measured, so that a bad one costs no time
         _write(folder, lambda path: path.mkdir(parents=True, exist_ok=True))
@@ -79,7 +103,7 @@ def _measure(verb: str, run: Callable[[Any, Say], Found], config: ResultConfig) 
     for what in found.shown:
         show(what)
     document = {
-        "benchmark": verb,
+        "benchmark": name,
         "date": time.strftime("%Y-%m-%d"),
         **found.values,
         "environment": environment(),

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
@@ -31,7 +31,7 @@ VERBS: Final[Mapping[str, str]] = {
     "train": "train a decoder on text over one or many processes",
     "run": "run a training script of your own, which calls phalanx.init, on many processes",
     "verify": "prove that a strategy computes what one process computes",
-    "bench": "measure this machine: matmul ceiling, MFU, scaling, tensor layouts",
+    "bench": "measure this machine: matmul ceiling, MFU, scaling, the time of each layer",
     "doctor": "show versions, devices and backends, and let two processes meet",
     "convert": "turn Hugging Face weights into a checkpoint, or back",
 }
@@ -41,7 +41,7 @@ NOT_BUILT: Final[Mapping[str, str]] = {
     "plan": "phalanx train refuses before it starts what cannot fit, and phalanx bench scaling "
     "times strategies in turns",
     "report": "phalanx train --report prints where time, bytes and memory went",
-    "show": "phalanx bench pipeline --out FOLDER draws a schedule as planned and as run",
+    "show": "python benchmarks/pipeline/bubble.py --out FOLDER draws a schedule and its run",
     "generate": "phalanx convert writes a folder from which transformers generates",
     "serve": "phalanx convert writes a folder that servers of transformers models load",
 }
@@ -66,11 +66,12 @@ FILE_ERRORS: Final[Mapping[int, str]] = {
 fault of the program."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
     """Run one verb.
 
     Args:
         argv: the words after `phalanx`; those of this process if None.
+        run: what to run on the words in place of a verb, for a script with the messages of one.
 
     Returns:
         The exit code: 0 done, 1 the work went wrong, 2 the request was wrong, 130 interrupted,
@@ -85,16 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         with signals.raised():
-            return _run(words)
+            return _run(words, run or _dispatch)
     finally:
         if argv is None:  # the process ends: there is nothing left to interrupt
             signals.ignore()
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], run: Callable[[list[str]], int]) -> int:
     """Run one verb, and turn what goes wrong into a message and an exit code."""
     try:
-        exit_code = _dispatch(words)
+        exit_code = _exit_code(words, run)
         sys.stdout.flush()
         return exit_code
     except (PhalanxError, OSError, MemoryError) as error:
@@ -119,6 +120,17 @@ def _run(words: list[str]) -> int:
             raise
         said = f"the environment's TORCH_LOGS is '{os.environ['TORCH_LOGS']}', which torch cannot"
         return _fail(f"{said} read; unset it, or see TORCH_LOGS=help", 2, words)
+
+
+def _exit_code(words: list[str], run: Callable[[list[str]], int]) -> int:
+    """Return the exit code of `run`, which may end by SystemExit."""
+    try:
+        with server_stopped():
+            return run(words)
+    except SystemExit as stop:  # --help has been printed, or a rich console found no reader
+        if is_reader_gone(stop):
+            return READER_LEFT
+        return stop.code if isinstance(stop.code, int) else 0
 
 
 def _dispatch(words: list[str]) -> int:
@@ -149,13 +161,7 @@ def _dispatch(words: list[str]) -> int:
         if not meant and (meant := nearest(verb, NOT_BUILT)):
             meant = f"{meant.removesuffix('?)')}, which is not built yet?)"
         raise ConfigError(f"{verb!r} is not a verb{meant}; the verbs are {', '.join(VERBS)}")
-    try:
-        with server_stopped():
-            return import_module(f"phalanx.cli.{verb}").run(rest)
-    except SystemExit as stop:  # --help has been printed, or a rich console found no reader
-        if is_reader_gone(stop):
-            return READER_LEFT
-        return stop.code if isinstance(stop.code, int) else 0
+    return import_module(f"phalanx.cli.{verb}").run(rest)
 
 
 def _usage() -> str:

@@ -1,23 +1,24 @@
 """A pipeline schedule as planned and as measured: two timelines, a lane a rank.
 
+python benchmarks/pipeline/bubble.py [--schedule zb/1] [--ranks 4] [--out FOLDER] [--help]
+
 The plan is the simulation of the schedule. The measurement runs the same schedule on as many
 processes, through the runtime that trains, with stages that wait as long as they are told
-(`bench.timed`). Beside the plan stands what the runtime and the messages cost.
+(`timed.py`). Beside the plan stands what the runtime and the messages cost.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from rich.table import Table
 
-from phalanx.bench.timed import RankRecord, StageTimes, run_rank
-from phalanx.bench.timeline import Outcome, write_trace
-from phalanx.bench.timeline_picture import draw_outcomes
 from phalanx.bench.verb import Found, ResultConfig, Say, table
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
@@ -27,6 +28,9 @@ from phalanx.parallel.pipeline.schedule import Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Span, Timeline, most_in_flight, simulate
 from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Axis, Strategy
+from timed import RankRecord, StageTimes, run_rank
+from timeline import Outcome, write_trace
+from timeline_picture import draw_outcomes
 
 NUMBER_BYTES = 4
 """Of one number of a message, float32."""
@@ -203,7 +207,7 @@ def joined(order: Sequence[Action], waits: Sequence[Span]) -> list[Span]:
 
 
 def parts_of(action: Action) -> list[Action]:
-    """Return the waits that an action is made of, see `bench.timed`."""
+    """Return the waits that an action is made of, see `timed.py`."""
     if action.stage == 0:
         return {"F": [action], "I": []}.get(action.op, [action._replace(op="W")])
     return [action] if action.op != "B" else [action._replace(op=op) for op in ("I", "W")]
@@ -254,3 +258,10 @@ def _table_of_ranks(schedule: Schedule, outcomes: Sequence[Outcome]) -> Table:
         for rank in range(len(schedule.orders))
     ]
     return table(headings, rows, num_words=2)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from common import run_as_verb
+
+    run_as_verb("pipeline", PipelineConfig, run)

@@ -1,34 +1,38 @@
-"""One block under each layout: what the ledger counts is what arithmetic says, and the verb."""
+"""One block under each layout: what the ledger counts is what arithmetic says, and the script."""
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-import phalanx.cli.bench as bench
 from marks import by_hand
-from phalanx.bench.account import crossing_tokens
-from phalanx.bench.block import BlockSize
-from phalanx.bench.tensor import (
-    Precision,
-    SplitBlock,
-    TensorConfig,
-    TensorRun,
-    measure_tensor,
-    parse_layout,
-)
+from phalanx.cli.bench import measure
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.registry import shape_of
 from phalanx.strategy import Strategy
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/tensor"))
+import layouts
+from account import crossing_tokens
+from block import BlockSize, Precision
+from layouts import TensorConfig, TensorRun, measure_tensor, parse_layout
+from split_block import SplitBlock
+
+SCRIPT = Path(layouts.__file__)
 SIZE = "128x4x16"
 
 
-def counted(layouts: list[str], sizes: list[str], precision: Precision = "float32") -> TensorRun:
+def run_script(words: str) -> None:
+    measure(words.split(), "tensor", TensorConfig, layouts.run, "python layouts.py")
+
+
+def counted(texts: list[str], sizes: list[str], precision: Precision = "float32") -> TensorRun:
     """Count what blocks move and hold, and time nothing."""
-    own = {"layouts": tuple(layouts), "sizes": tuple(sizes), "dtype": precision}
+    own = {"layouts": tuple(texts), "sizes": tuple(sizes), "dtype": precision}
     return measure_tensor(TensorConfig(**own, repeats=0, threads=1))  # type: ignore[arg-type]
 
 
@@ -41,7 +45,7 @@ def check_points(run: TensorRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "layouts"),
+    ("precision", "texts"),
     [
         (
             "bfloat16",
@@ -52,10 +56,10 @@ def check_points(run: TensorRun) -> None:
     ],
 )
 def test_a_block_moves_and_holds_what_arithmetic_says(
-    precision: Precision, layouts: list[str]
+    precision: Precision, texts: list[str]
 ) -> None:
-    run = counted(layouts, [SIZE], precision)
-    assert [point.strategy for point in run.points] == layouts
+    run = counted(texts, [SIZE], precision)
+    assert [point.strategy for point in run.points] == texts
     check_points(run)
 
 
@@ -89,15 +93,12 @@ def test_sizes_follow_the_llama_family() -> None:
     assert BlockSize.parse("2048x1x8").shape.num_heads == shape_of("llama3-1b").num_heads
 
 
-def test_the_verb_prints_both_and_keeps_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = f"tensor --layouts tp2 tp4 tp4:2d --sizes {SIZE} --dtype float32 --repeats 2"
+def test_it_prints_both_and_keeps_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"--layouts tp2 tp4 tp4:2d --sizes {SIZE} --dtype float32 --repeats 2"
     # 128 wide has two heads: one for each rank of tp2, none for two of tp4.
     with pytest.raises(ConfigError, match=r"tp4: .* has 2 heads.*nearest is tp2"):
-        bench.run(arguments.split())
-    arguments = arguments.replace("tp4 ", "")
-    assert bench.run([*arguments.split(), "--threads", "1", "--json", "--out", str(tmp_path)]) == 0
+        run_script(arguments)
+    run_script(f"{arguments.replace('tp4 ', '')} --threads=1 --json --out={tmp_path}")
     *shown, last = capsys.readouterr().out.splitlines()
     document = json.loads(last)
     assert document == json.loads((tmp_path / "tensor-cpu-float32.json").read_text())
@@ -125,15 +126,16 @@ def test_the_verb_prints_both_and_keeps_json(
         ("--layouts tp5:2d", "tp4:2d"),
         ("--layouts tp2 --repeats -1", "repeats is -1"),
         ("--layouts tp2 --sizes 16384x512x4096", "GiB"),
+        ("--layouts tp1024", "1024 processes take at least"),
         ("--layouts tp2 --out /dev/null/x", "--out"),
     ],
 )
 def test_bad_settings_are_one_message_before_any_rank(
     arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.bench.tensor.run_ranks", None)
+    monkeypatch.setattr(layouts, "run_ranks", None)
     with pytest.raises(ConfigError, match=words):
-        bench.run(["tensor", *arguments.split()])
+        run_script(arguments)
 
 
 def test_every_layout_runs_the_same_block() -> None:
@@ -150,3 +152,13 @@ def squares(text: str) -> float:
     """Return the sum of squares of this rank's part of the block's result."""
     block = SplitBlock(parse_layout(text), BlockSize.parse(SIZE), "float64")
     return block.forward().square().sum().item()
+
+
+@pytest.mark.slow
+def test_the_script_runs_on_ranks_of_its_own() -> None:
+    words = ["--layouts=tp2", f"--sizes={SIZE}", "--dtype=float32", "--repeats=0", "--json"]
+    command = [sys.executable, str(SCRIPT), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (point,) = json.loads(done.stdout.splitlines()[-1])["points"]
+    assert point["measured"] == point["theory"]

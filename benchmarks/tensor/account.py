@@ -8,49 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
-from torch import Tensor, nn
-
+from block import PATTERNS, OneBlock, Precision
 from phalanx.comm.ledger import Entry
-from phalanx.models.decoder import Block
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.placed import placed
-from phalanx.parallel.tensor.roles import DECODER, Patterns, bind_roles
+from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.planner.activations import activations
 from phalanx.strategy import Axis, Strategy
-
-Precision = Literal["bfloat16", "float32", "float64"]
-
-PATTERNS: Patterns = {
-    name.replace("blocks.*", "block"): role
-    for name, role in DECODER.items()
-    if name.startswith("blocks.") and role not in ("dropout", "local")
-}
-"""Roles of a block of the Llama family, which has no norms of queries and keys."""
-
-
-class OneBlock(nn.Module):
-    """A block alone, so that what stands around it costs nothing; on the meta device.
-
-    Its masters are at least float32, whatever it computes in.
-    """
-
-    def __init__(self, shape: ModelShape, precision: Precision) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.block = Block(shape, 0)
-        self.compute: torch.dtype = getattr(torch, precision)
-        self.to(torch.promote_types(self.compute, torch.float32))
-
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Map the residual to one like it."""
-        return self.block(x_BTD, angles)
 
 
 @dataclass(frozen=True, kw_only=True)

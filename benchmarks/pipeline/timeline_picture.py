@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from phalanx.bench.timeline import MEANINGS, Outcome, stages_text
 from phalanx.measure.utilization import percent
 from phalanx.parallel.pipeline.schedule import Action, Op, Schedule
+from timeline import MEANINGS, Outcome, stages_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""bench pipeline: planned figures against formulas, and what runs against what was planned."""
+"""A pipeline's bubble: planned figures against formulas, what runs against what was planned."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import dataclasses
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import phalanx.cli.bench as bench
 from marks import by_hand
-from phalanx.bench.pipeline import (
+from phalanx.cli.bench import measure
+from phalanx.errors import ConfigError, StrategyError
+from phalanx.launch.local import run_ranks
+from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
+from phalanx.parallel.pipeline.simulate import Span, most_in_flight, simulate
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/pipeline"))
+import bubble
+from bubble import (
     PipelineConfig,
     joined,
     measured_timeline,
@@ -23,13 +32,10 @@ from phalanx.bench.pipeline import (
     plan,
     stage_times,
 )
-from phalanx.bench.timed import RankRecord, StageTimes, run_rank
-from phalanx.bench.timeline import Outcome, trace_of
-from phalanx.errors import ConfigError, StrategyError
-from phalanx.launch.local import run_ranks
-from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
-from phalanx.parallel.pipeline.simulate import Span, most_in_flight, simulate
+from timed import RankRecord, StageTimes, run_rank
+from timeline import Outcome, trace_of
 
+SCRIPT = Path(bubble.__file__)
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved/2", "zb/1", "zb/2", "zbv", "dualpipev")
 
 
@@ -209,11 +215,13 @@ def test_a_trace_has_every_action_once(text: str, p: int, m: int) -> None:
             assert max(counts) == outcome.in_flight[rank] and counts[-1] == 0
 
 
-def test_the_verb_prints_draws_and_keeps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "pipeline --schedule zb/2 --ranks 2 --microbatches 2 --forward-ms 2 --steps 1"
-    assert bench.run([*words.split(), "--json", "--out", str(tmp_path)]) == 0
+def run_script(*words: str) -> None:
+    measure(list(words), "pipeline", PipelineConfig, bubble.run, "python bubble.py")
+
+
+def test_it_prints_draws_and_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--schedule zb/2 --ranks 2 --microbatches 2 --forward-ms 2 --steps 1 --json --out"
+    run_script(*words.split(), str(tmp_path))
     *lines, last = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 100 for line in lines if str(tmp_path) not in line)
     document = json.loads(last)
@@ -243,8 +251,8 @@ def test_waits_that_took_too_long_are_said(
         work_s = plan(schedule, times).work_s
         return dataclasses.replace(longer, name="measured", work_s=work_s)
 
-    monkeypatch.setattr("phalanx.bench.pipeline.measure", disturbed)
-    assert bench.run(["pipeline", "--json"]) == 0
+    monkeypatch.setattr(bubble, "measure", disturbed)
+    run_script("--json")
     *lines, last = capsys.readouterr().out.splitlines()
     assert ("stages waited 10.0 % longer than they were told" in "\n".join(lines)) is is_said
     # Time that was spent, and no work done in it, is not in the highest MFU.
@@ -268,4 +276,22 @@ def test_waits_that_took_too_long_are_said(
 )
 def test_bad_settings_are_one_message(words: str, error: type[Exception], expected: str) -> None:
     with pytest.raises(error, match=expected):
-        bench.run(["pipeline", *words.split()])
+        run_script(*words.split())
+
+
+def process(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_script_ends_with_one_sentence_and_2() -> None:
+    done = process("--ranks", "1")
+    expected = "phalanx: ranks is 1; expected at least 2; the nearest is 2\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+@pytest.mark.slow
+def test_the_script_runs_on_ranks_of_its_own() -> None:
+    done = process("--ranks=2", "--microbatches=2", "--forward-ms=2", "--steps=1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["planned"]["bubble"] == pytest.approx(1 / 3)

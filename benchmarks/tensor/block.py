@@ -1,13 +1,21 @@
-"""The sizes of a block of the Llama family, and of a microbatch for it, as they are written."""
+"""A block of the Llama family: its sizes as they are written, and the block alone."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.models.decoder import Block
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.tensor.roles import DECODER, Patterns
 from phalanx.parallel.tensor.spec import BatchShape
+
+Precision = Literal["bfloat16", "float32", "float64"]
 
 DEFAULT_SIZES = ("512x8x32", "512x8x128", "512x8x512")
 
@@ -79,3 +87,29 @@ class BlockSize:
 
     def __str__(self) -> str:
         return f"{self.hidden}x{self.num_rows}x{self.length}"
+
+
+PATTERNS: Patterns = {
+    name.replace("blocks.*", "block"): role
+    for name, role in DECODER.items()
+    if name.startswith("blocks.") and role not in ("dropout", "local")
+}
+"""Roles of a block of the Llama family, which has no norms of queries and keys."""
+
+
+class OneBlock(nn.Module):
+    """A block alone, so that what stands around it costs nothing; on the meta device.
+
+    Its masters are at least float32, whatever it computes in.
+    """
+
+    def __init__(self, shape: ModelShape, precision: Precision) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.block = Block(shape, 0)
+        self.compute: torch.dtype = getattr(torch, precision)
+        self.to(torch.promote_types(self.compute, torch.float32))
+
+    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Map the residual to one like it."""
+        return self.block(x_BTD, angles)

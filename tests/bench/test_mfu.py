@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from phalanx.bench import mlp
-from phalanx.bench.mlp import MfuConfig, measure_mlp
+from phalanx.bench import mfu
+from phalanx.bench.mfu import MfuConfig, measure_mlp
 from phalanx.errors import ConfigError
 from phalanx.measure.logs import values_of
 
@@ -51,7 +51,7 @@ def test_mlp_refuses_what_memory_does_not_hold() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_lectures_perceptron_is_the_lectures(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    make_loss, optimizer = mlp._lecture(torch.device("cpu"), dtype, 3, 16, False)
+    make_loss, optimizer = mfu._lecture(torch.device("cpu"), dtype, 3, 16, False)
     weights = optimizer.param_groups[0]["params"]
     assert [tuple(p.shape) for p in weights] == [(16, 16), (16,)] * 3
     assert {p.dtype for p in weights} == {torch.float32}

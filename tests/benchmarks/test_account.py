@@ -13,14 +13,19 @@ three times: twice as they are, once as gradients, which are the masters'.
 
 import dataclasses
 import math
+import sys
+from pathlib import Path
 
 import pytest
 
-from phalanx.bench.account import Precision, collectives, crossing_tokens, sent_line
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Strategy
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/tensor"))
+from account import collectives, crossing_tokens, sent_line
+from block import Precision
 
 SHAPE = shape_of("llama2-7b")
 BATCH = BatchShape(64, 128)
