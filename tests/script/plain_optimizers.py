@@ -9,6 +9,7 @@ from plain_adapters import Plain
 from plain_loop import Script, perceptron_loop, step, sum_of_losses
 from plain_models import Residual, mlp, rows_of
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
 
@@ -136,6 +137,23 @@ def noisy_gradients(on: Plain) -> None:
         optimizer.step()
 
 
+def split_noise(on: Plain) -> None:
+    """Add noise to gradients that may be shards, as the message on whole noise says."""
+    model = mlp(6, 10, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    drawn = torch.Generator().manual_seed(3)
+    model, optimizer, loader = on.prepare(model, optimizer, DataLoader(rows_of(6), 8))
+    for x, y in loader:
+        optimizer.zero_grad()
+        on.print(on.backward(sum_of_losses(model(x), y), len(y)))
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=drawn, dtype=p.dtype)
+            if isinstance(p, DTensor):
+                noise = distribute_tensor(noise, p.device_mesh, p.placements, src_data_rank=None)
+            p.grad += 0.01 * noise
+        optimizer.step()
+
+
 def norm_of_gradients(on: Plain) -> None:
     """Print the norms of gradients and weights, as many loops watch them."""
     model = Residual()
@@ -187,6 +205,7 @@ SCRIPTS: dict[str, Script] = {
     "sharpness-aware": sharpness_aware,
     "clipped by groups": clipped_by_groups,
     "noisy gradients": noisy_gradients,
+    "split noise": split_noise,
     "norm of gradients": norm_of_gradients,
     "scaled loss": scaled_loss,
     "autocast": autocast,

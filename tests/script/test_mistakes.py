@@ -585,6 +585,46 @@ def test_a_schedule_that_no_checkpoint_has_is_told_once(tmp_path: Path) -> None:
     assert run_ranks(saved_without_its_schedule, 2, *args, threads=1) == [[], []]
 
 
+COUNTS: dict[str, Callable[[phalanx.Run, torch.Tensor], Any]] = {
+    "own": lambda run, z: len(z),
+    "whole": lambda run, z: 8,
+    "summed": lambda run, z: run.sum(len(z)),
+    "one rank's": lambda run, z: 8 if run.is_first else 7,
+    "of pairs": lambda run, z: z.numel(),
+    "of gathered rows": lambda run, z: len(run.gather(z, grad=True)),
+}
+"""What a script may take for the count of a batch of 8 rows, of which each rank has 4."""
+
+
+def warned_of_counts() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, count in COUNTS.items():
+        run, plain = phalanx.init("dp2"), nn.Linear(6, 2 if name == "of pairs" else 3)
+        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+        rows = TensorDataset(torch.ones(16, 6), torch.ones(16, plain.out_features))
+        model, optimizer, loader = run.prepare(plain, optimizer, DataLoader(rows, 8))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for x, y in loader:
+                z = model(x)
+                run.backward((z - y).square().sum(), count(run, z))
+                optimizer.step()
+        found[name] = [str(each.message) for each in caught]
+    return found
+
+
+def test_a_count_of_the_whole_batch_is_told_once() -> None:
+    first, other = run_ranks(warned_of_counts, 2, threads=1)
+    words = (
+        r"backward: the count is 8 on every rank, .* this rank has 4; .* over 16 rows; give the "
+        r"count of this rank"
+    )
+    for name, found in first.items():
+        assert len(found) == (name in ("whole", "summed")), (name, found)
+        assert all(re.match(words, each) for each in found)
+    assert not any(other.values())
+
+
 def test_a_strategy_for_many_ranks_names_the_command_on_one_process() -> None:
     words = run_ranks(words_of_one, 1)[0]
     assert re.search(r"'dp2' needs 2 ranks, but this is one process; .*--nproc 2", words)

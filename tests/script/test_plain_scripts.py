@@ -13,6 +13,7 @@ from plain_scripts import SCRIPTS
 
 import phalanx
 from phalanx.errors import PhalanxError
+from phalanx.launch.attach import as_mistake
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import data, reduce
 from phalanx.script.fit import fit
@@ -32,7 +33,7 @@ REFUSED = {
     ("fsdp2", "Adafactor"): "Adafactor takes no shards",
     ("fsdp2", "sharpness-aware"): "SAM takes no shards",
     ("fsdp2", "shared modules"): "are one parameter, of two groups that are gathered apart",
-    ("fsdp2", "noisy gradients"): "got mixed torch.Tensor and DTensor",
+    ("fsdp2", "noisy gradients"): "torch.distributed.tensor.distribute_tensor(whole, p.dev",
 }
 """What a strategy refuses, and a word of its message."""
 
@@ -50,8 +51,11 @@ def printed(strategy: str, names: Sequence[str]) -> dict[str, list[float] | str]
         try:
             SCRIPTS[name](on)
             found[name] = on.printed
-        except (PhalanxError, RuntimeError) as error:  # torch's own, of shards and whole tensors
-            found[name] = str(error)
+        except (PhalanxError, RuntimeError) as error:
+            said = as_mistake(error)  # as whoever ends the job reads torch's own
+            if not isinstance(said, PhalanxError):
+                raise
+            found[name] = str(said)
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import wrong_jobs
-from wrong_jobs import AT_FIRST, AT_ONCE, SPLIT
+from wrong_jobs import AT_FIRST, AT_ONCE, SPLIT, STAGED
 
 import phalanx
 from marks import by_hand
@@ -45,13 +45,13 @@ def test_options_are_checked_at_once(option: dict[str, object], words: str) -> N
     *(by_hand("dp1", case) for case in AT_FIRST),
     *(by_hand("dp2", case) for case in AT_FIRST),
     *(by_hand("fsdp2", case) for case in SPLIT),
-    *(by_hand("pp2", case) for case in AT_FIRST),
+    *(by_hand("pp2", case) for case in AT_FIRST | STAGED),
     *(by_hand("dp1", case) for case in AT_ONCE),
 ])  # fmt: skip
 def test_a_wrong_job_is_one_sentence_and_leaves_nothing(
     strategy: str, case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    _, words = (SPLIT if strategy == "fsdp2" else AT_ONCE | AT_FIRST)[case]
+    _, words = (SPLIT if strategy == "fsdp2" else AT_ONCE | AT_FIRST | STAGED)[case]
     script = f"{Path(__file__).parent}/wrong_jobs.py:{wrong_jobs.name_of(case)}"
     out = tmp_path / "out"
     asked = ["train", "--script", script, "--strategy", strategy, "--out", str(out)]

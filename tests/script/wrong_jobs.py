@@ -32,6 +32,16 @@ class NoGraph(Classes):
         return super().loss_sum(model, microbatch, step).detach()
 
 
+class OnMovedInputs(Classes):
+    """The loss on inputs that a step by their gradient has moved."""
+
+    def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> Tensor:
+        x, y = microbatch
+        moved = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(super().loss_sum(model, (moved, y), step), moved)
+        return super().loss_sum(model, (x + slope.sign(), y), step)
+
+
 class NoParameters(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -141,6 +151,11 @@ SPLIT: dict[str, tuple[dict[str, Any], str]] = {
 }
 """What is refused before the first step where parameters are split."""
 
+STAGED: dict[str, tuple[dict[str, Any], str]] = {
+    "gradient within": ({"objective": OnMovedInputs()}, "asks for a gradient through Sequential"),
+}
+"""What is refused before the first step of a pipeline."""
+
 
 def trainer(changes: dict[str, Any]) -> phalanx.Trainer:
     usual = {"build": perceptron_of_doubles, "objective": Classes(), "data": Numbers()}
@@ -158,5 +173,5 @@ def name_of(case: str) -> str:
 # Functions without arguments, as the command line names them.
 globals().update({
     name_of(case): _job(changes)
-    for case, (changes, _) in (AT_ONCE | AT_FIRST | SPLIT).items()
+    for case, (changes, _) in (AT_ONCE | AT_FIRST | SPLIT | STAGED).items()
 })  # fmt: skip

@@ -29,16 +29,22 @@ class Batch:
         number: of its pass, as `RankLoader.num_begun` counts.
         is_last: whether it is the last of its pass.
         rows: see `RankLoader.rows`.
+        num_rows: of the batch on all ranks.
+        sizes: elements of its tensors.
+        is_gathered: whether the script has gathered rows of all ranks with their graph.
         calls: see `Place.calls`.
     """
 
     def __init__(self, loader: RankLoader, given: Any) -> None:
         """Take what `loader` says of the batch that it has yielded, `given`."""
         self.loader, self.number = loader, loader.num_begun
-        self.is_last, self.rows = loader.is_last, loader.rows
+        self.is_last, self.rows, self.num_rows = loader.is_last, loader.rows, loader.num_batch_rows
+        self.is_gathered = False
         self.calls: dict[str, int] = {}
-        self._tensors: list[TensorWeakRef] = []
-        map_tensors(given, lambda t: (self._tensors.append(TensorWeakRef(t)), t)[1])
+        tensors: list[torch.Tensor] = []
+        map_tensors(given, lambda t: (tensors.append(t), t)[1])
+        self.sizes = {tensor.numel() for tensor in tensors}
+        self._tensors = [TensorWeakRef(tensor) for tensor in tensors]
 
     @property
     def is_held(self) -> bool:
@@ -65,7 +71,7 @@ class Reading:
         self._used: Batch | None = None
         self._open: Batch | None = None
         self._unused: set[RankLoader] = set()
-        self._is_warned = False
+        self._is_warned = self._is_count_told = False
 
     def note(self, loader: RankLoader, given: Any) -> None:
         """Record that `loader` has yielded the batch `given`."""
@@ -129,6 +135,32 @@ class Reading:
                 "its own, or they count once for each rank; give the DataLoader to run.prepare, "
                 "and iterate over what it returns",
                 stacklevel=2,
+            )
+
+    def gather(self) -> None:
+        """Record that the loss is to be over the rows of all ranks."""
+        if (batch := self.current) is not None:
+            batch.is_gathered = True
+
+    def warn_of_count(self, count: float, total: float, comm: Comm) -> None:
+        """Warn once where each rank counts all rows of a batch of which it has a part.
+
+        Args:
+            count: what this rank gave to a backward.
+            total: sum of what the ranks gave.
+            comm: the ranks.
+        """
+        batch = self.current
+        if batch is None or batch.is_gathered or self._is_count_told:
+            return
+        is_whole = count == batch.num_rows > len(batch.rows) and count not in batch.sizes
+        if is_whole and total == count * comm.size("data") and comm.coord("job") == 0:
+            self._is_count_told = True
+            warnings.warn(
+                f"backward: the count is {count:g} on every rank, the rows of the whole batch, of "
+                f"which this rank has {len(batch.rows)}; run.backward adds the counts up, so that "
+                f"the mean would be over {total:g} rows; give the count of this rank, as len(y) is",
+                stacklevel=4,
             )
 
     def is_pass_over(self) -> bool:

@@ -364,6 +364,7 @@ class Run:
         last = self._reading.last
         num_rows = None if last is None else len(last.rows)
         if grad:
+            self._reading.gather()
             return gather_with_gradient(batch, self.comm, num_rows)
         rows, is_due = gather_rows(batch, self.comm, num_rows, self._is_check_due())
         if is_due:

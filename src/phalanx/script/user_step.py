@@ -101,6 +101,8 @@ class UserStep:
         self._num_backwards += 1
         is_last = is_pass_over or self._num_backwards == self._accumulation
         own = self._own_counts(cast("float | Tensor", count))
+        if own and self.steps_done < 2:
+            self._reading.warn_of_count(float(own[0]), float(found[1]), self._comm)
         reducer = self._reducer
         wide = torch.promote_types(loss_sum.dtype, torch.float32)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from phalanx.parallel.sharded import free_gathered
 
 _TORCH: Final = Path(torch.__file__).parent
 _OURS: Final = Path(phalanx.__file__).parent
+_ARITHMETIC: Final = re.compile(r"aten\.(add|sub|mul|div)_?\.")
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
@@ -116,6 +118,14 @@ def of_shards(error: BaseException) -> ScriptError | None:
     callers = [f.filename for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
     if callers and Path(callers[-1]).is_relative_to(_OURS):  # no line of the script is at fault
         return None
+    if _ARITHMETIC.search(str(error)):
+        return ScriptError(
+            "a parameter, or its gradient, is a shard of this rank, and here it is added to, or "
+            "multiplied by, a whole tensor, such as noise; split that alike: "
+            "torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements, "
+            "src_data_rank=None), drawn from a torch.Generator of one seed on all ranks; average "
+            "weights by run.average(decay)"
+        ).with_traceback(error.__traceback__)
     return ScriptError(
         "a parameter is a shard of this rank, and here it meets a whole tensor; call the model "
         "itself, since only model(...) gathers its shards; average weights by run.average(decay), "

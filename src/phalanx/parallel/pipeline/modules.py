@@ -226,6 +226,14 @@ class ModuleStages(Stages):
                 self._loose.check(before)
                 self.outline = self._write_outline(stage)
                 return left.output
+            except RuntimeError as error:
+                if "not have been used in the graph" not in str(error):
+                    raise
+                raise StrategyError(
+                    f"pp: the objective asks for a gradient through {type(self._model).__name__}, "
+                    "as by torch.autograd.grad, and the graph of a stage ends where the stage "
+                    "before sends to it; use dp or fsdp"
+                ) from error
             finally:
                 self._is_in_objective = self._is_in_forward = False
                 self._received = self._left = None
