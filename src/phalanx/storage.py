@@ -35,16 +35,21 @@ STALE_S: Final = 24 * 3600.0
 """How long nothing has changed in a folder that a process left half written."""
 
 
-def open_regular(path: Path) -> io.FileIO:
-    """Open a file to read it; neither a link, nor a device, nor a pipe, which could block for ever.
+def open_regular(path: Path, *, may_be_link: bool = False) -> io.FileIO:
+    """Open a file to read it; neither a device nor a pipe, which could block for ever.
+
+    Args:
+        path: of the file.
+        may_be_link: whether it may be a link to one, as a file that the user names.
 
     Raises:
         FileNotFoundError: there is none.
         CheckpointError: it is no regular file.
         OSError: it cannot be opened.
     """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if may_be_link else os.O_NOFOLLOW)
     try:
-        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), closefd=True)
+        file = io.FileIO(os.open(path, flags), closefd=True)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CheckpointError(f"{path} is a link, expected a regular file") from error

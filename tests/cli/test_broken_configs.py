@@ -287,6 +287,20 @@ def test_a_broken_request(case: Broken, folder: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("words", [
+    ["train", "--data", "no\nsuch"], ["train", "--config=no\nsuch"],
+    ["train", "--script", "no\nsuch:job"], ["run", "no\nsuch"], ["convert", "no\nsuch", "out"],
+])  # fmt: skip
+def test_a_name_of_two_lines_is_shown_in_one(
+    words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "no\\nsuch" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("words", "pattern"), [
     ("run a.py", "a.py is no Python: invalid syntax .*line 2"),
     ("run b.py --strategy dp2:ps", "dp2:ps is not built yet; built: ppN"),

@@ -117,9 +117,17 @@ def test_a_run_that_goes_on_writes_to_no_cache_that_its_file_names(tmp_path: Pat
     assert load_config([*words, "--corpus.cache", "mine"]).config.corpus.cache == "mine"
 
 
-def test_a_device_is_no_file_of_settings() -> None:
-    with pytest.raises(ConfigError, match="/dev/zero: has more than 1 MiB; expected a TOML file"):
-        load_config(["--config", "/dev/zero"])
+def test_a_pipe_or_a_device_is_no_file_of_settings(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.toml")  # without a writer, for which a plain open would wait
+    for path in (tmp_path / "a.toml", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"{path} is no regular file; expected a TOML file"):
+            load_config(["--config", str(path)])
+
+
+def test_a_link_to_a_file_of_settings_is_read(file: Path, tmp_path: Path) -> None:
+    file.write_text("seed = 7")
+    (tmp_path / "link.toml").symlink_to(file)
+    assert load_config(["--config", str(tmp_path / "link.toml")]).config.seed == 7
 
 
 def test_a_path_of_a_file_that_is_not_here_is_named_where_it_is(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -208,6 +209,7 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=True)
+    message = _with_names_in_one_line(message, words)
     shown = f"phalanx: {message}"
     if console.is_terminal:
         shown = wrapped(shown, console.width)
@@ -217,3 +219,12 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     if {"--json", "--json=true"}.intersection(words):
         print(json.dumps({"error": message, "exit_code": exit_code}), flush=True)
     return exit_code
+
+
+def _with_names_in_one_line(message: str, words: Sequence[str]) -> str:
+    """Return a message without the line breaks of names that the request has."""
+    for word in words:
+        for name in (word, *re.split("[=:]", word)):
+            if "\n" in name:
+                message = message.replace(name, name.replace("\n", "\\n"))
+    return message

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from phalanx.config.fields import check_type, check_utf8
-from phalanx.errors import ConfigError, nearest
+from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.storage import open_regular
 
 MAX_BYTES: Final = 1 << 20
@@ -31,11 +31,10 @@ def read_values(path: str, keys: Mapping[str, Any], *, is_foreign: bool = False)
     Args:
         path: of the file.
         keys: type of each value that it may have.
-        is_foreign: whether somebody else may have put it there: then it is no link and no pipe.
+        is_foreign: whether somebody else may have put it there: then it is no link.
 
     Raises:
         ConfigError: it cannot be read, or has an unknown key or a value of another type.
-        CheckpointError: it is no regular file.
     """
     sections = {key.split(".")[0] for key in keys if "." in key}
     values: dict[str, Any] = {}
@@ -87,8 +86,7 @@ def _read_toml(path: str, is_foreign: bool) -> dict[str, Any]:
     """Read a TOML file; say why it cannot be read, with the line."""
     file = Path(path)
     try:
-        raw = open_regular(file) if is_foreign else file.open("rb", buffering=0)
-        with io.BufferedReader(raw) as opened:
+        with io.BufferedReader(open_regular(file, may_be_link=not is_foreign)) as opened:
             text = opened.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise ConfigError(
@@ -104,6 +102,9 @@ def _read_toml(path: str, is_foreign: bool) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not text; expected a TOML file") from None
     except ConfigError:
         raise
+    except CheckpointError as error:
+        expected = "" if is_foreign else "; expected a TOML file of settings"
+        raise ConfigError(f"{error}{expected}") from None
     except (ValueError, RecursionError) as error:  # also an endless number, or endless brackets
         raise ConfigError(f"{path}: is not TOML: {error}") from None
 

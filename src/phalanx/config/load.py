@@ -53,7 +53,6 @@ def load_config(
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, a file that cannot be read.
-        CheckpointError: the file of settings of the run to go on with is no regular file.
         SystemExit: with code 0, after --help.
     """
     words = read_words(argv, _Options, schema, prog=prog)

@@ -172,7 +172,8 @@ def _supported(files: Iterable[Path], path: str) -> list[Path]:
     # A named pipe has a name like a file's, and reading it would wait for ever.
     chosen = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
     if not chosen:
-        found = sorted({file.suffix or file.name for file in files})
+        kinds = {file: "" if file.is_file() else " (no regular file)" for file in files}
+        found = sorted({(file.suffix or file.name) + kind for file, kind in kinds.items()})
         raise DataError(
             f"{path} holds no file that can be read: expected one of {' '.join(SUFFIXES)}, found "
             f"{' '.join(found[:8]) or 'nothing'}"
