@@ -192,7 +192,7 @@ def fitted_by_one(strategies: Sequence[str], out: Path) -> list[list[float]]:
 )
 def test_train(tmp_path: Path, strategies: Sequence[str]) -> None:
     """Each strategy after the first resumes from the checkpoint of the one before."""
-    shape = dataclasses.replace(SHAPE, num_layers=4)
+    shape = dataclasses.replace(SHAPE, num_layers=4, num_kv_heads=None)
     config = small_run(tmp_path, 100, shape=shape, save_every=2, eval_every=3)
     for strategy in strategies:
         ranks = Strategy.parse(strategy).num_ranks
