@@ -84,6 +84,45 @@ def test_imports_point_one_way() -> None:
     assert not found, "\n".join(found)
 
 
+AXES = ("context", "pipeline", "tensor")
+"""The folders of `parallel/`, an axis each."""
+
+REGISTRY = "phalanx.parallel.plan"
+"""The one module beside them that knows the axes: it lists their splits."""
+
+
+def axis_of(module: str) -> str:
+    """Return the axis in whose folder a module is; "" where it is in none."""
+    names = module.split(".")
+    return names[2] if names[1] == "parallel" and len(names) > 3 and names[2] in AXES else ""
+
+
+def foreign_axes(module: str, tree: ast.AST) -> list[str]:
+    """Return what a module of `parallel` imports of axes that are not its own."""
+    if room_of(module) != "parallel" or module == REGISTRY:
+        return []
+    known = ("", axis_of(module))
+    return [f"{module}: {other}" for other in sorted(imported(tree)) if axis_of(other) not in known]
+
+
+def test_axes_do_not_know_each_other() -> None:
+    found: list[str] = []
+    for path in files():
+        names = path.relative_to(SOURCE).with_suffix("").parts
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += foreign_axes(".".join(["phalanx", *names]), tree)
+    assert not found, "\n".join(found)
+
+
+def test_the_rule_of_axes_can_fail() -> None:
+    tree = ast.parse("def f():\n    from phalanx.parallel.tensor.spec import Spec")
+    other = "phalanx.parallel.tensor.spec"
+    for module in ("phalanx.parallel.context.ring", "phalanx.parallel.recompute"):
+        assert foreign_axes(module, tree) == [f"{module}: {other}"]
+    for module in ("phalanx.parallel.tensor.layout", REGISTRY, "phalanx.verify.trace"):
+        assert not foreign_axes(module, tree)
+
+
 def test_the_rule_can_fail() -> None:
     tree = ast.parse("def f():\n    from phalanx.cli import main\n    import phalanx.launch.local")
     assert {room_of(name) for name in imported(tree)} == {"cli", "launch"}

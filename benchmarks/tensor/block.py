@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.models.decoder import Block
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.tensor.roles import DECODER, Patterns
-from phalanx.parallel.tensor.spec import BatchShape
 
 Precision = Literal["bfloat16", "float32", "float64"]
 

@@ -19,7 +19,7 @@ from overlap import overlap_rank
 from phalanx.launch.local import run_ranks
 from phalanx.measure.logs import values_of
 from phalanx.models.registry import shape_of
-from phalanx.parallel.tensor.spec import BatchShape
+from phalanx.parallel.batch_shape import BatchShape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import spread, write_result

@@ -16,9 +16,10 @@ from matplotlib.patches import Rectangle
 
 from layouts import parse_layout
 from phalanx.comm.comm import Counting
+from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.tensor.apply import LAYOUTS
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.spec import BatchShape, Spec
+from phalanx.parallel.tensor.spec import Spec
 
 FORMS = {
     "tp4": "1d, with sequence parallelism",

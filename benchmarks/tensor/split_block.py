@@ -23,10 +23,10 @@ from phalanx.measure.memory import MemoryLedger
 from phalanx.measure.products import quick_ceiling
 from phalanx.models.attention import rotation
 from phalanx.models.initial import fill_initial
+from phalanx.parallel.batch_shape import batch_scope
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import ReplicaReducer
 from phalanx.parallel.split import Target
-from phalanx.parallel.tensor.scope import batch_scope
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy
 

@@ -20,7 +20,7 @@ import pytest
 
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.tensor.spec import BatchShape
+from phalanx.parallel.batch_shape import BatchShape
 from phalanx.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/tensor"))

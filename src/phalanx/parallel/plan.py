@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,7 @@ from phalanx.parallel.pipeline.split import PipelineSplit
 from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import GradientReducer, is_fused
 from phalanx.parallel.sharded import ShardedSplit
-from phalanx.parallel.split import Split, StateBytes, Target
-from phalanx.parallel.tensor.report import Row
+from phalanx.parallel.split import Row, Split, StateBytes, Target
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy, require_built
 
@@ -74,10 +74,10 @@ class Plan(Generic[Model]):
         self.model = model
         target = Target(strategy, model, compute, roles, pp_rank)
         self._splits: list[Split] = []
-        for split in SPLITS:
-            if split.is_asked(strategy):
-                self._splits.append(split(target))
-                target = self._splits[-1].remaining()
+        asked = [split for split in SPLITS if split.is_asked(strategy)]
+        for number, split in enumerate(asked, 1):
+            self._splits.append(split(dataclasses.replace(target, later=tuple(asked[number:]))))
+            target = self._splits[-1].remaining()
         self._unsharded = data.layout(target.sizes(), sum(target.sizes(is_trained=False)))
 
     @property

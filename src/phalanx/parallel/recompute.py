@@ -45,9 +45,9 @@ from torch.utils.flop_counter import flop_registry
 from phalanx.comm.comm import Ranks
 from phalanx.errors import StrategyError
 from phalanx.parallel.batch_norm import batch_norms
+from phalanx.parallel.batch_shape import carried
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.split import Split, Target
-from phalanx.parallel.tensor.scope import carried
 from phalanx.strategy import Recompute, Strategy
 
 
@@ -73,7 +73,7 @@ def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | No
         model: a module whose blocks are elements of ModuleLists; see `blocks_of`.
         recompute: the policy.
         carry: called with each function before its first run, to return one that knows the same
-            when it runs again, outside of the model's forward; see `tensor.scope`.
+            when it runs again, outside of the model's forward; see `batch_shape`.
 
     Raises:
         StrategyError: the model has no blocks, fewer than a segment, cannot run segments, or keeps

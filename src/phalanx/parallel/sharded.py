@@ -53,8 +53,9 @@ from phalanx.parallel.reduce import (
     add_up_in_parts,
 )
 from phalanx.parallel.sparse import sparse_tables
-from phalanx.parallel.split import Split, StateBytes, Target
+from phalanx.parallel.split import Part, Shape, Split, StateBytes, Target
 from phalanx.parallel.views import allow_views
+from phalanx.strategy import Strategy
 
 Kind = Literal["zero1", "zero2", "zero3"]
 
@@ -76,6 +77,12 @@ class ShardedSplit(Split):
         if strategy.tp.degree > 1:
             mesh_dims()
 
+    @classmethod
+    def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
+        """Return the shape of what a rank keeps of a table, whose rows are split."""
+        rows, *rest = shape
+        return (-(-rows // strategy.num_shards), *rest) if part == "table" else shape
+
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
         """Return the shares, and what is gathered and not yet reduced.
 
@@ -91,9 +98,8 @@ class ShardedSplit(Split):
         share_bytes = sum(g.share_bytes(num_ranks) for g in groups)
         sums: Sums = "full" if self._kind == "zero1" else "shares"
         sums = "none" if accumulation == 1 else sums
-        gradient_bytes = share_bytes
-        if sums == "full":
-            gradient_bytes = sum(sum(g.full_bytes(g.master)) for g in groups)
+        full_bytes = sum(sum(g.full_bytes(g.master)) for g in groups)
+        gradient_bytes = full_bytes if sums == "full" else share_bytes
         return StateBytes(
             parameter_bytes=sum(g.parameter_bytes(num_ranks) for g in groups) // num_ranks,
             gathered_bytes=gathered_bytes,
@@ -126,9 +132,7 @@ class ShardedSplit(Split):
             ("backward", axis, "all_gather", again * times_again),
             ("backward", axis, "reduce_scatter", reduced * times_reduced),
             ("backward", "dp", "all_reduce", shares),
-            ("agree", "dp", "all_reduce", [flags]),
-            ("agree", "fsdp", "all_reduce", [flags]),
-            ("agree", "cp", "all_reduce", [flags]),
+            *(("agree", each, "all_reduce", [flags]) for each in ("dp", "fsdp", "cp")),
         ]
         return [
             Entry(phase, axis, op, len(sizes), sum(sizes), sent_bytes(op, sum(sizes), degree[axis]))
@@ -215,9 +219,8 @@ def mesh_dims() -> type[Any]:
 
 def _precision(group: Group) -> MixedPrecisionPolicy:
     """Gather in the group's own data type; gradients are always added up in that of the masters."""
-    if group.gathered == group.master:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(group.gathered, group.master, cast_forward_inputs=False)
+    types = () if group.gathered == group.master else (group.gathered, group.master)
+    return MixedPrecisionPolicy(*types, cast_forward_inputs=False)
 
 
 class ShardedReducer(GradientReducer):

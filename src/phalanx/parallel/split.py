@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -16,11 +16,40 @@ from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.reduce import GradientReducer
 from phalanx.strategy import Strategy
 
-if TYPE_CHECKING:
-    from phalanx.parallel.tensor.report import Row
+Shape = tuple[int, ...]
 
-Shapes = Mapping[nn.Parameter, tuple[int, ...]]
+Shapes = Mapping[nn.Parameter, Shape]
 """The shape of what one rank keeps of each parameter."""
+
+Part = Literal["residual", "heads", "table"]
+"""An activation [B, T, D] between blocks; queries, keys or values [B, T, H] in attention, counted
+in heads; a table of the vocabulary [V, D]."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What happens to a parameter, or to those of several blocks that fare alike.
+
+    Attributes:
+        name: as in `blocks.0-11.mlp.up.weight`.
+        role: of the module that holds it, as a pattern says it.
+        full, shard: its shape, and that of the first rank's shard.
+        axes: of each dimension, the sub-axes of tp that split it, outer first.
+        tied: other names of the same parameter.
+    """
+
+    name: str
+    role: str
+    full: tuple[int, ...]
+    shard: tuple[int, ...]
+    axes: tuple[tuple[str, ...], ...]
+    tied: tuple[str, ...] = ()
+
+    @property
+    def notation(self) -> str:
+        """Its shape with the axes that split it, as in `[128_tp_col, 64_tp_row]`."""
+        sizes = zip(self.full, self.axes, strict=True)
+        return f"[{', '.join('_'.join((str(size), *axes)) for size, axes in sizes)}]"
 
 
 @dataclass(frozen=True)
@@ -58,6 +87,7 @@ class Target:
             where the model is not cut.
         shapes: what the axes before this one leave the first rank of those parameters that they
             have split.
+        later: the axes of the strategy that split the model after this one.
     """
 
     strategy: Strategy
@@ -68,10 +98,20 @@ class Target:
     num_stages: int = 1
     num_ends: int = 1
     shapes: Shapes = field(default_factory=dict[nn.Parameter, tuple[int, ...]])
+    later: tuple[type[Split], ...] = ()
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Return the shape of the first rank's shard of a parameter."""
         return self.shapes.get(parameter, tuple(parameter.shape))
+
+    def left_by_later(self, part: Part, shape: Shape) -> Shape:
+        """Return the shape of the first rank's shard of a part of the model of `shape`.
+
+        The axes after this one split it.
+        """
+        for split in self.later:
+            shape = split.shard_shape(self.strategy, part, shape)
+        return shape
 
     def sizes(self, *, is_trained: bool = True) -> list[int]:
         """Return the bytes of the first rank's shard of each parameter that is trained, or not."""
@@ -105,6 +145,12 @@ class Split:
     def is_asked(cls, strategy: Strategy) -> bool:
         """Tell whether a strategy splits by this axis."""
         return getattr(strategy, cls.axis).degree > 1
+
+    @classmethod
+    def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
+        """Return the shape of the first rank's shard of a part of a model, which is of `shape`."""
+        _ = strategy, part
+        return shape
 
     def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
         """Return the rows and positions of a microbatch that it leaves to the axes after it."""

@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from phalanx.parallel.accumulate import Runner
+from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.context.order import Order
 from phalanx.parallel.pipeline.awaited import Awaited, received_for
 from phalanx.parallel.pipeline.stage import Absent
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.spec import BatchShape, Spec
+from phalanx.parallel.tensor.spec import Spec
 
 
 class Kind(Enum):

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from marks import by_hand
 from phalanx.comm.comm import Ranks
+from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Strategy
 
 TEXTS = (

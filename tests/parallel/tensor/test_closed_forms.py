@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from phalanx.comm.ledger import Entry
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.placed import placed
 from phalanx.parallel.tensor.roles import bind_roles
-from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Strategy
 
 B, T, D, F = 5, 10, 16, 48

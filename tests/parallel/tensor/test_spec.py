@@ -12,8 +12,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from phalanx.comm.comm import Counting
+from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.tensor.apply import LAYOUTS, layout_of
-from phalanx.parallel.tensor.spec import BatchShape, Spec, pad_to
+from phalanx.parallel.tensor.spec import Spec, pad_to
 from phalanx.strategy import Strategy
 
 AXES = st.dictionaries(

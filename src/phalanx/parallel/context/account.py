@@ -19,8 +19,6 @@ from phalanx.models.decoder import Block, Decoder
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses
 from phalanx.parallel.split import Target
-from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.spec import BatchShape
 
 Shape = tuple[int, int, int, int, int]
 """Rows, positions, query heads, key heads and their width, of one rank."""
@@ -49,12 +47,13 @@ def traffic(
 
 
 def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
-    """Return what a rank has of a microbatch where it attends: tp splits heads too."""
-    layout, shape = layout_of(target.strategy), cast(Decoder, target.model).shape
-    rows = layout.rows(layout.inner, BatchShape(num_rows, num_held))
-    num_shards = layout.column.num_shards(0, layout.comm)
-    heads = shape.num_heads // num_shards, shape.num_kv_heads // num_shards
-    return len(rows), num_held, *heads, shape.head_dim
+    """Return what a rank has of a microbatch where it attends: tp splits it too."""
+    shape = cast(Decoder, target.model).shape
+    (rows, positions, num_heads), (_, _, num_groups) = (
+        target.left_by_later("heads", (num_rows, num_held, number))
+        for number in (shape.num_heads, shape.num_kv_heads)
+    )
+    return rows, positions, num_heads, num_groups, shape.head_dim
 
 
 def _phases(phase: str, recompute: str, attention: Ring | Ulysses) -> tuple[str, ...]:

@@ -22,23 +22,19 @@ Limits    Any N, any number of heads. 2N divides T, or rows are padded. Each hop
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
-from torch.utils.flop_counter import register_flop_formula
 
 from phalanx.comm.comm import Comm, Pending
-from phalanx.comm.watch import COMPOSITE_NAMESPACE, register_composite
 from phalanx.models.attention import Documents, first_seen
+from phalanx.parallel.composite import Composite, once_differentiable
 from phalanx.parallel.context.order import Order, zig_zag
 from phalanx.parallel.context.partial import Backward, Chunk, Mixed, Sight
-from phalanx.parallel.tensor.operators import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -185,22 +181,8 @@ def _chunks(numbers: Sequence[int], num_held: int) -> list[Chunk]:
     ]
 
 
-# One operator to PyTorch, as the products of tp are: `recompute:selective` keeps its results, and
-# neither the products nor the messages run again. It is told which ring by a context variable.
-
-_AT_WORK: ContextVar[Ring] = ContextVar("ring")
-
-
-@contextmanager
-def _of(ring: Ring) -> Generator[Any]:
-    token = _AT_WORK.set(ring)
-    try:
-        yield torch.ops.phalanx_tensor.ring_attention
-    finally:
-        _AT_WORK.reset(token)
-
-
-def _ring_attention(
+def _attend(
+    ring: Ring,
     q_BTHK: Tensor,
     k_BTGK: Tensor,
     v_BTGK: Tensor,
@@ -209,24 +191,21 @@ def _ring_attention(
     num_pairs: int,
 ) -> tuple[Tensor, Tensor]:
     del num_pairs  # for the count of FLOPs alone
-    ring = _AT_WORK.get()
     return ring.forward(q_BTHK, k_BTGK, v_BTGK, Sight(ring.is_causal, starts_BT, ends_BT))
 
 
-_LIBRARY = library.Library(COMPOSITE_NAMESPACE, "FRAGMENT")
-_LIBRARY.define(
-    "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int num_pairs)"
-    " -> (Tensor, Tensor)"
-)
-_LIBRARY.impl("ring_attention", _ring_attention, "CompositeExplicitAutograd")
-register_composite(torch.ops.phalanx_tensor.ring_attention.default, _ring_attention)
-
-
-@register_flop_formula(torch.ops.phalanx_tensor.ring_attention)
 def _flops(q_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
     num_rows, _, num_heads, width = q_shape
     num_pairs: int = args[-1]
     return 4 * num_rows * num_heads * width * num_pairs
+
+
+_ATTENTION: Composite[Ring] = Composite(
+    "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int num_pairs)"
+    " -> (Tensor, Tensor)",
+    _attend,
+    _flops,
+)
 
 
 class _RingAttention(Function):
@@ -242,11 +221,10 @@ class _RingAttention(Function):
     ) -> Tensor:
         num_held, num_ranks = q_BTHK.shape[1], ring.comm.size("cp")
         num_pairs = num_held * num_held * num_ranks
-        with _of(ring) as ring_attention:
-            o_BTHK, lse_BTH = ring_attention(
-                q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT,
-                math.ceil(num_pairs / 2) if ring.is_causal else num_pairs,
-            )  # fmt: skip
+        o_BTHK, lse_BTH = _ATTENTION(
+            ring, q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT,
+            math.ceil(num_pairs / 2) if ring.is_causal else num_pairs,
+        )  # fmt: skip
         ctx.ring = ring
         ctx.save_for_backward(q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT, o_BTHK, lse_BTH)
         return o_BTHK

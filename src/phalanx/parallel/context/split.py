@@ -22,14 +22,12 @@ from phalanx.models.attention import Attention, Documents, documents_of
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import Dropout
 from phalanx.models.loss import IGNORE
+from phalanx.parallel.batch_shape import BatchShape, batch_scope
 from phalanx.parallel.context import account
 from phalanx.parallel.context.order import Order
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses, padded_documents
 from phalanx.parallel.split import Split, Target
-from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.scope import batch_scope
-from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Axis, Strategy
 
 KINDS: dict[str, type[Ring] | type[Ulysses]] = {"ring": Ring, "ulysses": Ulysses}
@@ -90,11 +88,10 @@ def check(target: Target) -> None:
         )
     if strategy.cp.kind != "ulysses":
         return
-    layout = layout_of(strategy)
-    num_shards, num_heads = layout.column.num_shards(0, layout.comm), model.shape.num_heads
-    left = num_heads // num_shards
+    num_heads = model.shape.num_heads
+    *_, left = target.left_by_later("heads", (1, 1, num_heads))
     if left and left % strategy.cp.degree:
-        beside = f", {left} beside tp{strategy.tp.degree}" if num_shards > 1 else ""
+        beside = f", {left} beside tp{strategy.tp.degree}" if left < num_heads else ""
         raise StrategyError(
             f"{name}: the model has {num_heads} heads{beside}, which is not a multiple of "
             f"{strategy.cp.degree}; the nearest is {_nearest(left, strategy.cp.degree)}"

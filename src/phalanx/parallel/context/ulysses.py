@@ -28,8 +28,8 @@ from torch.autograd import Function
 
 from phalanx.comm.comm import Comm
 from phalanx.models.attention import Documents, attend
+from phalanx.parallel.composite import once_differentiable
 from phalanx.parallel.context.order import Order, in_line
-from phalanx.parallel.tensor.operators import once_differentiable
 
 
 @dataclass(frozen=True)

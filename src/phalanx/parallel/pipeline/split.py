@@ -18,6 +18,7 @@ Limits    The model is a chain: our decoder, or see modules.py. At least as many
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -36,8 +37,6 @@ from phalanx.parallel.pipeline.runtime import HEADER_BYTES, Pipeline, sent_after
 from phalanx.parallel.pipeline.stage import DecoderStages, Stages
 from phalanx.parallel.reduce import GradientReducer, OuterReducer
 from phalanx.parallel.split import Split, Target
-from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.strategy import Strategy
 
 
@@ -101,20 +100,13 @@ class PipelineSplit(Split):
     def _message_bytes(self, num_rows: int, length: int) -> int:
         width = self._width
         assert width is not None, "only what a decoder sends is known"
-        if self.target.strategy.tp.degree == 1:
-            return num_rows * length * width * self._itemsize
-        layout = layout_of(self.target.strategy)
-        held = layout.held(layout.residual, BatchShape(num_rows, length), width)
-        return len(held[0]) * len(held[1]) * len(held[2]) * self._itemsize
+        held = self.target.left_by_later("residual", (num_rows, length, width))
+        return math.prod(held) * self._itemsize
 
     def _shard_bytes(self, table: nn.Parameter) -> int:
         """Return the bytes of the first rank's shard of an embedding."""
-        strategy, num_rows = self.target.strategy, table.shape[0]
-        width = table.numel() // num_rows
-        if strategy.tp.degree > 1:
-            layout = layout_of(strategy)
-            num_rows, width = layout.column.shard_shape(table.shape, layout.comm)
-        return -(-num_rows // strategy.num_shards) * width * table.itemsize
+        held = self.target.left_by_later("table", tuple(table.shape))
+        return math.prod(held) * table.itemsize
 
     def _tied(self) -> nn.Parameter | None:
         """Return the weight of which another rank has a copy, if there is one here."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.comm.comm import Counting
 from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.models.decoder import Head
+from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.reduce import BUCKET_BYTES, buckets
 from phalanx.parallel.split import Target
@@ -37,7 +38,7 @@ from phalanx.parallel.tensor.operators import (
 )
 from phalanx.parallel.tensor.placed import Placed
 from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
-from phalanx.parallel.tensor.spec import BatchShape, Spec
+from phalanx.parallel.tensor.spec import Spec
 from phalanx.parallel.tensor.transformers_models import gathered_bases
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.comm import Comm, Counting, Ranks
+from phalanx.parallel.batch_shape import BatchShape, batch_scope
 from phalanx.parallel.tensor import layers, transformers_models
 from phalanx.parallel.tensor.fused import interleaved, placement_of
 from phalanx.parallel.tensor.layout import Layout
@@ -19,8 +20,6 @@ from phalanx.parallel.tensor.megatron import Megatron
 from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.placed import Placed
 from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
-from phalanx.parallel.tensor.scope import batch_scope
-from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.parallel.tensor.three_d import ThreeD
 from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
 from phalanx.parallel.tensor.two_d import TwoD

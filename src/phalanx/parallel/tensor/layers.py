@@ -41,13 +41,13 @@ from phalanx.models.decoder import Head
 from phalanx.models.layers import Dropout
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
+from phalanx.parallel.batch_shape import BatchShape, batch_shape, note
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.fused import maps_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import check_range, token_loss_sum
 from phalanx.parallel.tensor.norm import split_norm
-from phalanx.parallel.tensor.scope import batch_shape, note
-from phalanx.parallel.tensor.spec import BatchShape, Spec
+from phalanx.parallel.tensor.spec import Spec
 
 HEAD_COUNTS = (
     "num_heads",

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.comm import Comm
-from phalanx.parallel.tensor.spec import BatchShape, Spec, pad_to
+from phalanx.parallel.batch_shape import BatchShape
+from phalanx.parallel.tensor.spec import Spec, pad_to
 
 
 class Layout(ABC):

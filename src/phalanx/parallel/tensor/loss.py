@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.models.loss import IGNORE
+from phalanx.parallel.composite import once_differentiable
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.operators import once_differentiable
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17, "meta": 1 << 62}
 """Logits held in fp32 at a time, by device type: what stays in cache; elsewhere 8 M."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.parallel.composite import once_differentiable
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.operators import once_differentiable
 from phalanx.parallel.tensor.spec import Spec
 
 

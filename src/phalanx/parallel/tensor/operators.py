@@ -1,9 +1,4 @@
-"""What a layout does under autograd: its products, each one operator to PyTorch, and its gathers.
-
-A product is made of panels, collectives and sums. As one operator `phalanx_tensor::...` its result
-is kept by `recompute:selective` as that of any matrix product is, and neither the multiplications
-nor the communication run again. Ledgers see its inside ([Note: Composites] in comm/watch.py).
-PyTorch's operators take tensors and numbers, no layout: it is set for the time of the call.
+"""What a layout does under autograd: its products, each one `Composite`, and its gathers.
 
 Only this rank's shards of the factors are kept for backward, which moves them again.
 """
@@ -11,31 +6,18 @@ Only this rank's shards of the factors are kept for backward, which moves them a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
-from torch.autograd import function as torch_function
-from torch.utils.flop_counter import register_flop_formula
 
-from phalanx.comm.watch import COMPOSITE_NAMESPACE, register_composite
+from phalanx.parallel.batch_shape import BatchShape
+from phalanx.parallel.composite import Composite, once_differentiable
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.spec import BatchShape, Spec
-
-_Backward = TypeVar("_Backward", bound=Callable[..., Any])
-
-
-def once_differentiable(backward: _Backward) -> _Backward:
-    """Have autograd raise where the gradient of a gradient is asked for: it would be wrong.
-
-    As torch's own, whose type says nothing.
-    """
-    return cast(_Backward, torch_function.once_differentiable(backward))
+from phalanx.parallel.tensor.spec import Spec
 
 
 def column_parallel_linear(
@@ -108,42 +90,18 @@ def without_gradient(tensor: Tensor) -> Tensor:
     return _map(tensor, lambda x: x.view_as(x), torch.zeros_like)
 
 
-_AT_WORK: ContextVar[Layout] = ContextVar("layout")
-
-
-@contextmanager
-def _of(layout: Layout) -> Generator[Any]:
-    """Give the operators, which are called inside, to this layout."""
-    token = _AT_WORK.set(layout)
-    try:
-        yield torch.ops.phalanx_tensor
-    finally:
-        _AT_WORK.reset(token)
-
-
-def _column(x: Tensor, weights: Sequence[Tensor], length: int, num_inner: int) -> list[Tensor]:
+def _column(
+    layout: Layout, x: Tensor, weights: Sequence[Tensor], length: int, num_inner: int
+) -> list[Tensor]:
     del num_inner  # for the count of FLOPs alone
-    return _AT_WORK.get().column_parallel_linear(x, weights, length)
+    return layout.column_parallel_linear(x, weights, length)
 
 
-def _row(x: Tensor, weight: Tensor, num_inner: int) -> Tensor:
+def _row(layout: Layout, x: Tensor, weight: Tensor, num_inner: int) -> Tensor:
     del num_inner
-    return _AT_WORK.get().row_parallel_linear(x, weight)
+    return layout.row_parallel_linear(x, weight)
 
 
-_LIBRARY = library.Library(COMPOSITE_NAMESPACE, "FRAGMENT")
-for _schema, _function in (
-    ("column_parallel_linear(Tensor x, Tensor[] weights, int length, int num_inner) -> Tensor[]",
-     _column),
-    ("row_parallel_linear(Tensor x, Tensor weight, int num_inner) -> Tensor", _row),
-):  # fmt: skip
-    _LIBRARY.define(_schema)
-    _name = _schema.partition("(")[0]
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    register_composite(getattr(torch.ops.phalanx_tensor, _name).default, _function)
-
-
-@register_flop_formula(torch.ops.phalanx_tensor.column_parallel_linear)
 def _column_flops(
     _: Any,
     weight_shapes: Sequence[Sequence[int]],
@@ -156,11 +114,20 @@ def _column_flops(
     return sum(2 * math.prod(y_shape) * shape[1] * num_inner for y_shape, shape in pairs)
 
 
-@register_flop_formula(torch.ops.phalanx_tensor.row_parallel_linear)
 def _row_flops(
     _: Any, weight_shape: Sequence[int], num_inner: int, out_shape: Any = None, **__: Any
 ) -> int:
     return 2 * math.prod(out_shape) * weight_shape[1] * num_inner
+
+
+_COLUMN: Composite[Layout] = Composite(
+    "column_parallel_linear(Tensor x, Tensor[] weights, int length, int num_inner) -> Tensor[]",
+    _column,
+    _column_flops,
+)
+_ROW: Composite[Layout] = Composite(
+    "row_parallel_linear(Tensor x, Tensor weight, int num_inner) -> Tensor", _row, _row_flops
+)
 
 
 class _ColumnParallelLinear(Function):
@@ -171,8 +138,7 @@ class _ColumnParallelLinear(Function):
         ctx.layout = layout
         ctx.save_for_backward(x, *weights)
         num_inner = layout.column.num_shards(1, layout.comm)
-        with _of(layout) as ops:
-            return tuple(ops.column_parallel_linear(x, weights, length, num_inner))
+        return tuple(_COLUMN(layout, x, weights, length, num_inner))
 
     @staticmethod
     @once_differentiable
@@ -187,8 +153,7 @@ class _RowParallelLinear(Function):
     def forward(ctx: Any, layout: Layout, x: Tensor, weight: Tensor) -> Tensor:
         ctx.layout = layout
         ctx.save_for_backward(x, weight)
-        with _of(layout) as ops:
-            return ops.row_parallel_linear(x, weight, layout.row.num_shards(1, layout.comm))
+        return _ROW(layout, x, weight, layout.row.num_shards(1, layout.comm))
 
     @staticmethod
     @once_differentiable

@@ -5,35 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from phalanx.parallel.split import Row
 from phalanx.parallel.tensor.placed import Placed
-
-
-@dataclass(frozen=True)
-class Row:
-    """What happens to a parameter, or to those of several blocks that fare alike.
-
-    Attributes:
-        name: as in `blocks.0-11.mlp.up.weight`.
-        role: of the module that holds it, as a pattern says it.
-        full, shard: its shape, and that of the first rank's shard.
-        axes: of each dimension, the sub-axes of tp that split it, outer first.
-        tied: other names of the same parameter.
-    """
-
-    name: str
-    role: str
-    full: tuple[int, ...]
-    shard: tuple[int, ...]
-    axes: tuple[tuple[str, ...], ...]
-    tied: tuple[str, ...] = ()
-
-    @property
-    def notation(self) -> str:
-        """Its shape with the axes that split it, as in `[128_tp_col, 64_tp_row]`."""
-        sizes = zip(self.full, self.axes, strict=True)
-        return f"[{', '.join('_'.join((str(size), *axes)) for size, axes in sizes)}]"
 
 
 def report(parameters: Iterable[Placed]) -> list[Row]:

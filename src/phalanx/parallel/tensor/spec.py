@@ -25,14 +25,6 @@ from torch.distributed.tensor.placement_types import Placement
 from phalanx.comm.comm import Comm
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """Rows and positions of a full microbatch, [B, T], without padding."""
-
-    num_rows: int
-    length: int
-
-
 @dataclass(frozen=True, init=False)
 class Spec:
     """How a tensor is split; see the head of this file.

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
+from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.reduce import GradientReducer, ReplicaReducer
-from phalanx.parallel.split import Split, Target
+from phalanx.parallel.split import Part, Row, Shape, Split, Target
 from phalanx.parallel.tensor import account, apply
 from phalanx.parallel.tensor.check import check
 from phalanx.parallel.tensor.placed import placed
-from phalanx.parallel.tensor.report import Row, report
+from phalanx.parallel.tensor.report import report
 from phalanx.parallel.tensor.roles import bind_roles
-from phalanx.parallel.tensor.spec import BatchShape
+from phalanx.strategy import Strategy
 
 
 class TensorSplit(Split):
@@ -33,6 +34,19 @@ class TensorSplit(Split):
         self.placed = placed(target.model, self.bindings, self.layout)
         self.row_shards = self.layout.residual.num_shards(0, self.layout.comm)
         check(self.bindings, self.placed, self.layout, target.strategy)
+
+    @classmethod
+    def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
+        """Return the shape of a shard in the layout, rows and positions padded."""
+        layout = apply.layout_of(strategy)
+        if part == "table":
+            return layout.column.shard_shape(shape, layout.comm)
+        num_rows, length, size = shape
+        batch = BatchShape(num_rows, length)
+        if part == "residual":
+            return tuple(map(len, layout.held(layout.residual, batch, size)))
+        num_shards = layout.column.num_shards(0, layout.comm)
+        return len(layout.rows(layout.inner, batch)), length, size // num_shards
 
     def remaining(self) -> Target:
         """Return the model with the shards of all parameters."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, StrategyError
+from phalanx.parallel.batch_shape import batch_shape
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.operators import unshard
-from phalanx.parallel.tensor.scope import batch_shape
 from phalanx.parallel.tensor.transformers_masks import LAYER_TYPES, mask_of
 from phalanx.parallel.tensor.transformers_tables import BASES, HEADS, Base, lookup
 

@@ -17,12 +17,11 @@ from phalanx.models.attention import documents_of, rotation
 from phalanx.models.decoder import Block
 from phalanx.models.random import layer_keys, row_keys
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.batch_shape import BatchShape, batch_scope, batch_shape, carried, note
 from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import partial_axes
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.roles import DECODER
-from phalanx.parallel.tensor.scope import batch_scope, batch_shape, carried, note
-from phalanx.parallel.tensor.spec import BatchShape
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy
 

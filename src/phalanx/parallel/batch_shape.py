@@ -20,9 +20,17 @@ import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.parallel.tensor.spec import BatchShape
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Rows and positions of a full microbatch, [B, T], without padding."""
+
+    num_rows: int
+    length: int
+
 
 _SHAPE: ContextVar[BatchShape | None] = ContextVar("batch shape", default=None)
 

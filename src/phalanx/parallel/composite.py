@@ -1,0 +1,73 @@
+"""Operators of several steps that are one operator to PyTorch, and gradients that end there.
+
+An operator of panels, collectives and sums is one operator `phalanx_tensor::...` to the dispatcher:
+`recompute:selective` keeps its result as that of any matrix product, and neither the products nor
+the messages run again. Ledgers see its inside ([Note: Composites] in comm/watch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import library
+from torch.autograd import function as torch_function
+from torch.utils.flop_counter import register_flop_formula
+
+from phalanx.comm.watch import COMPOSITE_NAMESPACE, register_composite
+
+_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+_Owner = TypeVar("_Owner")
+
+_LIBRARY = library.Library(COMPOSITE_NAMESPACE, "FRAGMENT")
+
+
+def once_differentiable(backward: _Backward) -> _Backward:
+    """Have autograd raise where the gradient of a gradient is asked for: it would be wrong.
+
+    As torch's own, whose type says nothing.
+    """
+    return cast(_Backward, torch_function.once_differentiable(backward))
+
+
+class Composite(Generic[_Owner]):
+    """A function of an object and of tensors, as one operator to PyTorch.
+
+    PyTorch's operators take tensors and numbers; a context variable holds the object, such as a
+    layout of tp, while the operator runs.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        function: Callable[..., Any],
+        flops: Callable[..., int],
+    ) -> None:
+        """Register the operator.
+
+        Args:
+            schema: name, arguments and results, as `torch.library` writes them.
+            function: called with the object, then with the arguments of the schema.
+            flops: called with the arguments' shapes, see `torch.utils.flop_counter`.
+        """
+        name = schema.partition("(")[0]
+        self._owner: ContextVar[_Owner] = ContextVar(name)
+
+        def run(*args: Any) -> Any:
+            return function(self._owner.get(), *args)
+
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        self._operator: Any = getattr(getattr(torch.ops, COMPOSITE_NAMESPACE), name)
+        register_composite(self._operator.default, run)
+        register_flop_formula(self._operator)(flops)
+
+    def __call__(self, owner: _Owner, *args: Any) -> Any:
+        """Run the operator for `owner`."""
+        token = self._owner.set(owner)
+        try:
+            return self._operator(*args)
+        finally:
+            self._owner.reset(token)
