@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -526,3 +527,26 @@ def test_a_save_takes_the_place_of_one_after_the_same_step(tmp_path: Path) -> No
     for first, resumed in run_ranks(saved_twice, 2, tmp_path, threads=1):
         assert first == resumed == pytest.approx(0.005)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+def profiled(folder: Path) -> set[str]:
+    """Profile a loop as the docs have it, and return what happened in its trace."""
+    run = phalanx.init("dp2")
+    plain = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    rows = DataLoader(TensorDataset(torch.randn(16, 6), torch.randn(16, 5)), 8)
+    model, optimizer, loader = run.prepare(plain, optimizer, rows)
+    with torch.profiler.profile() as profile:
+        for x, y in loader:
+            run.backward((model(x) - y).square().sum(), len(y))
+            optimizer.step()
+    path = folder / f"trace-{torch.distributed.get_rank()}.json"
+    profile.export_chrome_trace(str(path))
+    return {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+
+
+@pytest.mark.slow
+def test_a_loop_is_profiled_on_each_rank(tmp_path: Path) -> None:
+    for names in run_ranks(profiled, 2, tmp_path, threads=1):
+        assert {"aten::addmm", "gloo:all_reduce"} <= names
+    assert len(list(tmp_path.glob("trace-*.json"))) == 2
