@@ -8,15 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from drawing import Drawing
 
-COLORS = {
+COLOURS = {
     "computes": "#9db8d9", "waits": "#d9694f", "gathers": "#79b48a", "reductions": "#e0b354",
 }  # fmt: skip
-LETTER_MS = 9
+LEFT, INNER, LANE, PANEL = 80, 900, 22, 150
+LETTER = 6
 """A span without so much room for each letter has no name."""
 
 
@@ -29,36 +28,42 @@ def label(name: str) -> str:
     return name.split(" ")[-1].removeprefix("blocks.").removeprefix("wait")
 
 
-def draw(axes: Axes, title: str, spans: list[dict[str, Any]], end_ms: float) -> None:
-    tracks = list(COLORS)
-    for span in spans:
-        begin_ms, width_ms, row = span["ts"] / 1e3, span["dur"] / 1e3, span["tid"]
-        axes.broken_barh([(begin_ms, width_ms)], (row - 0.4, 0.8), color=COLORS[tracks[row]])
-        if width_ms > LETTER_MS * len(label(span["name"])):
-            axes.text(
-                begin_ms + width_ms / 2, row, label(span["name"]), ha="center", va="center",
-                fontsize=6, clip_on=True,
-            )  # fmt: skip
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.set_yticks(range(len(tracks)), tracks, fontsize=8)
-    axes.set_ylim(len(tracks) - 0.5, -0.5)
-    axes.set_xlim(0, end_ms)
-    axes.tick_params(axis="x", labelsize=7)
+def draw(drawing: Drawing, top: float, title: str, spans: list[dict[str, Any]], us: float) -> None:
+    """Draw one way below `top`; `us` is the width of a microsecond."""
+    drawing.texts([(LEFT, top, title)], 12, weight="bold")
+    for row, (track, colour) in enumerate(COLOURS.items()):
+        y = top + 8 + row * (LANE + 3)
+        boxes = [
+            (LEFT + us * span["ts"], y, us * span["dur"], LANE)
+            for span in spans
+            if span["tid"] == row
+        ]
+        names = [label(span["name"]) for span in spans if span["tid"] == row]
+        drawing.boxes(boxes, colour)
+        drawing.texts([(LEFT - 6, y + 15, track)], anchor="end")
+        fitting = [
+            (x + width / 2, y + 15, name)
+            for (x, _, width, _), name in zip(boxes, names, strict=True)
+            if name and width > LETTER * len(name)
+        ]
+        drawing.texts(fitting, 9, "middle")
+    end_ms = round(INNER / us / 1000)
+    ticks = [(1000 * us * ms, str(ms)) for ms in range(0, end_ms + 1, 500)]
+    drawing.below(LEFT, top + 8 + len(COLOURS) * (LANE + 3), ticks)
 
 
 def main() -> None:
     events = json.loads(Path(sys.argv[1]).read_text())["traceEvents"]
     titles = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     shown = [process for process, title in titles.items() if title.endswith("rank 0")]
-    end_ms = max(e["ts"] + e["dur"] for p in shown for e in spans_of(events, p)) / 1e3
-    # The same picture from the same trace, to the byte.
-    with rc_context({"svg.hashsalt": "overlap", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(13, 1.5 * len(shown)), layout="constrained")
-        FigureCanvasAgg(figure)
-        for axes, process in zip(figure.subplots(len(shown)), shown, strict=True):
-            draw(axes, f"in flight: {titles[process]}", spans_of(events, process), end_ms)
-        figure.supxlabel("ms from the first forward; numbers are blocks", fontsize=8)
-        figure.savefig(sys.argv[2], metadata={"Date": None})
+    us = INNER / max(e["ts"] + e["dur"] for p in shown for e in spans_of(events, p))
+    drawing = Drawing(LEFT + INNER + 20, PANEL * len(shown) + 20)
+    for number, process in enumerate(shown):
+        title = f"in flight: {titles[process].replace('none in flight', 'none')}"
+        draw(drawing, 20 + PANEL * number, title, spans_of(events, process), us)
+    words = "ms from the first forward; numbers are blocks"
+    drawing.texts([(LEFT + INNER / 2, PANEL * len(shown) + 12, words)], anchor="middle")
+    drawing.write(Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from phalanx.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import write_result
+from drawing import Drawing
 
 NUM_ROWS, SEQ_LEN, NUM_KEPT = 4, 64, 2
 MIB = 2**20
@@ -186,43 +187,60 @@ def step(model: Decoder) -> Trace:
     return trace
 
 
+COLOURS = {"forward": "#1f5a99", "again": "#8fb8de", "backward": "#b04a2f"}
+COLUMN, INNER, BLOCKS, HELD = 215, 175, 170, 100
+"""Width of a column and of its panels, and heights of both panels, in pixels."""
+
+
 def draw(num_blocks: int, path: Path) -> None:
     """Draw which block runs when, and what is held, from traces of real steps."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     chosen = dict(list(ways(num_blocks).items())[:4]) | {"recompute:sqrt": "sqrt"}
-    colours = {"forward": "#1f5a99", "again": "#8fb8de", "backward": "#b04a2f"}
     traces = {name: step(build(num_blocks, way)) for name, way in chosen.items()}
-    most = max(trace.peak_bytes for trace in traces.values()) / MIB
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2, len(traces), sharey="row", height_ratios=(2, 1), squeeze=False)
+    sizes = [num_bytes for trace in traces.values() for _, _, num_bytes in trace.events]
+    span = math.log(min(sizes)), math.log(max(trace.peak_bytes for trace in traces.values()))
+    drawing = Drawing(50 + COLUMN * len(traces), BLOCKS + HELD + 125)
     for column, (name, trace) in enumerate(traces.items()):
-        top, bottom = grid[0][column], grid[1][column]
-        runs = trace.count("forward", "again")
-        top.set_title(f"{name}\n{runs} runs, at most {trace.peak_bytes / MIB:.2f} MiB", fontsize=10)
-        for event, colour in colours.items():
-            points = [(n, block) for n, (e, block, _) in enumerate(trace.events) if e == event]
-            label = {"again": "forward, again"}.get(event, event)
-            top.scatter(
-                *zip(*points, strict=True) if points else ([], []), s=7, c=colour, label=label
-            )
-        held = [num_bytes / MIB for _, _, num_bytes in trace.events]
-        bottom.fill_between(range(len(held)), held, color="#bbbbbb", step="pre")
-        bottom.set(ylim=(0.05, 1.2 * most), yscale="log", xlabel="runs and backwards, in order")
-        for axes in (top, bottom):
-            axes.spines[["top", "right"]].set_visible(False)
-    grid[0][0].set_ylabel("block")
-    grid[0][0].set_yticks(range(0, num_blocks, 5))
-    grid[1][0].set_ylabel("held, MiB")
-    grid[1][0].set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    with rc_context({"svg.hashsalt": "phalanx", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata=metadata, dpi=110)
+        draw_way(drawing, 50 + COLUMN * column, num_blocks, name, trace, span)
+    drawing.texts([(8, 130, "block"), (8, BLOCKS + 105, "held,"), (8, BLOCKS + 118, "MiB")], 10)
+    bottom = BLOCKS + HELD + 115
+    drawing.key({{"again": "forward, again"}.get(e, e): c for e, c in COLOURS.items()}, 50, bottom)
+    drawing.texts([(330, bottom, "runs and backwards of blocks, in order")])
+    drawing.write(path)
+
+
+def draw_way(
+    drawing: Drawing,
+    left: float,
+    num_blocks: int,
+    name: str,
+    trace: Trace,
+    span: tuple[float, float],
+) -> None:
+    """Draw one column; `span` has the logarithms of the least and the most bytes of all."""
+    runs = trace.count("forward", "again")
+    about = f"{runs} runs, at most {trace.peak_bytes / MIB:.2f} MiB"
+    drawing.texts([(left, 15, name)], 12, weight="bold")
+    drawing.texts([(left, 30, about)])
+    width, height = INNER / len(trace.events), BLOCKS / num_blocks
+    for event, colour in COLOURS.items():
+        boxes = [
+            (left + n * width, 40 + BLOCKS - (block + 1) * height, max(width, 1.2), height - 1)
+            for n, (each, block, _) in enumerate(trace.events)
+            if each == event
+        ]
+        drawing.boxes(boxes, colour)
+    drawing.below(left, 42 + BLOCKS, [(0, "1"), (INNER, str(len(trace.events)))])
+
+    def above(num_bytes: float) -> float:
+        return 5 + (HELD - 5) * (math.log(num_bytes) - span[0]) / (span[1] - span[0])
+
+    bottom = 70 + BLOCKS + HELD
+    held = [(n, above(num_bytes)) for n, (_, _, num_bytes) in enumerate(trace.events)]
+    drawing.boxes([(left + n * width, bottom - y, width, y) for n, y in held], "#bbbbbb")
+    ticks = [(bottom - above(mib * MIB), f"{mib:g}") for mib in (0.1, 1, 10)]
+    ticks = [(y, words) for y, words in ticks if bottom - HELD <= y <= bottom]
+    drawing.boxes([(left, y, INNER, 0.6) for y, _ in ticks], "#5b6470")
+    drawing.texts([(left - 4, y + 3, words) for y, words in ticks], 9, "end")
 
 
 def main() -> None:
