@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from phalanx.cli import script
-from phalanx.cli.choices import preset_help, strategy_help
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import Preparation, print_json, say, screen
 from phalanx.config import TrainConfig
 from phalanx.config.fields import value_at
 from phalanx.config.load import Loaded, load_config, unfound_paths
 from phalanx.errors import PhalanxError
+from phalanx.models.registry import PRESETS
+from phalanx.planner.model_shape import num_parameters
+from phalanx.strategy import built
 
 if TYPE_CHECKING:
     from phalanx.train.job.request import Request
@@ -36,7 +38,7 @@ def run(argv: list[str]) -> int:
         except SystemExit:
             if {"-h", "--help"}.intersection(argv):
                 of_scripts = script.script_help("train", script.ScriptTrainConfig)
-                print(f"{of_scripts}\n\n{strategy_help()}\n\n{preset_help()}")
+                print(f"{of_scripts}\n\n{_strategy_help()}\n\n{_preset_help()}")
             raise
         try:
             return loaded, settle(loaded.config)
@@ -96,3 +98,27 @@ def _announce(job: Job, console: Console) -> None:
         say(console, line, "yellow")
     for table in tables_of(job.strategy, job.shape, job.batch.accumulation):
         console.print(table)
+
+
+def _strategy_help() -> str:
+    """Return every strategy that is built, in a line each."""
+    forms = built() | {"cut:4+5": "layers of each stage of pp, counting embedding and head"}
+    width = max(map(len, forms))
+    head = "strategies, joined by commas, such as dp2,fsdp2,recompute:full (dp with fsdp is HSDP):"
+    return "\n".join([head, *(f"  {form:<{width}}  {about}" for form, about in forms.items())])
+
+
+def _preset_help() -> str:
+    """Return every preset with its size, several in a line."""
+    sizes = {name: _millions(num_parameters(shape).total) for name, shape in PRESETS.items()}
+    cells = [f"{name} {size}" for name, size in sizes.items()]
+    width = max(map(len, cells)) + 2
+    num_columns = max(1, 78 // width)
+    rows = [cells[at : at + num_columns] for at in range(0, len(cells), num_columns)]
+    lines = ["  " + "".join(cell.ljust(width) for cell in row).rstrip() for row in rows]
+    return "\n".join(["presets of --model, with their parameters:", *lines])
+
+
+def _millions(number: int) -> str:
+    # What rounds to 1,000 M is 1 B.
+    return f"{number / 1e9:.3g} B" if number >= 999.5e6 else f"{number / 1e6:.3g} M"

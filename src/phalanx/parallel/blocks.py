@@ -37,7 +37,8 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
-            if isinstance(module, nn.ModuleList) and not _is_container(child):
+            is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if isinstance(module, nn.ModuleList) and not is_container:
                 found.setdefault(child, path)
             else:
                 visit(child, path)
@@ -61,7 +62,3 @@ def ends_of(model: nn.Module) -> Ends:
                 "is not a module of it; expected submodules"
             )
     return Ends(*(tuple(names[module] for module in modules) for modules in given))
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)

@@ -38,7 +38,7 @@ class SparseReducer(OuterReducer):
     @override
     def retrain(self, trained: list[nn.Parameter]) -> bool:
         """Tell the reducer of the others; a table that is frozen has no gradient."""
-        dense = [parameter for parameter in trained if not _is_in(parameter, self._tables)]
+        dense = [each for each in trained if not any(each is table for table in self._tables)]
         return self._inner is not None and self._inner.retrain(dense)
 
     @override
@@ -65,7 +65,3 @@ class SparseReducer(OuterReducer):
         return torch.sparse_coo_tensor(
             rows.T, total[rows[:, 0]], table.shape, is_coalesced=True, check_invariants=False
         )
-
-
-def _is_in(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> bool:
-    return any(parameter is each for each in parameters)

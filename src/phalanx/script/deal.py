@@ -9,11 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+
+
+class Spare(NamedTuple):
+    """A microbatch whose rows count nothing, for a rank that has none where others have rows.
+
+    All ranks run forward and backward of a microbatch together, and many models take no batch of
+    no rows, such as all of transformers that reshape it.
+
+    Attributes:
+        rows: at least one.
+    """
+
+    rows: Any
 
 
 def shard_rows(rows: range, rank: int, num_ranks: int, num_pieces: int) -> list[range]:

@@ -45,12 +45,12 @@ from phalanx.script.checks import (
     optimizer_of,
     scheduler_of,
 )
+from phalanx.script.deal import Spare
 from phalanx.script.flops import Flops, flops_of
 from phalanx.script.loader import RankLoader
 from phalanx.script.loss import check_sum
 from phalanx.script.mfu import Mfu, ProductTypes
 from phalanx.script.order import Draws
-from phalanx.script.spare import Spare
 from phalanx.script.stages import cut_by_flops
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective

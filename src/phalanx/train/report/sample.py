@@ -13,6 +13,7 @@ from phalanx.parallel.accumulate import Runner
 
 _PROMPT_CHARACTERS = 24
 _OPENING_TOKENS = 64
+_TEMPERATURE = 0.8
 _BROKEN = "\ufffd"
 """What a decoder puts for bytes that are a part of a character alone."""
 
@@ -37,8 +38,7 @@ def write_text(
     *,
     first_id: int,
     num_tokens: int = 64,
-    temperature: float = 0.8,
-    seed: int = 0,
+    seed: int,
 ) -> str:
     """Return `prompt` as the model goes on with it, in whole characters.
 
@@ -48,8 +48,7 @@ def write_text(
     what any faster way must agree with. Every rank of the job calls this together, since the
     weights may be spread over them; the first that has the logits draws, so that all go on alike.
 
-    `run` is what runs the model. `first_id` is the token that opens a document; `temperature`
-    divides the logits before the draw.
+    `run` is what runs the model. `first_id` is the token that opens a document.
     """
     device = next(model.parameters()).device
     num_ids = tokenizer.get_vocab_size()
@@ -61,7 +60,7 @@ def write_text(
         chosen = None
         if logits_BTV is not None:
             logits_V = logits_BTV[0, -1].double()[:num_ids]
-            weights_V = torch.softmax(logits_V / temperature, dim=-1).cumsum(0)
+            weights_V = torch.softmax(logits_V / _TEMPERATURE, dim=-1).cumsum(0)
             draw = uniform(key(seed, "sample"), torch.tensor([position], device=device))
             chosen = int(torch.searchsorted(weights_V, draw * weights_V[-1]))
         chosen = first_object(chosen)
