@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from marks import by_hand
 from phalanx.checkpoint import files, index, manifest, state
 from phalanx.config import OptimizerConfig
 from phalanx.errors import CheckpointError
@@ -213,12 +214,13 @@ def test_a_damaged_checkpoint_names_the_older_ones(run: Path, tmp_path: Path, na
     )
 
 
-def test_every_byte_of_the_manifest_counts(copy: Path) -> None:
+@pytest.mark.parametrize("bits", [(1, 4, 16), *(by_hand((1 << bit,)) for bit in range(8))])
+def test_every_byte_of_the_manifest_counts(copy: Path, bits: tuple[int, ...]) -> None:
     expected = manifest.read(copy)
     whole = (copy / manifest.NAME).read_bytes()
     for place in range(len(whole)):
         flipped = bytearray(whole)
-        flipped[place] ^= (1, 4, 16)[place % 3]
+        flipped[place] ^= bits[place % len(bits)]
         (copy / manifest.NAME).write_bytes(flipped)
         try:
             about = manifest.read(copy)

@@ -162,7 +162,7 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
         [(session, "build_optimizer", _without_a_step)], "norm", "first moment of norm.weight",
     ),
     "labels that are not shifted": (
-        [(Samples, "batch", _unshifted_labels)], "", "what calls the model: what it gives",
+        [(Samples, "batch", _unshifted_labels)], None, "what calls the model: what it gives",
     ),
 }  # fmt: skip
 
