@@ -35,13 +35,13 @@ def look() -> dict[str, object]:
         "drawn": (torch.rand(1).item(), random.random()),
         "filters": [str(each) for each in warnings.filters],
         "key": join.job_store().check(["left"]),
-        "function": comm.open_mesh.__name__,
+        "function": comm.job_mesh.__name__,
         "method": comm.Ranks.apart.__name__,
         "asked": len(attach.ASKED),
         "pulse": (PULSE.steps_done, PULSE.stands),
         "module": len(DONE),
         "threads": torch.get_num_threads(),
-        "timeout": join._timeout("cpu").total_seconds(),
+        "timeout": join.job_timeout("cpu").total_seconds(),
     }
 
 
@@ -54,7 +54,7 @@ def leave_all() -> int:
     torch.manual_seed(1)
     random.seed(1)
     join.job_store().set("left", "1")
-    comm.open_mesh = leave_all
+    comm.job_mesh = leave_all
     comm.Ranks.apart = leave_all
     attach.ASKED.append(True)
     PULSE.saved("step 7")

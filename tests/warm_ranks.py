@@ -6,7 +6,7 @@ wait for the next one of as many ranks. Between two jobs a rank is put back: ran
 environment, folder, default type, filters of warnings, module globals and classes, what lists and
 tables of phalanx hold, modules of tests, keys of the job's store. A rank that cannot be put back
 ends, and so do those that differ: after a death, a thread that runs on, a handler of a signal, a
-group that no `open_mesh` made, a collective that not all ranks have called. Meshes stay, as in one
+group that no `job_mesh` made, a collective that not all ranks have called. Meshes stay, as in one
 job.
 
 A test that is about processes, memory or joining asks for new ones: `@pytest.mark.fresh_ranks`.
@@ -331,18 +331,15 @@ class _Start:
     def _calls(self) -> dict[str, int]:
         import torch.distributed as dist
 
-        from phalanx.comm import join as comm_join
+        from phalanx.comm import meshes as comm_meshes
 
-        join: Any = comm_join
+        meshes: Any = comm_meshes
         if dist.group.WORLD is not self._job:
             raise Changed("the job was left")
         known = {self._job}
-        for mesh in (*join._meshes.values(), *join._sharding_meshes.values()):
-            root = mesh._get_root_mesh()
-            for each in (mesh, *root._flatten_mapping.values()):
-                known |= {each.get_group(name) for name in each.mesh_dim_names}
-        for groups in join._one_way_groups.values():
-            known |= set(groups.values())
+        for made in meshes._made.values():
+            flattened = made.whole._get_root_mesh()._flatten_mapping.values()
+            known |= {*made.groups.values(), *(each.get_group() for each in flattened)}
         there = set(self._world.pg_map)
         # torch keeps layouts by mesh, and takes one mesh for another of the same ranks.
         foreign = [g.group_desc for g in there - known if g.group_desc != "undefined"]
@@ -406,7 +403,7 @@ class _Names:
         self._held = [
             (value, value.copy())
             for name, value in vars(module).items()
-            if self._is_table(name, value) and module.__name__ != "phalanx.comm.join"
+            if self._is_table(name, value) and module.__name__ != "phalanx.comm.meshes"
         ]
         self._caches = [
             value.cache_clear

@@ -224,7 +224,7 @@ def with_dp(dtype: torch.dtype = torch.float32) -> tuple[Counts, dict[str, Tenso
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     strategy = Strategy.parse(f"dp{num_ranks}")
     comm = Ranks(strategy)
-    memory, ledger = LiveBytes(), Ledger(comm.mesh)
+    memory, ledger = LiveBytes(), Ledger(comm)
     with memory:
         model = make_model(dtype)
         reducer = Plan(strategy, model).build(comm).reducer

@@ -105,7 +105,7 @@ def start(text: str, other: str, rank: int, model_name: str) -> dict[str, Any]:
     whole = clock.time("plan", lambda: Plan(strategy, model))
     entries = clock.time("traffic()", lambda: whole.traffic([(1, 4096)]))
     holding = clock.time("holds()", whole.holds)
-    with Ledger(comm.mesh) as ledger:
+    with Ledger(comm) as ledger:
         shardings = clock.time("split", lambda: split(model_name, strategy, comm))
     place, num_places = comm.coord("data"), comm.size("data")
     rows = np.arange(place, 64 * num_places, num_places)
@@ -151,7 +151,7 @@ def compare_calls(num_ranks: int) -> dict[str, float]:
     """Return what one compared call of --debug-comm takes the last rank that comes to it."""
     join(num_ranks - 1, num_ranks)
     comm = Ranks(Strategy.parse(f"dp{num_ranks}"))
-    with CollectiveCheck(comm.mesh) as check:
+    with CollectiveCheck(comm) as check:
         group = comm.mesh.get_group("dp")
         for number in range(1, NUM_CALLS + 3):  # the others have come to each call before
             check._store.add(f"{group.group_name}/{number}/count", num_ranks - 1)

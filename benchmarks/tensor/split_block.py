@@ -103,7 +103,7 @@ class SplitBlock:
             kept.append(local_shard(tensor))
             return tensor
 
-        ledger = Ledger(self.comm.mesh)
+        ledger = Ledger(self.comm)
         with ledger, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             self.step(ledger.phase)
         weights = [local_shard(parameter) for parameter in self.model.parameters()]

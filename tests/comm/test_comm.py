@@ -75,7 +75,7 @@ def run_all(comm: Comm, axis: str, name: str) -> list[Tensor]:
 def results(axes: dict[str, int], axis: str, name: str) -> list[list[Tensor]]:
     """Return what each of the job's ranks has, and check that `Counting` notes what is sent."""
     comm = Ranks(axes)
-    with Ledger(comm.mesh) as ledger, ledger.phase("forward"):
+    with Ledger(comm) as ledger, ledger.phase("forward"):
         found = run_all(comm, axis, name)
     counting = Counting(axes, {axis: comm.coord(axis) for axis in axes})
     with counting.phase("forward"):
@@ -131,7 +131,7 @@ def swap(text: str) -> tuple[Tensor, list[Entry], list[Entry]]:
     comm = Ranks(Strategy.parse(text))
     counting = Counting(comm.axes)
     partner = comm.coord("tp_col") * comm.size("tp_row") + comm.coord("tp_row")
-    with Ledger(comm.mesh) as ledger:
+    with Ledger(comm) as ledger:
         found = comm.swap(torch.full((2, 3), float(comm.coord("tp"))).T, "tp", partner)
     counting.swap(torch.empty(3, 2, device="meta"), "tp", partner)
     return found, ledger.entries(), counting.entries()

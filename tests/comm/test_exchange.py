@@ -3,22 +3,22 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from phalanx.comm import exchange
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.launch.local import run_ranks
 
 
 def gather_and_scatter(num_outer: int, num_ranks: int, dtype: torch.dtype) -> list[Entry]:
     """On the outer axis ranks repeat the job, so that global ranks differ from coordinates."""
-    mesh = init_device_mesh("cpu", (num_outer, num_ranks), mesh_dim_names=("outer", "axis"))
-    group = mesh.get_group("axis")
-    coord = mesh.get_local_rank("axis")
+    comm = Ranks({"outer": num_outer, "axis": num_ranks})
+    group = comm.mesh.get_group("axis")
+    coord = comm.coord("axis")
     part = (torch.arange(7) + 10 * dist.get_rank()).to(dtype)
     expected = torch.empty(7 * num_ranks, dtype=dtype)
     dist.all_gather_into_tensor(expected, part, group=group)
-    with Ledger(mesh) as ledger:
+    with Ledger(comm) as ledger:
         for in_place in (False, True):
             output = torch.full_like(expected, -1)
             mine = output[7 * coord : 7 * coord + 7].copy_(part) if in_place else part

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from phalanx.comm import join
 from phalanx.comm.comm import Ranks
+from phalanx.comm.meshes import job_mesh
 from phalanx.comm.together import gather_objects, gather_on_first
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
@@ -64,6 +65,7 @@ def counts(text: str) -> dict[str, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
+@pytest.mark.fresh_ranks
 @pytest.mark.parametrize("text", ["fsdp2", "dp2,fsdp2", "dp4,tp2"])
 def test_a_rank_connects_to_few_ranks_and_never_later(text: str) -> None:
     strategy = Strategy.parse(text)
@@ -106,7 +108,7 @@ def test_a_job_too_large_for_the_files_is_refused_with_the_most_that_fit(
 def test_groups_of_others_are_connected_as_ever() -> None:
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
-    with join._lazily_connected():
+    with join.lazily_connected():
         assert os.environ[name] == "1"
     assert os.environ.get(name) == before
 
@@ -115,8 +117,8 @@ def meshes_and_a_split(text: str) -> list[bool]:
     sizes = {"vocab_size": 16, "num_layers": 1, "hidden": 16, "num_heads": 2, "num_kv_heads": 2}
     shape = ModelShape(**sizes, head_dim=8, ffn=16, max_seq_len=8)
     axes = Strategy.parse(text).mesh_axes()
-    first, second = join.open_mesh(axes), join.open_mesh(dict(axes))
-    alone = join.open_mesh({"dp": 4})
+    first, second = job_mesh(axes), job_mesh(dict(axes))
+    alone = job_mesh({"dp": 4})
     for seed in range(2):  # the second model of the same split, in the same job
         model = Decoder(shape)
         model.initialize(seed)

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +25,7 @@ def count_everything() -> list[Entry]:
     tensor = torch.ones(6)
     pieces = [torch.empty(6) for _ in range(2)]
     inner = comm.mesh.get_group("inner")
-    with Ledger(comm.mesh) as ledger:
+    with Ledger(comm) as ledger:
         with ledger.phase("ours"):
             comm.all_reduce(tensor, "inner")
             comm.all_reduce_start(tensor, "outer", "max").wait()
@@ -65,20 +64,20 @@ def test_every_collective_by_phase_axis_and_bytes() -> None:
 
 
 def count_wrappers() -> dict[str, list[Entry]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    comm = Ranks({"dp": 2})
     inputs = torch.ones(3, 8)
     counted: dict[str, list[Entry]] = {}
-    with Ledger(mesh) as ledger:
+    with Ledger(comm) as ledger:
         sharded = nn.Linear(8, 8, bias=False)
-        fully_shard(sharded, mesh=mesh)
+        fully_shard(sharded, mesh=comm.mesh)
         sharded(inputs).sum().backward()
     counted["fsdp"] = ledger.entries()
     replicated = DistributedDataParallel(nn.Linear(8, 8, bias=False))
-    with Ledger(mesh) as ledger:
+    with Ledger(comm) as ledger:
         replicated(inputs).sum().backward()
     counted["ddp"] = ledger.entries()
-    whole = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
-    with Ledger(mesh) as ledger:
+    whole = distribute_tensor(torch.ones(8, 8), comm.mesh, [Shard(0)])
+    with Ledger(comm) as ledger:
         whole.redistribute(placements=[Replicate()]).to_local()
     counted["dtensor"] = ledger.entries()
     return counted

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm import join
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
+from phalanx.comm.meshes import job_mesh, neighbor_rounds, one_way_groups
 from phalanx.launch.local import run_ranks
 
 
 @pytest.mark.parametrize("size", range(2, 10))
 def test_rounds_have_each_pair_of_neighbours_once_and_a_rank_at_most_once(size: int) -> None:
-    rounds = join.neighbor_rounds(size)
+    rounds = neighbor_rounds(size)
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(set(ranks)) == len(ranks)
@@ -33,7 +33,7 @@ def messages(axes: dict[str, int]) -> tuple[dict[tuple[int, int], str], list[Any
     """Send round the ring both ways at once; return this rank's groups, and what was counted."""
     comm = Ranks(axes)
     size, here = comm.size("pp"), comm.coord("pp")
-    with Ledger(comm.mesh) as ledger:
+    with Ledger(comm) as ledger:
         for step in (1, -1):
             target, source = (here + step) % size, (here - step) % size
             sent = comm.send_start(torch.tensor([float(dist.get_rank())]), "pp", target)
@@ -41,7 +41,7 @@ def messages(axes: dict[str, int]) -> tuple[dict[tuple[int, int], str], list[Any
             sent.wait()
             of_pp = dist.get_process_group_ranks(comm.mesh.get_group("pp"))
             assert got.item() == of_pp[source]
-    groups = join.one_way_groups(comm.mesh)
+    groups = job_mesh(axes).one_way
     assert Ranks(axes)._one_way is groups
     for group in groups.values():
         backend: Any = group._get_backend(torch.device("cpu"))
@@ -83,7 +83,6 @@ def test_nccl_splits_the_job_once_for_all_pairs_of_a_round(
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: job)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2 * num)
     monkeypatch.setattr(dist, "split_group", split_group)
-    monkeypatch.setattr(join, "_one_way_groups", {})
 
     class Mesh:
         mesh = torch.arange(2 * num).view(num, 2)
@@ -97,10 +96,10 @@ def test_nccl_splits_the_job_once_for_all_pairs_of_a_round(
             return 0
 
     mesh: Any = Mesh()
-    groups = join.one_way_groups(mesh)
+    groups = one_way_groups(mesh)
     assert set(groups) == {(0, 1), (1, 0), (0, num - 1), (num - 1, 0)}
     assert len(set(map(id, groups.values()))) == len(groups)
-    assert len(splits) == 2 * len(join.neighbor_rounds(num))
+    assert len(splits) == 2 * len(neighbor_rounds(num))
     for parts in splits:
         assert sorted(rank for part in parts for rank in part) == list(range(2 * num))
     pairs = {frozenset(part) for parts in splits for part in parts if len(part) == 2}

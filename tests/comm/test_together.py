@@ -14,7 +14,7 @@ from phalanx.strategy import Strategy
 def ask(whose: tuple[int, ...]) -> tuple[object, int]:
     """Return the first value where some ranks have one, and the collectives it took."""
     rank = dist.get_rank()
-    with Ledger(Ranks(Strategy.parse("dp3")).mesh) as ledger:
+    with Ledger(Ranks(Strategy.parse("dp3"))) as ledger:
         found = first_object(f"words of {rank}" if rank in whose else None)
     return found, sum(entry.calls for entry in ledger.entries())
 

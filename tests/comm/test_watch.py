@@ -78,11 +78,11 @@ def run_block(kept: CheckpointPolicy | None) -> tuple[list[Entry], list[Entry], 
             loss.backward()
         return loss
 
-    with Ledger(comm.mesh) as alone:
+    with Ledger(comm) as alone:
         loss = step(alone)
     assert float(loss.detach()) == pytest.approx(SIZE * SIZE * (2 * SIZE * 0.01) ** 2, rel=1e-5)
     memory = MemoryLedger(nn.Identity(), torch.optim.SGD([torch.ones(1)]), "cpu")
-    with CollectiveCheck(comm.mesh) as check, Ledger(comm.mesh) as below, memory:
+    with CollectiveCheck(comm) as check, Ledger(comm) as below, memory:
         step(below)
     communication = memory.account().at_most["communication"]
     return alone.entries(), below.entries(), sum(check._numbers.values()), communication
@@ -106,7 +106,7 @@ def test_what_a_composite_sends_is_counted_by_every_watch(
 
 def differ_inside() -> None:
     size = 2 + dist.get_rank()
-    with CollectiveCheck(Ranks(Strategy.parse("dp2")).mesh):
+    with CollectiveCheck(Ranks(Strategy.parse("dp2"))):
         custom(torch.ones(size, size), torch.ones(size, size))
 
 
@@ -118,14 +118,14 @@ def test_a_collective_that_differs_inside_is_told_where_the_composite_is_called(
 
 def leave_as_it_was() -> None:
     """An error inside a composite leaves the modes as they were."""
-    with Ledger(Ranks(Strategy.parse("dp1")).mesh) as ledger:
+    with Ledger(Ranks(Strategy.parse("dp1"))) as ledger:
         with pytest.raises(RuntimeError):
             custom(torch.ones(2, 2), torch.ones(3, 3))
         custom(torch.ones(2, 2), torch.ones(2, 2))
     custom(torch.ones(2, 2), torch.ones(2, 2))
     assert [entry.calls for entry in ledger.entries()] == [1]
     del COMPOSITES[OPERATOR]
-    with Ledger(Ranks(Strategy.parse("dp1")).mesh):
+    with Ledger(Ranks(Strategy.parse("dp1"))):
         with pytest.raises(NotImplementedError, match="multiply_and_sum_in_a_test"):
             custom(torch.ones(2, 2), torch.ones(2, 2))
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -128,8 +127,8 @@ class TwoWays(nn.Module):
 def swapped_modules(rank: int) -> None:
     model = TwoWays("ab" if rank == 0 else "ba")
     for layer in model.layers.values():
-        fully_shard(layer, mesh=world())
-    fully_shard(model, mesh=world())
+        fully_shard(layer, mesh=world().mesh)
+    fully_shard(model, mesh=world().mesh)
     model(torch.ones(2, 8))
 
 
@@ -197,8 +196,8 @@ LATE = (never_comes,)
 PAIRS: list[dist.ProcessGroup] = []
 
 
-def world() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+def world() -> Ranks:
+    return Ranks({"dp": dist.get_world_size()})
 
 
 def run_wrong_programs() -> list[str]:
@@ -283,11 +282,11 @@ def test_a_message_that_is_not_what_the_receiver_takes() -> None:
 
 
 def leave_one_message_early(is_receiver_first: bool) -> None:
-    mesh, store = world(), job_store()
+    comm, store = world(), job_store()
     event = f"the other may go on/{is_receiver_first}"
-    with CollectiveCheck(mesh):
+    with CollectiveCheck(comm):
         for number in range(2):
-            if mesh.get_rank() == 1:
+            if comm.rank == 1:
                 if number == 1 and not is_receiver_first:
                     store.wait([event])
                 receiving = dist.irecv(torch.empty(3), src=0)
@@ -314,11 +313,11 @@ def test_who_leaves_while_another_waits_for_its_message(is_receiver_first: bool)
 
 
 def take_axes_in_another_order() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    comm = Ranks({"outer": 2, "inner": 2})
     names = ("inner", "outer") if dist.get_rank() in (0, 3) else ("outer", "inner")
-    with CollectiveCheck(mesh, limit_s=120):
+    with CollectiveCheck(comm, limit_s=120):
         for name in names:
-            dist.all_reduce(torch.ones(4), group=mesh.get_group(name))
+            dist.all_reduce(torch.ones(4), group=comm.mesh.get_group(name))
 
 
 def test_four_ranks_in_a_deadlock() -> None:
@@ -333,7 +332,7 @@ def test_four_ranks_in_a_deadlock() -> None:
 def send_before_or_after_a_collective() -> None:
     comm = Ranks({"pp": 2})
     numbers = torch.ones(4)
-    with CollectiveCheck(comm.mesh, limit_s=120):
+    with CollectiveCheck(comm, limit_s=120):
         for _ in range(3):  # right, and may be long
             if comm.coord("pp") == 0:
                 time.sleep(0.6)
@@ -351,7 +350,7 @@ def send_before_or_after_a_collective() -> None:
 
 def wait_for_one_who_never_sends() -> None:
     comm = Ranks({"pp": 2})
-    with CollectiveCheck(comm.mesh, limit_s=0.5):
+    with CollectiveCheck(comm, limit_s=0.5):
         if comm.coord("pp") == 1:
             comm.recv_start(torch.ones(4), "pp", 0).wait()
         job_store().wait(["never"])
@@ -373,13 +372,13 @@ def test_one_that_waits_in_a_collective_for_one_that_waits_for_its_message() -> 
 
 
 def differ_on_one_axis() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    comm = Ranks({"outer": 2, "inner": 2})
     rank = dist.get_rank()
-    with CollectiveCheck(mesh, limit_s=120) as check, check.phase("clip"):
+    with CollectiveCheck(comm, limit_s=120) as check, check.phase("clip"):
         if rank == 3:
             time.sleep(0.5)
         if rank >= 2:
-            dist.all_reduce(torch.ones(2 + rank), group=mesh.get_group("inner"))
+            dist.all_reduce(torch.ones(2 + rank), group=comm.mesh.get_group("inner"))
         dist.barrier()  # where ranks 0 and 1 learn of it
 
 
@@ -502,13 +501,13 @@ def test_receiving_from_any_source_raises_no_false_alarm() -> None:
 
 
 def train_sharded(is_checked: bool) -> tuple[list[float], list[str]]:
-    mesh = world()
+    comm = world()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=comm.mesh, mp_policy=policy)
+    fully_shard(model, mesh=comm.mesh, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses: list[float] = []
     seen: list[str] = []
@@ -526,7 +525,7 @@ def train_sharded(is_checked: bool) -> tuple[list[float], list[str]]:
         steps()
         return losses, seen
     named = dict(model.named_parameters())
-    with CollectiveCheck(mesh, named=named, limit_s=120) as check, Ledger(mesh) as ledger:
+    with CollectiveCheck(comm, named=named, limit_s=120) as check, Ledger(comm) as ledger:
         meet = check._meet
 
         def watch(call: object, fingerprint: Fingerprint) -> None:
@@ -537,9 +536,9 @@ def train_sharded(is_checked: bool) -> tuple[list[float], list[str]]:
         steps()
         assert len(seen) == sum(entry.calls for entry in ledger.entries())
     replicated = DistributedDataParallel(nn.Linear(4, 4))
-    with CollectiveCheck(mesh, limit_s=120):
+    with CollectiveCheck(comm, limit_s=120):
         replicated(torch.ones(2, 4)).sum().backward()
-        whole = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        whole = distribute_tensor(torch.ones(4, 4), comm.mesh, [Shard(0)])
         whole.redistribute(placements=[Replicate()]).to_local()
     return losses, seen
 
@@ -602,7 +601,7 @@ def gradients_beside_batch_norm(is_checked: bool) -> list[torch.Tensor | None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(data, "buckets", one_each)
         reducer = data.apply(model, comm)
-    with CollectiveCheck(comm.mesh, limit_s=120) if is_checked else nullcontext():
+    with CollectiveCheck(comm, limit_s=120) if is_checked else nullcontext():
         for step in range(2):
             model.zero_grad()
             reducer.before_backward(reducer.parameters)

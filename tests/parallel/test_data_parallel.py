@@ -66,7 +66,7 @@ def reduce_branches(kind: data.Kind) -> tuple[dict[str, torch.Tensor | None], li
     dist.all_reduce(short, group=comm.mesh.get_group("dp"))
     assert torch.equal(short, 2.0 * model.short), "apply() left the buffers apart"
     samples = torch.arange(24, dtype=torch.float64).view(2, 2, 6).sin()
-    with Ledger(comm.mesh) as ledger:
+    with Ledger(comm) as ledger:
         for index, sample in enumerate(samples[coordinate]):
             reducer.before_backward(reducer.parameters if index == 1 else ())
             with ledger.phase("backward"):

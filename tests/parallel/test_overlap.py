@@ -193,7 +193,7 @@ def trained(text: str, num_microbatches: int) -> tuple[list[float], list[Tensor]
     )  # fmt: skip
     place, losses, entries = comm.coord("data"), list[float](), list[Entry]()
     for batch in decoder_batches(SHAPE, 2, 8, 12, strategy.data_ranks, 1):
-        with Ledger(comm.mesh) as ledger, step.watched(ledger.phase):
+        with Ledger(comm) as ledger, step.watched(ledger.phase):
             losses.append(step(split(batch, place, strategy.data_ranks, num_microbatches)).loss)
         entries = [e for e in ledger.entries() if e.phase not in ("count", "metrics", "clip")]
     weights = [local_shard(parameter).detach() for parameter in model.parameters()]

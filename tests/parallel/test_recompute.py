@@ -272,7 +272,7 @@ def sharded_step(comm: Ranks, text: str) -> tuple[list[Tensor], dict[str, int]]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-    with Ledger(comm.mesh) as ledger:
+    with Ledger(comm) as ledger:
         with ledger.phase("forward"):
             loss = loss_of(model, torch.arange(4)[dist.get_rank() :: 2])
         with ledger.phase("backward"):

@@ -195,7 +195,7 @@ def bfloat16_losses(text: str, num_steps: int) -> tuple[list[float], list[Entry]
     )  # fmt: skip
     place, losses = comm.coord("data"), []
     for batch in decoder_batches(SHAPE, num_steps, 8, 12, strategy.data_ranks, 1):
-        with Ledger(comm.mesh) as ledger, step.watched(ledger.phase):
+        with Ledger(comm) as ledger, step.watched(ledger.phase):
             losses.append(step(split(batch, place, strategy.data_ranks, 2)).loss)
         entries = ledger.entries()
     assert all(p.dtype == torch.float32 for p in model.parameters())
@@ -269,7 +269,7 @@ def gradients_of_mixed(text: str, when: str) -> tuple[dict[str, float | None], b
     predicted = plan.traffic([(2, 6)] * 2)
     reducer = plan.build(comm).reducer
     samples = torch.arange(48, dtype=torch.float64).view(4, 2, 6).sin()
-    with Ledger(comm.mesh) as ledger:
+    with Ledger(comm) as ledger:
         for index in range(2):
             with ledger.phase("forward"):
                 is_used = uses(when, dist.get_rank(), index)

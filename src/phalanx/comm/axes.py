@@ -16,9 +16,19 @@ AXIS_SETS: Final[dict[str, tuple[str, ...]]] = {
 
 `data` holds different samples. `loss` holds terms of the loss: cp splits the positions of a sample,
 and of a pipeline the last stage alone has a loss.
-`grad` holds terms of the gradient of one parameter. `fsdp_cp` holds shards of one parameter where
-the job has both; there it is an axis of the mesh too, made of these two. `job` is every axis.
+`grad` holds terms of the gradient of one parameter. `fsdp_cp` holds shards of one parameter. `job`
+is every axis. `tp` is a set too, where it has sub-axes such as `tp_row` and `tp_col`.
 """
+
+FLATTENED: Final = ("fsdp_cp", "tp")
+"""Sets that are one axis too, with a group of their own, where the job has several of their axes.
+
+fsdp gathers a parameter over `fsdp_cp` in one call; rows and columns of `tp` change places over all
+of its ranks.
+"""
+
+SHARD_AXES: Final = ("fsdp", "fsdp_cp")
+"""The names of the axis over which fsdp splits parameters, without cp and beside it."""
 
 
 def axes_of(name: str, axes: Iterable[str]) -> tuple[str, ...]:
@@ -28,3 +38,16 @@ def axes_of(name: str, axes: Iterable[str]) -> tuple[str, ...]:
     """
     members = AXIS_SETS.get(name, (name,))
     return tuple(axis for axis in axes if axis == name or axis.split("_")[0] in members)
+
+
+def flattened(axes: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the flattened axes of a job that has `axes`, with the axes that each is made of."""
+    axes = tuple(axes)
+    members = {name: axes_of(name, axes) for name in FLATTENED}
+    return {name: found for name, found in members.items() if len(found) > 1}
+
+
+def single_axis(name: str, axes: Iterable[str]) -> str:
+    """Return the one axis that has all ranks of a set: of `FLATTENED` itself, or its only axis."""
+    first, *others = axes_of(name, axes)
+    return name if others else first

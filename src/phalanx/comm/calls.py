@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
-from phalanx.comm.axes import axes_of
 
 _NAMESPACES = ("c10d", "_c10d_functional", "phalanx_comm")
 
@@ -100,28 +97,6 @@ def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ca
     names = (argument.name for argument in func._schema.arguments)
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     return Call(_KIND[name], _group(func, arguments), arguments)
-
-
-def axes_by_ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """Map the ranks of this rank's groups to the names of their axes, several joined by "_".
-
-    The ranks of tp are the axis "tp", also where they stand in a grid of sub-axes; two neighbours
-    on pp are the axis "pp".
-    """
-    names = mesh.mesh_dim_names or ()
-    groups = {tuple(dist.get_process_group_ranks(mesh.get_group(name))): name for name in names}
-    if "pp" in names:
-        of_pp = dist.get_process_group_ranks(mesh.get_group("pp"))
-        here = mesh.get_local_rank("pp")
-        for side in (here - 1, (here + 1) % len(of_pp)):
-            groups.setdefault(tuple(sorted((of_pp[here], of_pp[side]))), "pp")
-    if sub_axes := axes_of("tp", names):
-        groups.setdefault(tuple(mesh[sub_axes].mesh.flatten().tolist()), "tp")
-    if "fsdp" in names and "cp" in names:
-        groups.setdefault(tuple(mesh["fsdp", "cp"].mesh.flatten().tolist()), "fsdp_cp")
-    if len(names) > 1:
-        groups.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), "_".join(names))
-    return groups
 
 
 def group_named(name: Any) -> dist.ProcessGroup:

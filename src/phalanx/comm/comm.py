@@ -22,26 +22,22 @@ import functools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from phalanx.comm import exchange
-from phalanx.comm.axes import axes_of
-from phalanx.comm.join import (
-    OneWayGroups,
-    groups_apart,
-    inner_mesh,
-    one_way_groups,
-    open_mesh,
-)
+from phalanx.comm.axes import axes_of, flattened
 from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
-from phalanx.comm.waits import is_compared, waiting
+from phalanx.comm.meshes import job_mesh
+from phalanx.comm.waits import waiting
 from phalanx.comm.watch import Phases
 from phalanx.errors import ScriptError
 from phalanx.strategy import Strategy, check_ranks
@@ -124,10 +120,48 @@ class Comm(ABC):
 
     def coord(self, name: str) -> int:
         """Return this rank's number among those of an axis or a set, the outer axis first."""
+        return self._number(self.axes_of(name))
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the job."""
+        return self._number(self.axes)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is rank 0 of the job, which reports for it."""
+        return self.rank == 0
+
+    def _number(self, axes: Iterable[str]) -> int:
         number = 0
-        for axis in self.axes_of(name):
+        for axis in axes:
             number = number * self.axes[axis] + self._coords[axis]
         return number
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """Return the numbers in the job of the ranks of an axis or a set that this rank is of."""
+        members, ranks = self.axes_of(name), [0]
+        for axis, size in self.axes.items():
+            coords = range(size) if axis in members else (self._coords[axis],)
+            ranks = [rank * size + coord for rank in ranks for coord in coords]
+        return tuple(ranks)
+
+    def axis_by_ranks(self) -> dict[tuple[int, ...], str]:
+        """Map the ranks of this rank's groups to the names of their axes.
+
+        Those of a flattened axis are that axis, two neighbours on pp are the axis "pp", and all
+        ranks are the names of all axes, joined by "_".
+        """
+        names = {self.ranks(axis): axis for axis in self.axes}
+        if "pp" in self.axes:
+            of_pp, here = self.ranks("pp"), self.coord("pp")
+            for side in (here - 1, (here + 1) % len(of_pp)):
+                names.setdefault(tuple(sorted((of_pp[here], of_pp[side]))), "pp")
+        for name in flattened(self.axes):
+            names.setdefault(self.ranks(name), name)
+        if len(self.axes) > 1:
+            names.setdefault(tuple(range(math.prod(self.axes.values()))), "_".join(self.axes))
+        return names
 
     @property
     def is_compared(self) -> bool:
@@ -258,8 +292,7 @@ class Ranks(Comm):
     """The ranks of a job, which have joined, over process groups.
 
     Attributes:
-        mesh: of all ranks, for the ledger and the debugger; all else names axes.
-        model_mesh: of the ranks that share each tensor, for FSDP2 and DTensor: those of one stage.
+        mesh: of all ranks, for FSDP2 and DTensor; all else names axes.
     """
 
     def __init__(self, split: Strategy | Mapping[str, int], device: str = "cpu") -> None:
@@ -274,30 +307,43 @@ class Ranks(Comm):
         if isinstance(split, Strategy):
             check_ranks(split, dist.get_world_size())
             split = split.mesh_axes()
-        self.mesh = open_mesh(split, device)
-        self.model_mesh = inner_mesh(self.mesh)
+        self._job = job_mesh(split, device)
+        self.mesh = self._job.whole
         coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
         super().__init__(split, coords, torch.device(here))
         self._process = os.getpid()
-        self._groups = {axis: self.mesh.get_group(axis) for axis in split}
-        is_pipeline = self.axes.get("pp", 1) > 1
-        self._one_way: OneWayGroups = one_way_groups(self.mesh) if is_pipeline else {}
-        if "tp_row" in split:
-            # Rows and columns change places over all of tp. Made here, where every rank is.
-            # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
-            of_tp = self.mesh[self.axes_of("tp")]._flatten()  # pyright: ignore[reportPrivateUsage]
-            self._groups["tp"] = of_tp.get_group()
+        self._groups = self._job.groups
+        self._one_way = self._job.one_way
+
+    @property
+    def model_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that split each tensor: those of one stage."""
+        return self._job.inner
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """The mesh over which fsdp alone splits and replicates a model."""
+        return self._job.sharding
 
     @property
     @override
     def is_compared(self) -> bool:
-        return is_compared(self.mesh)
+        return self._job.num_checks > 0
+
+    @contextmanager
+    def compared(self) -> Generator[None]:
+        """Have the ranks meet at each call inside the block."""
+        self._job.num_checks += 1
+        try:
+            yield
+        finally:
+            self._job.num_checks -= 1
 
     @override
     def apart(self, name: str) -> Comm:
         other = copy.copy(self)
-        other._groups = self._groups | groups_apart(self.mesh, self._speaking(name))
+        other._groups = self._groups | self._job.apart(self._speaking(name))
         return other
 
     @override

@@ -17,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm.calls import Call, axes_by_ranks, read_call
+from phalanx.comm.calls import Call, read_call
 from phalanx.comm.watch import Watch
+
+if TYPE_CHECKING:
+    from phalanx.comm.comm import Comm
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """`with phase("backward"):` books what runs inside under that name."""
@@ -88,11 +90,11 @@ class Tally:
 
 
 class Ledger(Watch):
-    """Counts the collectives that run inside `with Ledger(mesh) as ledger:`."""
+    """Counts the collectives that run inside `with Ledger(comm) as ledger:`."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, comm: Comm) -> None:
         super().__init__()
-        self._axis_of = axes_by_ranks(mesh)
+        self._axis_of = comm.axis_by_ranks()
         self._tally = Tally()
 
     def entries(self) -> list[Entry]:

@@ -9,37 +9,16 @@ checkpoint, are told to nobody.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Final
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 Wait = Callable[[Tensor | None], AbstractContextManager[None]]
 """`with wait(tensor):` holds the time in which a rank waits, for that tensor if it is known."""
 
 _WAITS: ContextVar[tuple[Wait, ...]] = ContextVar("waits", default=())
-
-_COMPARED: Final[Counter[DeviceMesh]] = Counter()
-"""Meshes -> how many checks compare the calls of their ranks."""
-
-
-@contextmanager
-def compared(mesh: DeviceMesh) -> Generator[None]:
-    """Say that the ranks of a mesh meet at each call, inside the block."""
-    _COMPARED[mesh] += 1
-    try:
-        yield
-    finally:
-        _COMPARED[mesh] -= 1
-
-
-def is_compared(mesh: DeviceMesh) -> bool:
-    """Return whether the ranks of a mesh meet at each call."""
-    return _COMPARED[mesh] > 0
 
 
 @contextmanager

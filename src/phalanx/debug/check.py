@@ -35,12 +35,12 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from phalanx.comm.calls import Call, axes_by_ranks, read_call
-from phalanx.comm.waits import compared, told_to
+from phalanx.comm.calls import Call, read_call
+from phalanx.comm.comm import Ranks
+from phalanx.comm.waits import told_to
 from phalanx.comm.watch import Watch
 from phalanx.debug.deadlock import Edge
 from phalanx.debug.fingerprint import Fingerprint, difference, find_places, take
@@ -79,14 +79,14 @@ class Meeting:
 
 
 class CollectiveCheck(Watch):
-    """Compares the collectives that run inside `with CollectiveCheck(mesh):`.
+    """Compares the collectives that run inside `with CollectiveCheck(comm):`.
 
     Every rank of the job enters it at the same place of the program, and leaves it so.
     """
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        comm: Ranks,
         *,
         named: Mapping[str, torch.Tensor] | None = None,
         limit_s: float = LIMIT_S,
@@ -94,15 +94,15 @@ class CollectiveCheck(Watch):
         """Prepare to compare.
 
         Args:
-            mesh: names the groups.
+            comm: names the groups.
             named: tensors that calls may be about, such as the parameters of a model; their
                 gradients are known too.
             limit_s: how long the ranks wait for one that does not come, in seconds.
         """
         super().__init__()
         self.phase_name = ""
-        self._mesh = mesh
-        self._axis_of = axes_by_ranks(mesh)
+        self._comm = comm
+        self._axis_of = comm.axis_by_ranks()
         self._named = dict(named or {})
         self._numbers: Counter[str] = Counter()
         self._telling = ExitStack()
@@ -113,7 +113,7 @@ class CollectiveCheck(Watch):
 
     @override
     def __enter__(self) -> Self:
-        self._telling.enter_context(compared(self._mesh))
+        self._telling.enter_context(self._comm.compared())
         self._telling.enter_context(told_to(self._messages.wait_for))
         return super().__enter__()
 

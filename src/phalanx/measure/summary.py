@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rich.table import Column, Table
 from rich.text import Text
 
+from phalanx.comm.axes import SHARD_AXES
 from phalanx.comm.ledger import Entry
 from phalanx.measure.timer import TERMS, StepTimes, Term
 
@@ -96,7 +97,7 @@ def _send_less(sent: Sequence[Entry]) -> str:
     for entry in sent:
         by_axis[entry.axis] += math.ceil(entry.sent_bytes)
     axis = next((axis for axis, _ in by_axis.most_common(1)), "dp")
-    if axis in ("fsdp", "fsdp_cp"):
+    if axis in SHARD_AXES:
         gathers = sum(e.op == "all_gather" and e.axis == axis for e in sent)
         if gathers > 1:  # in forward and again in backward
             return (

@@ -41,8 +41,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from phalanx.comm.axes import single_axis
 from phalanx.comm.comm import Ranks, local_shard
-from phalanx.comm.join import sharding_mesh
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import StrategyError
 from phalanx.parallel import overlap
@@ -111,7 +111,7 @@ class ShardedSplit(Split):
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return what is gathered and reduced."""
         groups, num_ranks, times = self._groups, self._num_shards, len(microbatches)
-        axis = "fsdp" if self._degree["cp"] == 1 else "fsdp_cp"
+        axis = single_axis("fsdp_cp", self.target.strategy.mesh_axes())
         degree = {**self._degree, axis: num_ranks}
         gathered, again, shares, reduced = list[int](), list[int](), list[int](), list[int]()
         is_zero3 = self._kind == "zero3"
@@ -198,7 +198,7 @@ def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         where = mesh_dims()(shard=shards, replicate=copies)
         return {"mesh": comm.model_mesh, "dp_mesh_dims": where}
-    return {"mesh": sharding_mesh(comm.mesh)}
+    return {"mesh": comm.sharding_mesh}
 
 
 def mesh_dims() -> type[Any]:

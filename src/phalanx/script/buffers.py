@@ -43,7 +43,7 @@ def warn_of_buffers(model: nn.Module, comm: Comm) -> None:
     for where, theirs in gather_objects((place, own)):
         mine = first.setdefault(where, theirs)
         apart |= {name for name in mine if theirs.get(name) != mine[name]}
-    if apart and dist.get_rank() == 0:
+    if apart and comm.is_first:
         names = ", ".join(sorted(apart)[:3]) + (" and more" if len(apart) > 3 else "")
         warnings.warn(
             f"the buffers {names} differ between ranks after a step: the forward moves them by "

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -172,7 +171,7 @@ class Fit:
         else:
             checkpoint.check_unused(options.out)
         self.records = (records or Records)(self)
-        self.pace = Pace(60 * options.save_every_minutes, dist.get_rank() == 0)
+        self.pace = Pace(60 * options.save_every_minutes, comm.is_first)
 
     def run(self) -> Fitted:
         """Take the steps; a signal ends them after the one under way, with a checkpoint."""
@@ -301,7 +300,7 @@ class Fit:
         self.records.evaluation(self.step.steps_done, float(totals[0] / totals[1].clamp(min=1)))
 
     def _checked(self) -> CollectiveCheck:
-        return CollectiveCheck(self.comm.mesh, named=dict(self.step.model.named_parameters()))
+        return CollectiveCheck(self.comm, named=dict(self.step.model.named_parameters()))
 
     def _standing(self) -> checkpoint.Standing:
         return checkpoint.Standing(
@@ -401,7 +400,7 @@ class Records:
         self._types = ProductTypes()
         self._watching = ExitStack()
         self.log: RunLog | None = None
-        if dist.get_rank() == 0:
+        if comm.is_first:
             self.log = RunLog(run.options.out, console or Console(), run.num_steps)
             self.log.note("environment", environment())
             config = {"strategy": str(run.strategy), "steps": run.num_steps, "stages": run.stages}
@@ -429,7 +428,7 @@ class Records:
             with self._types:
                 result = step(microbatches)
         elif number == LEDGER_STEP:
-            with Ledger(self._run.comm.mesh) as ledger, step.watched(ledger.phase):
+            with Ledger(self._run.comm) as ledger, step.watched(ledger.phase):
                 result = step(microbatches)
             self.entries = ledger.entries()
         elif number == MEMORY_STEP and not self._run.options.debug_comm:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -191,7 +190,7 @@ class _Watch:
         full: dict[str, Values] = {
             what: full_tensors(tensors, run.comm) for what, tensors in held.items()
         }
-        if dist.get_rank() == 0:
+        if run.comm.is_first:
             record: dict[str, Values] = {"loss": {"": self._loss}}
             record |= self.seen.records.get(self._number, {})
             for what, values in {**full, **numbers}.items():

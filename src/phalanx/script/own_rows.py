@@ -16,8 +16,6 @@ from __future__ import annotations
 import warnings
 import weakref
 
-import torch.distributed as dist
-
 from phalanx.comm.comm import Comm
 from phalanx.script.loader import RankLoader
 
@@ -26,7 +24,7 @@ class OwnRows:
     """The passes whose numbers have not been added up over the ranks yet."""
 
     def __init__(self, comm: Comm) -> None:
-        self._is_watching = comm.size("data") > 1 and dist.get_rank() == 0
+        self._is_watching = comm.size("data") > 1 and comm.is_first
         self._seen: weakref.WeakKeyDictionary[RankLoader, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
         )

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -277,7 +276,7 @@ class Replicas:
 
     def _facts(self) -> Facts:
         return Facts(
-            dist.get_rank(),
+            self._comm.rank,
             self._counts,
             self._settings,
             {name: _digest(held) for name, held in self._weights.items()},
@@ -302,7 +301,7 @@ class Replicas:
         if not (is_rounding and self._differ_by_rounding()):
             self._is_refused = True
             raise ScriptError(f"{call}: {found.words}")
-        if not self._is_rounding and dist.get_rank() == 0:
+        if not self._is_rounding and self._comm.is_first:
             warnings.warn(
                 f"{found.words}; they differ by no more than rounding, as on hosts of unlike "
                 "processors",

@@ -115,7 +115,7 @@ def init(
     check_end(f"{name} of the script begins")  # of the runs before, which may not last any longer
     run = Run(Ranks(parsed, kind), parsed, accumulation, seed, name)
     if debug_comm:
-        CollectiveCheck(run.comm.mesh).__enter__()  # for as long as the process lasts
+        CollectiveCheck(run.comm).__enter__()  # for as long as the process lasts
     if IN_PLACE:
         IN_PLACE[-1][1](run)
     return run
@@ -181,7 +181,7 @@ class Run:
     def is_first(self) -> bool:
         """Whether this rank speaks for the job."""
         self._own_rows.warn()
-        return dist.get_rank() == 0
+        return self.comm.is_first
 
     @property
     def device(self) -> torch.device:

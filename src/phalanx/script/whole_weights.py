@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -67,13 +66,13 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
     """
     # Asked with its variables, and before which FSDP2 frees what it has gathered.
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    problem = first_object(_problem(given, own) if dist.get_rank() == 0 else None)
+    problem = first_object(_problem(given, own) if comm.is_first else None)
     if problem is not None:
         raise ScriptError(f"load_state_dict: {problem}")
     dtypes = broadcast_object({n: t.dtype for n, t in given.items()} if given else None)
     for name, tensor in own.items():
         whole = torch.empty(tensor.shape, dtype=dtypes[name], device=comm.device)
-        if dist.get_rank() == 0:
+        if comm.is_first:
             whole.copy_(given[name])
         comm.broadcast(whole, "job")
         if isinstance(tensor, DTensor):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
@@ -163,7 +162,7 @@ class Witness(Records):
 
     def _full(self, held: dict[str, dict[str, Tensor]]) -> dict[str, Values]:
         full = {what: full_tensors(tensors, self.fit.comm) for what, tensors in held.items()}
-        return dict(full) if dist.get_rank() == 0 else {}
+        return dict(full) if self.fit.comm.is_first else {}
 
 
 def evaluate(run: Fit, microbatches: Sequence[Any], recorder: Recorder | None = None) -> Tensor:

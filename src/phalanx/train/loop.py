@@ -116,7 +116,7 @@ def _checked(session: Session) -> Generator[None]:
         yield
         return
     collectives = CollectiveCheck(
-        session.comm.mesh,
+        session.comm,
         named=dict(session.model.named_parameters()),
         limit_s=min(LIMIT_S, config.timeout_s),
     )

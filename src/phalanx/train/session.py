@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
@@ -57,7 +56,7 @@ class Session:
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for the job."""
-        return dist.get_rank() == 0
+        return self.comm.is_first
 
     def begin_save(self, *, is_passing: bool = False) -> None:
         """Begin to save a checkpoint, one that the next replaces if it `is_passing`.
@@ -125,7 +124,7 @@ def open_session(job: Job) -> Session:
             step.scaler.load_state_dict(about.scaler)
     if config.compile:
         compile_blocks(model)
-    _reserve(saver, step)
+    _reserve(saver, step, comm)
     return Session(
         job=job,
         comm=comm,
@@ -139,7 +138,7 @@ def open_session(job: Job) -> Session:
     )
 
 
-def _reserve(saver: Saver, step: Step) -> None:
+def _reserve(saver: Saver, step: Step, comm: Comm) -> None:
     """Get the memory that checkpoints are copied to; it would be too late after the last step."""
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free_bytes = free_memory_bytes("cpu") // num_here
@@ -147,7 +146,7 @@ def _reserve(saver: Saver, step: Step) -> None:
         free_bytes -= 3 * sum(local_shard(p).nbytes for p in step.model.parameters())
     barrier()  # all of a host have looked before one takes what it may
     line = saver.reserve(step.model, step.optimizer, free_bytes)
-    if line is not None and dist.get_rank() == 0:
+    if line is not None and comm.is_first:
         Console().print(Text(line), soft_wrap=True)
 
 

@@ -177,10 +177,10 @@ def verify_on_ranks(
     verdicts: list[Verdict] = []
     for name, case in cases.items():
         start_s = time.monotonic()
-        with Whereabouts(name) as at, CollectiveCheck(comm.mesh) if debug_comm else nullcontext():
+        with Whereabouts(name) as at, CollectiveCheck(comm) if debug_comm else nullcontext():
             verdict = verify_case(case, strategy, comm, at)
         verdicts.append(dataclasses.replace(verdict, case=name))
-        if report is not None and dist.get_rank() == 0:
+        if report is not None and comm.is_first:
             report(verdicts[-1], time.monotonic() - start_s)
     return verdicts
 
@@ -221,7 +221,7 @@ def _compare_steps(
     at.follow(run.model)
     ours = {"weight": full_tensors(dict(run.model.named_parameters()), comm)}
     differences, unequal, facts = list[Difference](), list[Place](), list[RankFacts]()
-    beside = Beside(case, comm.device) if dist.get_rank() == 0 else None
+    beside = Beside(case, comm.device) if comm.is_first else None
     differences += beside.compare_first(ours) if beside else []
     is_equal = True
     at.step = 0

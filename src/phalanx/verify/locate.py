@@ -79,9 +79,8 @@ def locate(
     step = first.step
     if first.quantity == "first weight":
         return Place(owner(first.name), f"the first weights of {first.name} differ", step)
-    is_first = torch.distributed.get_rank() == 0
     expected, gradient = list[Expected](), None
-    if is_first:
+    if comm.is_first:
         expected, gradient = _expected(case, first, comm.device, begin)
     expected = broadcast_object(expected)
     recorded = record(first) if record else _of_split(case, strategy, comm, first)

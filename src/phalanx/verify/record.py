@@ -114,7 +114,7 @@ class SplitRun:
         # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self._case = case
-        self.ledger = Ledger(comm.mesh)
+        self.ledger = Ledger(comm)
         self._shard = comm.coord("data"), comm.size("data"), case.accumulation
         self.model = in_training(case.build()).to(comm.device, case.torch_dtype)
         if case.batch_norm is not None:

@@ -110,7 +110,7 @@ class Records:
         """Measure the step that is taken inside; one is counted, and one accounted for."""
         step = self.session.step
         if self.num_steps == LEDGER_STEP:
-            with Ledger(self.session.comm.mesh) as ledger, step.watched(ledger.phase):
+            with Ledger(self.session.comm) as ledger, step.watched(ledger.phase):
                 yield
             self.entries = ledger.entries()
         elif self.num_steps == MEMORY_STEP and self.blind_spot is None:

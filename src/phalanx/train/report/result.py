@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from phalanx.comm.axes import SHARD_AXES
 from phalanx.comm.ledger import Entry
 from phalanx.measure.summary import summary_table
 from phalanx.measure.utilization import percent
@@ -52,7 +53,7 @@ def hsdp_text(sent: Sequence[Entry], strategy: Strategy, parameter_bytes: int) -
         return None
     inside, across = (
         sum(e.sent_bytes for e in sent if e.axis in axes and e.phase in ("forward", "backward"))
-        for axes in (("fsdp", "fsdp_cp"), ("dp",))
+        for axes in (SHARD_AXES, ("dp",))
     )
     inside_unit = parameter_bytes * (num_ranks - 1) / num_ranks
     across_unit = 2 * (num_groups - 1) / num_groups * parameter_bytes / num_ranks

@@ -1,0 +1,171 @@
+"""Lay the ranks of a job on a mesh of named axes, and make the groups of its axes.
+
+The mesh has one axis for each degree above 1, outer to inner `pp dp fsdp cp tp`, so that the
+innermost axis lies on the fastest link; tp has one for each of its sub-axes (`Strategy.grid`). A
+strategy of one rank has the axis `dp` of size 1.
+
+[Note: One-way groups] NCCL runs the calls of a group one after another, and a send ends when its
+receive runs. Two neighbours in a pipeline that both send first (one an activation, the other a
+gradient) would wait for each other for ever in one group. So each two neighbours have a group for
+either direction: one rank only sends there, the other only receives, in the same order, and no
+schedule can stand still. The first and the last rank are neighbours too: chunks of a rank and tied
+weights go from one to the other. gloo needs none of this, and has the same groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from phalanx.comm.axes import flattened
+from phalanx.comm.join import check_files, connect, job_timeout, lazily_connected, set_timeout
+
+OneWayGroups = dict[tuple[int, int], dist.ProcessGroup]
+"""Coordinates on pp of the rank that sends and of the one that receives -> their group."""
+
+
+class JobMesh:
+    """The ranks of a job on some axes: each mesh and group of them is made once.
+
+    Every rank of the job makes it together, and asks it for what it has not made yet together.
+
+    Attributes:
+        whole: of all axes.
+        groups: this rank's group of each axis, and of each flattened one (comm.axes).
+        num_checks: how many checks compare the calls of its ranks, see debug.check.
+    """
+
+    def __init__(self, axes: Mapping[str, int], device: str) -> None:
+        """Lay the ranks out, and connect those of each axis.
+
+        Raises:
+            ConfigError: a rank may not open as many files as the mesh needs.
+        """
+        check_files(axes, dist.get_world_size(), device)
+        self.num_checks = 0
+        self._apart: dict[str, dist.ProcessGroup] = {}
+        with lazily_connected():
+            self.whole = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
+            self._flat = {
+                name: self.whole[members]._flatten(name)  # pyright: ignore[reportPrivateUsage]
+                for name, members in flattened(axes).items()
+            }
+            self.groups = {axis: self.whole.get_group(axis) for axis in axes}
+            self.groups |= {name: mesh.get_group() for name, mesh in self._flat.items()}
+        # DeviceMesh makes its groups with torch's own timeout.
+        set_timeout(job_timeout(device).total_seconds())
+        for axis, group in self.groups.items():
+            connect(group, fully=axis != "dp")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes, outer to inner."""
+        return self.whole.mesh_dim_names or ()
+
+    @functools.cached_property
+    def inner(self) -> DeviceMesh:
+        """The mesh of this rank's stage of a pipeline: the axes within pp, if there are any."""
+        names = tuple(name for name in self.axes if name != "pp")
+        return self.whole if names in ((), self.axes) else self.whole[names]
+
+    @functools.cached_property
+    def sharding(self) -> DeviceMesh:
+        """The mesh of dp, if there is any, and fsdp; where there is cp, of fsdp_cp."""
+        shards = self._flat.get("fsdp_cp")
+        if "dp" not in self.axes:
+            return self.whole["fsdp"] if shards is None else shards
+        if shards is None:
+            return self.whole["dp", "fsdp"]
+        return DeviceMesh._concatenate([self.whole["dp"], shards])  # pyright: ignore[reportPrivateUsage]
+
+    @functools.cached_property
+    def one_way(self) -> OneWayGroups:
+        """The groups in which this rank sends to its neighbours on pp, or they to it."""
+        size = dict(zip(self.axes, self.whole.shape, strict=True)).get("pp", 1)
+        return one_way_groups(self.whole) if size > 1 else {}
+
+    def apart(self, axes: Iterable[str]) -> dict[str, dist.ProcessGroup]:
+        """Return a second group of each of some axes, whose calls keep no order with the first's.
+
+        An axis has one second group, however often it is asked for: its calls keep one order among
+        themselves.
+        """
+        axes, mesh = list(axes), self.whole
+        for axis in axes:
+            if axis not in self._apart:
+                number = self.axes.index(axis)
+                ranks = mesh.mesh.movedim(number, -1).reshape(-1, mesh.size(number)).tolist()
+                with lazily_connected():
+                    own = _split_job(ranks, mesh.device_type)
+                assert own is not None, "every rank is on every axis of its mesh"
+                connect(own, fully=False)
+                self._apart[axis] = own
+        return {axis: self._apart[axis] for axis in axes}
+
+
+_made: dict[tuple[Any, ...], JobMesh] = {}
+"""By the job's group of all ranks, which holds no two jobs for one, the axes and the device."""
+
+
+def job_mesh(axes: Mapping[str, int], device: str = "cpu") -> JobMesh:
+    """Return the job's mesh of `axes`, one however often it is asked for; every rank calls this.
+
+    PyTorch caches layouts under meshes that compare equal, and FSDP2 requires the same object. The
+    meshes of two jobs of one process compare equal too: a job finds its own alone.
+
+    Raises:
+        ConfigError: a rank may not open as many files as the mesh needs.
+    """
+    asked = (dist.group.WORLD, tuple(axes.items()), device)
+    if asked not in _made:
+        _made[asked] = JobMesh(axes, device)
+    return _made[asked]
+
+
+def one_way_groups(mesh: DeviceMesh) -> OneWayGroups:
+    """Make a group for either direction between neighbours on pp; return those of this rank.
+
+    Every rank of a job that has pp calls this; see [Note: One-way groups].
+    """
+    axis = (mesh.mesh_dim_names or ()).index("pp")
+    ranks = mesh.mesh.movedim(axis, 0).reshape(mesh.size(axis), -1).tolist()
+    here = mesh.get_local_rank("pp")
+    groups: OneWayGroups = {}
+    for pairs in neighbor_rounds(mesh.size(axis)):
+        split = [list(both) for a, b in pairs for both in zip(ranks[a], ranks[b], strict=True)]
+        forward, backward = (_split_job(split, mesh.device_type) for _ in range(2))
+        for a, b in pairs:
+            if here in (a, b):
+                assert forward is not None and backward is not None, "this rank is in a pair"
+                groups |= {(a, b): forward, (b, a): backward}
+    return groups
+
+
+def neighbor_rounds(size: int) -> list[list[tuple[int, int]]]:
+    """Return all pairs of neighbours on a ring, in rounds that have each rank at most once."""
+    pairs = [(at, (at + 1) % size) for at in range(size if size > 2 else size - 1)]
+    odd = [[pairs.pop()]] if size > 2 and size % 2 else []
+    return [each for each in (pairs[::2], pairs[1::2]) if each] + odd
+
+
+def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
+    """Make a group of each part of the job's ranks, which share none; return this rank's.
+
+    A rank waits in it for another as long as the job says.
+    """
+    # Private, and the only way; tests/comm/test_one_way_groups.py pins it.
+    job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+    timeout = job_timeout(device)
+    if job.bound_device_id is None:
+        made = [dist.new_group(part, timeout) for part in parts]
+        return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
+    # All at once, as DeviceMesh does. A rank without a part gets a group of its own: torch names a
+    # group after how many its rank has, and all ranks of a group must call it the same.
+    split = {rank for part in parts for rank in part}
+    alone = [[rank] for rank in range(dist.get_world_size()) if rank not in split]
+    return dist.split_group(split_ranks=[*parts, *alone], timeout=timeout)
