@@ -22,7 +22,7 @@ import functools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ from phalanx.comm import exchange
 from phalanx.comm.axes import axes_of, flattened
 from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.meshes import job_mesh
-from phalanx.comm.waits import waiting
+from phalanx.comm.pending import Pending
 from phalanx.comm.watch import Phases
 from phalanx.errors import ScriptError
 from phalanx.strategy import Strategy, check_ranks
@@ -52,32 +52,6 @@ _gather_single = getattr(_any_dist, "all_gather_single", None) or _any_dist.all_
 _scatter_single = (
     getattr(_any_dist, "reduce_scatter_single", None) or _any_dist.reduce_scatter_tensor
 )
-
-
-class Pending:
-    """A collective under way; `wait` returns its tensor when it is there."""
-
-    def __init__(
-        self,
-        tensor: Tensor,
-        work: dist.Work | None = None,
-        begin: Callable[[], Pending] | None = None,
-    ) -> None:
-        """Have `wait` wait for `work`, or begin it."""
-        self._tensor = tensor
-        self._work = work
-        self._begin = begin
-
-    def wait(self) -> Tensor:
-        """Return the tensor once the collective has ended (for CUDA: once it is on the stream)."""
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            begin().wait()
-        if self._work is not None:
-            with waiting(self._tensor):
-                self._work.wait()
-            self._work = None
-        return self._tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:

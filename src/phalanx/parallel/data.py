@@ -28,8 +28,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.axes import axes_of
-from phalanx.comm.comm import Comm, Pending, Ranks, local_shard
+from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
+from phalanx.comm.pending import Pending
 from phalanx.errors import TrainingError
 from phalanx.parallel.reduce import GradientReducer, Parameters, buckets
 from phalanx.parallel.sparse import SparseReducer, sparse_tables

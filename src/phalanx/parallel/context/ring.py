@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.comm.comm import Comm, Pending
+from phalanx.comm.comm import Comm
+from phalanx.comm.pending import Pending
 from phalanx.models.attention import Documents, first_seen
 from phalanx.parallel.composite import Composite, once_differentiable
 from phalanx.parallel.context.order import Order, zig_zag

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from phalanx.comm.comm import Comm, Pending
+from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Phase, no_phase
+from phalanx.comm.pending import Pending
 from phalanx.errors import StrategyError
 from phalanx.parallel.accumulate import Forward, Runner, ShareOf
 from phalanx.parallel.pipeline.schedule import Action, Schedule

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.comm.comm import Comm, Pending
+from phalanx.comm.comm import Comm
+from phalanx.comm.pending import Pending
 from phalanx.parallel.tensor.layout import Layout, total, weight_gradient
 from phalanx.parallel.tensor.spec import Spec
 
