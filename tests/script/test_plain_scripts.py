@@ -94,6 +94,17 @@ def test_plain_scripts_print_the_same(strategy: str, names: Sequence[str]) -> No
                 assert found[name] == pytest.approx(on_one_process(name), rel=limit), name
 
 
+def test_the_document_has_the_counts() -> None:
+    text = (Path(__file__).parents[2] / "docs/your_model.md").read_text()
+    num_refused = sum(strategy == "fsdp2" for strategy, _ in REFUSED)
+    assert f"{len(SCRIPTS)} plain scripts in" in text
+    assert f"| `dp2` | {len(SCRIPTS)} | none |" in text
+    assert f"| `fsdp2` | {len(SCRIPTS) - num_refused} |" in text
+    num_equal = len(JOBS) - len(NOT_BY_THE_TRAINER)
+    assert f"| `pp2`, by the trainer | {num_equal} of {len(JOBS)} |" in text
+    assert f"The other {len(SCRIPTS) - len(JOBS)} are loops of their own" in text
+
+
 NOT_BY_THE_TRAINER = {
     "plateau": "a step of ReduceLROnPlateau needs metrics",
     "siamese": "is used after the module that it is sent to",
