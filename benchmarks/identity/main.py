@@ -72,8 +72,8 @@ def run(source: Path, *words: str) -> str:
 def measured(out: Path, shown: str, strategy: str) -> dict[str, Any]:
     """Return a run's losses, norms and evaluations, and its bytes and memory in one step.
 
-    How long what a stage sends, or what fsdp gathers, stays in memory depends on when it arrives:
-    under pp and fsdp the bytes of messages, and so the peak of all kinds together, are left out.
+    How long a message stays in memory depends on when it arrives: the bytes of communication are
+    left out, and under pp and fsdp the peak of all kinds together.
     """
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "grad_norm" in line]
@@ -81,7 +81,7 @@ def measured(out: Path, shown: str, strategy: str) -> dict[str, Any]:
         raise SystemExit(f"{out}: {len(steps)} steps are recorded, expected {STEPS}")
     document = json.loads(shown.splitlines()[-1])
     is_timed = "pp" in strategy or "fsdp" in strategy
-    of_messages = ("communication", "other") if is_timed else ()
+    of_messages = ("communication", "other") if is_timed else ("communication",)
     memory = {
         when: {kind: size for kind, size in held.items() if kind not in of_messages}
         for when, held in (document["memory"] or {}).items()
