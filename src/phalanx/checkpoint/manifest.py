@@ -66,7 +66,7 @@ class Manifest:
         shape: the model's shape.
         stream: what fixes the order of the samples, by name.
         first_epoch: number of the epoch at which that order begins.
-        settings: what else the run was told that a run which goes on should keep, by name.
+        settings: other settings of the run that a resumed run keeps, by name.
         script: where a training script stands; None for a run of `phalanx train`.
         scaler: state of the scaler of the loss, or None if the precision needs none.
         has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one

@@ -8,7 +8,7 @@ strategy of one rank has the axis `dp` of size 1.
 receive runs. Two neighbours in a pipeline that both send first (one an activation, the other a
 gradient) would wait for each other for ever in one group. So each two neighbours have a group for
 either direction: one rank only sends there, the other only receives, in the same order, and no
-schedule can stand still. The first and the last rank are neighbours too: chunks of a rank and tied
+schedule deadlocks. The first and the last rank are neighbours too: chunks of a rank and tied
 weights go from one to the other. gloo needs none of this, and has the same groups.
 """
 

@@ -31,7 +31,7 @@ ASKED: list[bool] = []
 
 _attached: list[_Attached] = []
 _ending: dict[str, tuple[int, Callable[[str], None]]] = {}
-"""What is left to check, by the names of those that ask for it."""
+"""Checks that are not made yet, each with the process that asked for it, by name."""
 _readers: list[Callable[[BaseException], PhalanxError | None]] = []
 
 
