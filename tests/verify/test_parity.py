@@ -398,6 +398,24 @@ def test_a_users_own_module(text: str) -> None:
     assert verify(Regression, regression_batches(), text, SquaredError()).is_equal
 
 
+class Scaled(Regression):
+    """Has a parameter without dimensions, whose moments have none either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.net(x)
+
+
+def test_a_parameter_without_dimensions_is_compared() -> None:
+    verdict = verify(Scaled, regression_batches(), "dp2", SquaredError())
+    assert verdict.is_equal, str(verdict)
+    compared = {each.quantity for each in verdict.differences if each.name == "scale"}
+    assert compared >= {"gradient", "first moment", "second moment", "weight"}
+
+
 def test_a_wrong_loss_is_found_and_named() -> None:
     verdict = verify(Regression, regression_batches(), "dp2", MeanOfMeans())
     assert not verdict.is_equal

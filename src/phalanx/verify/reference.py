@@ -199,7 +199,7 @@ def kept_by(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Tens
     found: dict[str, dict[str, Tensor]] = {}
     for name, state in states.items():
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.ndim:
+            if isinstance(value, Tensor) and (value.ndim or key in names):
                 quantity = names.get(key, f"{STATE} {key}")
                 found.setdefault(quantity, {})[name] = value
     return found
