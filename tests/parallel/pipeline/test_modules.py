@@ -584,15 +584,73 @@ class Narrowing(nn.Sequential):
         return self[2](narrow.flatten(1)) * wide.shape[1]
 
 
-def test_shapes_of_absent_layers_are_known() -> None:
-    model = Narrowing(nn.Linear(4, 6), nn.Linear(3, 1), nn.Linear(2, 2))
+class Words(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0).long()
+
+
+class Paired(nn.Linear):
+    """Gives what it makes beside nothing."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(x), None
+
+
+class Tupled(nn.Sequential):
+    """Asks for the shapes of its layers' outputs, which are in tuples or whole numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = self[0](x)
+        wide, nothing = self[2](self[1](words))
+        assert nothing is None
+        return self[3](wide)[0] * wide.shape[1] * words.shape[0] * words.dtype.itemsize
+
+
+def tupled() -> nn.Module:
+    return Tupled(Words(), nn.Embedding(2, 6), Paired(6, 3), Paired(3, 2))
+
+
+def narrowing() -> nn.Module:
+    return Narrowing(nn.Linear(4, 6), nn.Linear(3, 1), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("build", "cut"),
+    [
+        (narrowing, [range(1), range(1, 2), range(2, 3)]),
+        (tupled, [range(2), range(2, 3), range(3, 4)]),
+    ],
+)
+def test_shapes_of_absent_layers_are_known(
+    build: Callable[[], nn.Module], cut: list[range]
+) -> None:
+    model = build()
     x = torch.linspace(-1, 1, 12).view(3, 4)
-    stages = ModuleStages(model, links_of(model), [range(1), range(1, 2), range(2, 3)], range(3))
+    stages = ModuleStages(model, links_of(model), cut, range(3))
     stages.prepare()
     sent: Tensor | None = None
     for stage in range(3):
         sent = stages.run(stage, sent, lambda: model(x)).detach().requires_grad_()
     assert torch.equal(sent, model(x))
+
+
+class Keyed(nn.Linear):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": super().forward(x)}
+
+
+class Numbered(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return super().forward(x), 1
+
+
+@pytest.mark.parametrize(("layer", "what"), [(Keyed, "a dict,"), (Numbered, "a tuple with a int,")])
+def test_a_layer_that_gives_more_than_tensors_is_named(layer: type[nn.Linear], what: str) -> None:
+    model = nn.Sequential(layer(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    stages = ModuleStages(model, links_of(model), [range(1), range(1, 3)], [0, 1])
+    stages.prepare()
+    with pytest.raises(StrategyError, match=f"'0' of Sequential gives {what}"):
+        stages.run(0, None, lambda: model(torch.ones(3, 4)))
 
 
 class Normed(nn.Module):

@@ -162,6 +162,8 @@ def _storage(tensor: Tensor) -> int:
 
 def absent(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor without numbers, of which a gradient is asked for if of `like` one is."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return like.new_zeros(shape, dtype=dtype)
     nothing = like.new_full((), math.nan, dtype=dtype).requires_grad_(like.requires_grad)
     return nothing.expand(shape).clone()  # what follows may change it in place
 

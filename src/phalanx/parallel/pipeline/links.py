@@ -167,5 +167,5 @@ class LooseBuffers:
                 raise StrategyError(
                     f"pp: the buffer '{name}' of {self._model_name} is in no link of its chain and "
                     "changes in a forward, of which each stage runs one; hold it in a module of "
-                    "the chain, or register it with persistent=False"
+                    "the chain, or register it with persistent=False if each forward fills it anew"
                 )

@@ -15,7 +15,6 @@ an output: they are written for one process.
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -30,10 +29,8 @@ from typing_extensions import override
 from phalanx.errors import StrategyError
 from phalanx.parallel.pipeline.awaited import Awaited, StandIn, absent, await_, received_for
 from phalanx.parallel.pipeline.links import Links, LooseBuffers, children
-from phalanx.parallel.pipeline.stage import Absent, Outline, Stages
-
-_KINDS = tuple(each for each in vars(torch).values() if isinstance(each, torch.dtype))
-"""Data types that an outline has the number of: all of torch, the same on all ranks."""
+from phalanx.parallel.pipeline.outline import Form, Like, form_of, read, write
+from phalanx.parallel.pipeline.stage import Absent, Stages
 
 
 class _Left(BaseException):
@@ -95,7 +92,7 @@ class ModuleStages(Stages):
         self._is_in_objective = False
         self._waits = False
         self._received: Tensor | None = None
-        self._outputs: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._outputs: dict[str, Form] = {}
         self._left: _Left | None = None
         self._paths = self._find_paths()
         self._tied = self._find_tied()
@@ -138,6 +135,9 @@ class ModuleStages(Stages):
                     "most that several read, the first stage and the last; use fsdp"
                 )
         return tied[0] if tied else None
+
+    def _before(self, stage: int) -> list[str]:
+        return [name for name, of in self._stage_of.items() if of < stage]
 
     def _hold(self, parameter: nn.Parameter, name: str) -> None:
         """Register a parameter by its name in a module that is absent here."""
@@ -216,7 +216,7 @@ class ModuleStages(Stages):
     def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
         self._at_work, self._received, self._waits = stage, received, True
         before = self._loose.states()
-        self._outputs = self._read_outline(stage)
+        self._outputs = read(self._before(stage), self.outline)
         with self._others_absent(stage):
             self._is_in_objective = torch.is_grad_enabled()
             try:
@@ -224,7 +224,7 @@ class ModuleStages(Stages):
             except _Left as left:
                 self._warn_of_kept(stage)
                 self._loose.check(before)
-                self.outline = self._write_outline(stage)
+                self.outline = write(self._before(stage + 1), self._outputs)
                 return left.output
             except RuntimeError as error:
                 if "not have been used in the graph" not in str(error):
@@ -245,26 +245,6 @@ class ModuleStages(Stages):
                 "an objective that calls the model, and a model that runs its chain in order"
             )
         return output
-
-    def _write_outline(self, stage: int) -> Outline:
-        """Return the data type, the dimensions and the sizes of each output up to a stage."""
-        numbers: list[int] = []
-        for name, of in self._stage_of.items():
-            if of <= stage:
-                dtype, shape = self._outputs.get(name, (None, ()))
-                numbers += [-1 if dtype is None else _KINDS.index(dtype), len(shape), *shape]
-        return tuple(numbers)
-
-    def _read_outline(self, stage: int) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return the outputs before a stage; of modules that give no one tensor none."""
-        found: dict[str, tuple[torch.dtype, torch.Size]] = {}
-        numbers = iter(self.outline)
-        for name in [name for name, of in self._stage_of.items() if of < stage]:
-            kind, ndim = next(numbers, -1), next(numbers, 0)
-            shape = torch.Size(itertools.islice(numbers, ndim))
-            if kind >= 0:
-                found[name] = _KINDS[kind], shape
-        return found
 
     @contextmanager
     def _others_absent(self, stage: int) -> Generator[None]:
@@ -317,7 +297,7 @@ class ModuleStages(Stages):
         if self._left is not None:
             raise self._left
 
-    def _call_absent(self, name: str, args: Sequence[Any]) -> Tensor:
+    def _call_absent(self, name: str, args: Sequence[Any]) -> Any:
         stage = self._stage_of[name]
         if stage < self._at_work:
             return self._give(name)
@@ -333,8 +313,15 @@ class ModuleStages(Stages):
         raise _Left(args[0])
 
     def _note_output(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            self._outputs[name] = output.dtype, output.shape
+        form = form_of(output)
+        if form is not None:
+            self._outputs[name] = form
+        elif self._stage_of[name] < self.num_stages - 1:
+            raise StrategyError(
+                f"pp: '{name}' of {type(self._model).__name__} gives a {type(output).__name__}"
+                f"{_odd_parts(output)}, of which later stages have nothing; expected a tensor, or "
+                "a tuple of tensors and None"
+            )
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Let the first module that runs of a stage take what the stage has received."""
@@ -355,7 +342,7 @@ class ModuleStages(Stages):
         first = next(iter(kwargs), None)
         return (args, kwargs) if first is None else (args, {**kwargs, first: received})
 
-    def _give(self, name: str) -> Tensor:
+    def _give(self, name: str) -> Any:
         """Return what an absent module gives, without its numbers.
 
         The first module of a stage takes what was received in the place of what comes to it.
@@ -363,9 +350,11 @@ class ModuleStages(Stages):
         stage, received = self._stage_of[name], self._received
         if received is None:
             raise self._recomputed(stage)
-        dtype, shape = self._outputs.get(name, (received.dtype, received.shape))
         check = functools.partial(self._check_use, stage)
-        return await_(absent(received, shape, dtype), check)
+        like = Like(received.dtype, received.shape)
+        is_tuple, parts = self._outputs.get(name, Form(False, (like,)))
+        given = [p and await_(absent(received, p.shape, p.dtype), check) for p in parts]
+        return tuple(given) if is_tuple else given[0]
 
     def _recomputed(self, stage: int) -> StrategyError:
         """Return the error of a recomputation that needs another stage, which is not at work."""
@@ -392,6 +381,14 @@ class ModuleStages(Stages):
                 "its layers, and the stages after it do not have them; choose another cut, put "
                 "that code into a layer, or use dp or fsdp"
             )
+
+
+def _odd_parts(output: Any) -> str:
+    """Say what a tuple has beside tensors and None."""
+    if type(output) not in (tuple, list):
+        return ""
+    odd = next(part for part in output if not isinstance(part, Tensor | None))
+    return f" with a {type(odd).__name__}"
 
 
 def _check_border(name: str, args: Sequence[Any]) -> None:
