@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import resource
+import stat
 import subprocess
 import sys
 import threading
@@ -369,6 +370,26 @@ def test_a_checkpoint_without_all_its_files_is_not_published(tmp_path: Path) -> 
     ):
         files.publish(partial, final, about)
     assert not final.exists()
+
+
+def test_a_disk_that_refuses_leaves_the_checkpoint_that_was_to_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is full tells when a folder is to be on it."""
+    final = manifest.folder_of(tmp_path, 1)
+    files.publish(files.make_partial(final), final, runs.ABOUT)
+    fsync = os.fsync
+
+    def refuse_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    partial = files.make_partial(final, replaces=True)
+    with pytest.raises(OSError, match="No space left"):
+        files.publish(partial, final, runs.ABOUT)
+    assert manifest.whole(tmp_path) == {1: final}
 
 
 def save_without_locks(run: Path) -> None:

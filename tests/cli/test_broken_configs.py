@@ -235,6 +235,14 @@ CASES = {
         "train --script wants.py:job", "takes arguments, (lr)", "a function that needs none",
         {"wants.py": "def job(lr): pass"},
     ),
+    "job whose file ends by itself": Broken(
+        "train --script ends.py:job", "ended by sys.exit: no data", "expected a file that defines",
+        {"ends.py": "import sys\nsys.exit('no data')\n"},
+    ),
+    "job that ends by itself": Broken(
+        "verify dp2 --script leaves.py:job", "ended by sys.exit: exit code 0", "expected a file",
+        {"leaves.py": "def job(): raise SystemExit\n"},
+    ),
     "verify a strategy that is not built": Broken(
         "verify dp2:ps", "dp2:ps is not built", "built: ppN"
     ),

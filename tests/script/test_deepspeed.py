@@ -96,12 +96,22 @@ def test_a_schedule_is_refused_with_a_line_of_torch_that_warms_up_as_long() -> N
     ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto', which another program"),
     ({"optimizer": {"type": "OneBitAdam"}}, "optimizer is not read: write one of torch.optim and"),
     ({"optimizer": {"type": "SGD", "params": 3}}, r"write torch.optim.SGD\(model.parameters\(\)"),
+    ({"gradient_clipping": -1.0}, "gradient_clipping is -1.0, expected a number of at least 0"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping is nan, expected a number of at"),
+    ({"bf16": {"enabled": "false"}}, "bf16.enabled is 'false', expected true or false"),
+    ({"zero_optimization": {"stage": True}}, "stage is True, expected 0, 1, 2 or 3"),
     ({"optimizer": 3}, "optimizer is 3, expected an object"),
     ({"zero_optimization": 3}, "zero_optimization is 3, expected an object"),
 ])  # fmt: skip
 def test_what_has_no_counterpart_is_refused_by_name(more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         phalanx.from_deepspeed({**CONFIG, **more}, 2)
+
+
+def test_what_is_no_configuration_is_refused_by_name() -> None:
+    config: Any = [CONFIG]
+    with pytest.raises(ConfigError, match=r"config is \[.*expected a DeepSpeed configuration"):
+        phalanx.from_deepspeed(config)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

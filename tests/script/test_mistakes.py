@@ -464,6 +464,16 @@ def a_sum_of_text() -> None:
     Script().run.sum("a")  # pyright: ignore[reportArgumentType]
 
 
+def a_sum_of_unlike_shapes() -> None:
+    run = phalanx.init("dp2")
+    run.sum(torch.zeros(5) if run.is_first else 0)
+
+
+def a_mean_of_unlike_shapes() -> None:
+    run = phalanx.init("dp2")
+    run.mean(torch.zeros(2, 3) if run.is_first else torch.zeros(6), 4)
+
+
 MISTAKES: dict[Callable[[], None], str] = {
     a_mean: r"the loss is a mean \(NllLoss, reduction='mean'\).*give the sum.*loss \* len",
     a_vector: r"the loss is a tensor of shape \(4,\); expected one number, the sum",
@@ -537,6 +547,8 @@ MISTAKES: dict[Callable[[], None], str] = {
     a_draw_without_a_batch: r"draw: no batch of a prepared DataLoader has been read",
     a_draw_of_other_rows: r"draw: .* of shape \(4, 6\); expected 8 rows, as many as it is given",
     a_sum_of_text: r"sum: 'a' is no number; expected a number or a tensor",
+    a_sum_of_unlike_shapes: r"sum: .* shape \(\) on rank 1 and \(5,\) on rank 0; give",
+    a_mean_of_unlike_shapes: r"mean: .* shape \(6,\) on rank 1 and \(2, 3\) on rank 0",
     a_layer_of_no_role: r"the roles of the modules of Twice are not known; give patterns",
 }
 

@@ -148,8 +148,8 @@ def test_the_batches_are_those_of_the_plain_loader(num_ranks: int) -> None:
             assert epoch == 2
 
 
-def gone_on(num_done: int) -> dict[str, list[list[int]]]:
-    """Take some batches, and the rest with other loaders that are told where those stood."""
+def gone_on(num_done: int | None) -> dict[str, list[list[int]]]:
+    """Take some batches, a pass if None, and the rest with loaders that are told where it ended."""
     found: dict[str, list[list[int]]] = {}
     for name, make in LOADERS.items():
         run = phalanx.init()
@@ -157,12 +157,14 @@ def gone_on(num_done: int) -> dict[str, list[list[int]]]:
         loader: RankLoader = run.prepare(make())
         batches: list[list[int]] = []
         state, draws = loader.state(), run._draws.state
-        while loader.epoch < 2 and len(batches) < num_done:
+        while loader.epoch < (1 if num_done is None else 2) and len(batches) != num_done:
             for batch in loader:
                 batches.append(run.gather(rows_of(batch)).tolist())
                 state, draws = loader.state(), run._draws.state
                 if len(batches) == num_done:
                     break
+        if num_done is None:
+            state, draws = loader.state(), run._draws.state
         again = phalanx.init()
         torch.manual_seed(77)
         other: RankLoader = again.prepare(make())
@@ -174,7 +176,7 @@ def gone_on(num_done: int) -> dict[str, list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("num_done", [by_hand(2), 5, 7])
+@pytest.mark.parametrize("num_done", [by_hand(2), by_hand(5), 7, None])
 def test_a_loader_goes_on_where_another_stood(num_done: int) -> None:
     expected = {name: plain_passes(name) for name in LOADERS}
     for found in run_ranks(gone_on, 2, num_done, threads=1):
@@ -324,6 +326,21 @@ def test_loaders_that_are_read_in_turns_draw_as_the_plain_ones() -> None:
     plain = of_a_zip()
     expected = [row for _ in range(2) for row in rows_of_a_zip(plain, lambda rows: rows)]
     for rows in run_ranks(rows_of_prepared_zips, 2, threads=1):
+        assert rows == expected
+
+
+def of_unlike_batches() -> list[DataLoader[Any]]:
+    return [DataLoader(Numbers(), size) for size in (4, 7)]
+
+
+def rows_of_unlike_batches() -> list[list[int]]:
+    run = phalanx.init()
+    return rows_of_a_zip(list(run.prepare(*of_unlike_batches())), run.gather, 2)
+
+
+def test_batches_of_unlike_sizes_are_gathered_in_turns() -> None:
+    expected = rows_of_a_zip(of_unlike_batches(), lambda rows: rows, 2)
+    for rows in run_ranks(rows_of_unlike_batches, 2, threads=1):
         assert rows == expected
 
 

@@ -92,6 +92,7 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
     sync(partial / manifest.NAME)
     removed = final.with_name(final.name + manifest.REMOVED)
     is_there = final.exists()  # it is to be replaced, or has no manifest
+    sync(partial)  # a disk that refuses does so while the one to be replaced stands
     if is_there:
         final.rename(removed)
     become(partial, final)

@@ -25,6 +25,7 @@ from phalanx.errors import (
     wrapped,
 )
 from phalanx.launch import signals
+from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.local import server_stopped
 from phalanx.launch.rank import escape_unknown_characters, is_reader_gone, reader_has_left
 
@@ -131,7 +132,7 @@ def _exit_code(words: list[str], run: Callable[[list[str]], int]) -> int:
     except SystemExit as stop:  # --help has been printed, or a rich console found no reader
         if is_reader_gone(stop):
             return READER_LEFT
-        return stop.code if isinstance(stop.code, int) else 0
+        return exit_code_of(stop.code)
 
 
 def _dispatch(words: list[str]) -> int:

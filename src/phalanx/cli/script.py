@@ -189,8 +189,10 @@ def _verify(config: ScriptVerifyConfig, judge: Callable[[], Verdict]) -> int:
 
     from phalanx.cli.verify import print_verdicts, show_verdicts
     from phalanx.comm.together import barrier
+    from phalanx.script.arguments import not_ending
 
-    verdict = judge()
+    with not_ending(config.script):
+        verdict = judge()
     if os.environ.get("RANK", "0") == "0":
         show_verdicts([verdict], screen())
         if config.json:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.foreign import brief
 from phalanx.errors import ConfigError, ScriptError
+from phalanx.launch.exit_code import exit_code_of
 
 
 def check_python(path: Path) -> None:
@@ -45,6 +47,23 @@ def check_job(script: str, job: Callable[..., Any]) -> None:
         raise ConfigError(
             f"{script} takes arguments, {signature}, and is called without: {error}; expected a "
             "function that needs none"
+        ) from None
+
+
+@contextmanager
+def not_ending(script: str) -> Generator[None]:
+    """Refuse to end by a `sys.exit` of a job's own code, as if its work had been done.
+
+    Raises:
+        ConfigError: the code inside has called it.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        said = stop.code if isinstance(stop.code, str) else f"exit code {exit_code_of(stop.code)}"
+        raise ConfigError(
+            f"{script} ended by sys.exit: {said}; expected a file that defines a function, which "
+            "returns a phalanx.Trainer"
         ) from None
 
 

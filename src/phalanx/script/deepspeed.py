@@ -9,6 +9,7 @@ refused with the line of torch that makes one like it.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class DeepSpeedSettings:
         batch_size: for the DataLoader: the rows of one microbatch on all ranks together.
         autocast: data type for `torch.autocast` around the forward, or None for float32.
         max_norm: for `run.clip`, or None where nothing is clipped.
-        left_out: settings that have no counterpart and change no number.
+        left_out: settings that have no counterpart and change no number but by rounding.
     """
 
     strategy: str
@@ -92,6 +93,8 @@ def from_deepspeed(
         ConfigError: it cannot be read, or asks for what has no counterpart and changes numbers; all
             that it asks for is named.
     """
+    if not isinstance(config, Mapping | str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"config is {config!r}; expected a DeepSpeed configuration, or its file")
     values = config if isinstance(config, Mapping) else _read(Path(config))
     if num_ranks is None:
         num_ranks = read_rank_env().num_ranks if is_under_torchrun() else 1
@@ -145,13 +148,18 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"{', '.join(automatic)} {has} 'auto', which another program fills in: say which"
         )
-    if (stage := zero.get("stage", 0)) not in (0, 1, 2, 3, "auto"):
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "auto"):
         problems.append(f"zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
-    if values.get("fp16", {}).get("enabled", False) not in (False, "auto"):
+    for name in ("bf16", "fp16"):
+        if (enabled := values.get(name, {}).get("enabled", False)) not in (True, False, "auto"):
+            problems.append(f"{name}.enabled is {enabled!r}, expected true or false")
+    if values.get("fp16", {}).get("enabled", False) is True:
         problems.append("fp16 is enabled, and only bf16 or float32 are taken: enable bf16 instead")
     clipping = values.get("gradient_clipping", 0.0)
-    if clipping != "auto" and (isinstance(clipping, bool) or not isinstance(clipping, int | float)):
-        problems.append(f"gradient_clipping is {clipping!r}, expected a number")
+    is_number = isinstance(clipping, int | float) and not isinstance(clipping, bool)
+    if clipping != "auto" and not (is_number and 0 <= clipping < math.inf):
+        problems.append(f"gradient_clipping is {clipping!r}, expected a number of at least 0")
     if values.get("optimizer"):
         problems.append(
             f"optimizer is not read: write {_optimizer_line(values['optimizer'])} and leave "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def gather_rows(
-    batch: Any, comm: Comm, num_rows: int | None, is_check_due: bool
+    batch: Any, comm: Comm, num_rows: Collection[int], is_check_due: bool
 ) -> tuple[Any, bool]:
     """Return the rows of all ranks, see `Run.gather`, and whether a check is due on any.
 
     Args:
         batch: this rank's rows.
         comm: the ranks.
-        num_rows: of this rank in the batch that it has read last; None if it has read none.
+        num_rows: of this rank in the batch that it has read last off each loader.
         is_check_due: whether one is due on this rank.
 
     Raises:
@@ -40,13 +40,13 @@ def gather_rows(
     return map_batch(own, lambda _: next(wholes)), any(is_due for *_, is_due in parts)
 
 
-def gather_with_gradient(batch: Any, comm: Comm, num_rows: int | None) -> Any:
+def gather_with_gradient(batch: Any, comm: Comm, num_rows: Collection[int]) -> Any:
     """Return the rows of all ranks, through which gradients flow back to the ranks.
 
     Args:
         batch: this rank's rows.
         comm: the ranks.
-        num_rows: of this rank in the batch that it has read last; None if it has read none.
+        num_rows: of this rank in the batch that it has read last off each loader.
 
     Raises:
         ScriptError: see `gather_rows`.
@@ -96,17 +96,18 @@ class _RowsOfAll(torch.autograd.Function):
         return own.reshape(ctx.shape), None, None, None
 
 
-def _check_rows(own: Sequence[Tensor], num_rows: int | None) -> None:
+def _check_rows(own: Sequence[Tensor], num_rows: Collection[int]) -> None:
     if any(tensor.ndim == 0 for tensor in own):
         raise ScriptError(
             "gather: a tensor has no rows; give one number for each sample, or use run.sum"
         )
     rows = {len(tensor) for tensor in own}
-    if num_rows is not None and rows - {num_rows}:
+    if num_rows and rows.difference(num_rows):
+        has = " or ".join(map(str, sorted(num_rows)))
         raise ScriptError(
-            f"gather: {sorted(rows)} rows, while the batch that this rank has read last has "
-            f"{num_rows}; call it for each batch, which keeps the order of one "
-            "process, and put those results together"
+            f"gather: {sorted(rows)} rows, while the batch that this rank has read last has {has}; "
+            "call it for each batch, which keeps the order of one process, and put those results "
+            "together"
         )
 
 

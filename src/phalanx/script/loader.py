@@ -189,12 +189,15 @@ class RankLoader:
 
     def state(self) -> LoaderStanding:
         """Return where the loader stands."""
+        batches, states = self._skip or self.batches_done, self._before
+        if not batches:  # the next pass draws from the loader's own generators as they are
+            states = {name: each.get_state() for name, each in generators_of(self.plain).items()}
         return LoaderStanding(
             epoch=self.epoch,
             row=self._first_row,
-            batches=self._skip or self.batches_done,
+            batches=batches,
             order=self._digest,
-            generators={name: to_text(state) for name, state in self._before.items()},
+            generators={name: to_text(state) for name, state in states.items()},
         )
 
     def set_state(self, state: LoaderStanding) -> None:
@@ -222,6 +225,10 @@ class RankLoader:
         self._first_row, self._digest = state.row, state.order
         self.batches_done = 0
         self._before = {name: each for name, each in before.items() if each is not None}
+        if not state.batches:
+            for name, generator in generators_of(self.plain).items():
+                if name in self._before:
+                    generator.set_state(self._before[name])
 
     def _of_dataset(self, fetcher: Fetcher, drawing: Drawing) -> Iterator[_Fetched]:
         first = self.batches_done

@@ -20,6 +20,7 @@ import itertools
 import os
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader
 
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
+from phalanx.comm.together import gather_objects
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ScriptError, StrategyError
 from phalanx.launch.attach import attach, check_end, tell_in_one_message
@@ -307,19 +309,12 @@ class Run:
         """Return the sum of `value` over the ranks that have different samples; all call this.
 
         It is float64, or int64 where all ranks give whole numbers or truth values.
+
+        Raises:
+            ScriptError: as `mean`.
         """
         self._own_rows.add_up()
-        own = own_number("sum", value, self.comm)
-        # A rank without rows may have the integer 0 where others have a number.
-        asks = [own.is_floating_point(), self._is_check_due()]
-        asks = torch.tensor(asks, dtype=torch.uint8, device=own.device)
-        is_float, is_due = self.comm.all_reduce(asks, "job", "max").tolist()
-        total = self.comm.all_reduce(
-            own.to(torch.float64 if is_float else torch.int64, copy=True), "data"
-        )
-        if is_due:
-            self._check_replicas("sum")
-        return total
+        return self._add_up("sum", [own_number("sum", value, self.comm)])[0]
 
     def mean(self, value_sum: float | Tensor, count: float | Tensor) -> Tensor:
         """Return a mean over the samples of all ranks; every rank calls this together.
@@ -333,15 +328,12 @@ class Run:
             float64; not a number where no rank has a sample.
 
         Raises:
-            ScriptError: one of them is no number, or is of all ranks already.
+            ScriptError: one of them is no number, or is of all ranks already, or has another shape
+                on another rank.
         """
         self._own_rows.add_up()
-        given = (value_sum, count, self._is_check_due())
-        own = [own_number("mean", each, self.comm).double() for each in given]
-        found = self.comm.all_reduce(torch.stack(torch.broadcast_tensors(*own)), "data")
-        total, counted, is_due = found
-        if is_due.any():
-            self._check_replicas("mean")
+        own = [own_number("mean", each, self.comm).double() for each in (value_sum, count)]
+        total, counted = self._add_up("mean", own)
         return total / counted
 
     def gather(self, batch: Any, *, grad: bool = False) -> Any:
@@ -361,8 +353,7 @@ class Run:
             ScriptError: a tensor has no rows, or others than the batch.
         """
         self._own_rows.add_up()
-        last = self._reading.last
-        num_rows = None if last is None else len(last.rows)
+        num_rows = {len(each.rows) for each in self._loaders if each.num_begun}
         if grad:
             self._reading.gather()
             return gather_with_gradient(batch, self.comm, num_rows)
@@ -576,6 +567,28 @@ class Run:
             f"prepare: cannot prepare a {type(each).__name__}; expected an nn.Module, optimizers, "
             "schedulers and DataLoaders"
         )
+
+    def _add_up(self, call: str, numbers: list[Tensor]) -> Tensor:
+        """Return the sums of numbers over the data ranks, in one shape; every rank calls this."""
+        own = torch.stack(torch.broadcast_tensors(*numbers))
+        shape = tuple(own.shape[1:])
+        form = zlib.crc32(repr(shape).encode())
+        # A rank without rows may have the integer 0 where others have a number.
+        asks = [own.is_floating_point(), self._is_check_due(), form, -form]
+        asks = self.comm.all_reduce(torch.tensor(asks, device=own.device), "job", "max")
+        is_float, is_due, largest, smallest = asks.tolist()
+        if largest != -smallest:
+            shapes = gather_objects(shape)
+            odd = next(rank for rank, each in enumerate(shapes) if each != shapes[0])
+            raise ScriptError(
+                f"{call}: the numbers have the shape {shapes[odd]} on rank {odd} and {shapes[0]} "
+                "on rank 0; give numbers of one shape on every rank"
+            )
+        total = own.to(torch.float64 if is_float else torch.int64)  # stack has copied them
+        total = self.comm.all_reduce(total, "data")
+        if is_due:
+            self._check_replicas(call)
+        return total
 
     def _is_check_due(self) -> bool:
         """Return whether the ranks are to be compared in an evaluation."""

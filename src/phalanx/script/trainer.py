@@ -30,7 +30,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
-from phalanx.script.arguments import check_job, check_python
+from phalanx.script.arguments import check_job, check_python, not_ending
 from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.fit import Fitted, fit
 from phalanx.strategy import Strategy
@@ -234,7 +234,8 @@ def trainer_of(script: str) -> Trainer:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    module = importlib.import_module(path.stem)
+    with not_ending(script):
+        module = importlib.import_module(path.stem)
     if Path(str(module.__file__)).resolve() != path.resolve():
         raise ConfigError(
             f"{path} cannot be imported as '{path.stem}', which is {module.__file__} already; "
@@ -244,7 +245,8 @@ def trainer_of(script: str) -> Trainer:
     if not callable(job):
         raise ConfigError(f"{path} has no function '{function}'; expected one that returns a job")
     check_job(script, job)
-    trainer = job()
+    with not_ending(script):
+        trainer = job()
     if not isinstance(trainer, Trainer):
         raise ConfigError(
             f"{script} returns a {type(trainer).__name__}; expected a phalanx.Trainer"

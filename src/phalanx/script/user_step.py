@@ -17,6 +17,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import gather_objects
@@ -245,8 +246,10 @@ class UserStep:
         gradients = [local_shard(gradient) for gradient in self.gradients()]
         sums = [gradient.sum(dtype=torch.float64).isfinite() for gradient in gradients]
         numbers = [len(sums), len(sums) - sum(map(bool, sums))]
-        found = torch.tensor(numbers, device=self._comm.device)
-        num_gradients, num_odd = self._comm.all_reduce(found, "job", "max").tolist()
+        if any(isinstance(gradient, DTensor) for gradient in self.gradients()):
+            found = torch.tensor(numbers, device=self._comm.device)
+            numbers = self._comm.all_reduce(found, "job", "max").tolist()
+        num_gradients, num_odd = numbers
         return num_gradients > 0 and num_odd == 0
 
     def _clear(self) -> None:
@@ -280,6 +283,8 @@ class UserStep:
         left = self.gradients()
         if self._stepped:
             left = self._made.others(left)
+        elif left and self.state is State.WHOLE and not self._is_finite():
+            return
         if any(bool(local_shard(gradient).any()) for gradient in left):
             raise ScriptError(
                 "backward: there are gradients already that no optimizer.step() has used, of "
