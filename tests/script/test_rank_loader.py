@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import itertools
 import random
@@ -310,10 +309,15 @@ def rows_of_a_zip(loaders: list[Any], gather: Any, most: int = 100) -> list[list
 def rows_of_prepared_zips() -> list[list[int]]:
     """Return the rows of two passes; the second is left, and resumed by other loaders."""
     run = phalanx.init()
-    loaders = list(run.prepare(*of_a_zip()))
-    rows = rows_of_a_zip(loaders, run.gather) + rows_of_a_zip(loaders, run.gather, 2)
+    loaders: list[RankLoader] = list(run.prepare(*of_a_zip()))
+
+    def used(rows: Tensor) -> Tensor:
+        for loader in loaders:
+            loader.is_used = True  # no look, then
+        return run.gather(rows)
+
+    rows = rows_of_a_zip(loaders, run.gather) + rows_of_a_zip(loaders, used, 2)
     states, draws = [loader.state() for loader in loaders], run._draws.state
-    states = [dataclasses.replace(state, batches=2) for state in states]  # not a look
     again = phalanx.init()
     others = list(again.prepare(*of_a_zip()))
     again._draws.state = draws
