@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import math
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx
 from marks import by_hand
 from phalanx.launch.local import run_ranks
+from phalanx.launch.pulse import PULSE
 from phalanx.parallel import data, reduce
 
 LIMIT = 1e-10
@@ -504,6 +506,27 @@ def step_ends_without(left_out: Sequence[int]) -> list[bool]:
 def test_batches_that_are_left_out_move_no_end_of_a_pass() -> None:
     for ends in run_ranks(step_ends_without, 2, [0, 3], threads=1):
         assert ends == 2 * [False, True, True]
+
+
+def stops_of_an_accumulation() -> list[bool]:
+    """Return, after each backward, whether a signal that one rank has heard of is to be obeyed."""
+    run = phalanx.init("dp2", accumulation=2)
+    model = loops.perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Numbers(), 8))
+    PULSE.stop_signal = 0 if run.is_first else signal.SIGTERM
+    stops: list[bool] = []
+    for x, y in loader:
+        run.backward(cross_entropy(model(x.float()), y, reduction="sum"), len(y))
+        stops.append(run.should_stop)
+        if run.is_step_end:
+            optimizer.step()
+    return stops
+
+
+def test_a_signal_is_obeyed_where_a_loop_can_save() -> None:
+    for stops in run_ranks(stops_of_an_accumulation, 2, threads=1):
+        assert stops == [False, True, False, True, True]
 
 
 def saved_twice(folder: Path) -> list[float]:

@@ -205,12 +205,16 @@ class Run:
         """Whether a signal asks the job to end: save, and leave the loop; all ranks read this.
 
         A script that reads it is left to end by itself when SIGTERM, SIGHUP or Ctrl-C comes, and
-        any other ends at once; so does a second signal. The exit code is the signal's.
+        any other ends at once; so does a second signal. The exit code is the signal's. Between two
+        calls of `backward` of one step, where nothing can be saved, no script is asked to stop.
         """
         PULSE.heed()
-        told = torch.tensor(PULSE.stop_signal, device=self.comm.device)
-        PULSE.obeyed = int(self.comm.all_reduce(told, "job", "max"))
-        return PULSE.obeyed > 0
+        is_within_step = self._step is not None and self._step.state is State.ACCUMULATING
+        told = 0 if is_within_step else PULSE.stop_signal
+        told = torch.tensor(told, device=self.comm.device)
+        stop = int(self.comm.all_reduce(told, "job", "max"))
+        PULSE.obeyed = stop or PULSE.obeyed
+        return stop > 0
 
     def print(
         self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
