@@ -139,6 +139,24 @@ def load_weights_into(run: Path, split: str) -> dict[str, torch.Tensor]:
     return whole_state(model, optimizer)
 
 
+def save_value(run: Path, steps_done: int, value: int, keep: int | None = None) -> None:
+    """Save with a number in every weight; the checkpoint may take the name of another."""
+    model, optimizer = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    with Saver(run, keep=keep) as saver:
+        saver.begin(model, optimizer, about(steps_done), replaces=True)
+
+
+def value_of(folder: Path) -> int:
+    """Return the number that is in every weight of a checkpoint."""
+    model, optimizer = build()
+    state.load(folder, model, optimizer)
+    (value,) = set(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
+    return int(value)
+
+
 def save_for_ever(run: Path) -> None:
     """Save all the time, the number of the step in every weight; note what was published."""
     model, optimizer = build(width=256)

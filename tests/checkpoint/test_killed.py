@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import runs
 
+from marks import by_hand
 from phalanx.checkpoint import files, manifest, tensor_file
 from phalanx.errors import RankFailed
 from phalanx.launch.local import run_ranks
@@ -95,6 +96,98 @@ def test_a_kill_at_a_chosen_moment_of_saving(tmp_path: Path, moment: str) -> Non
     left = runs.folders(tmp_path)
     assert any(name.endswith((PARTIAL, manifest.REMOVED)) for name in left)
     assert_nothing_is_lost(tmp_path)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_twice_until(run: Path, moment: str) -> None:
+    """Save after the first step, and again after the same; be killed at a moment of the second."""
+    become, unlink = files.become, Path.unlink
+    runs.save_value(run, 1, 10)
+
+    def become_or_die(partial: Path, final: Path) -> None:
+        if moment == "no name":
+            die()
+        become(partial, final)
+        if moment == "both names":
+            die()
+
+    def unlink_and_die(path: Path, **how: bool) -> None:
+        unlink(path, **how)
+        if moment == "the manifest removed" and path.name == manifest.NAME:
+            die()
+
+    files.become = become_or_die
+    Path.unlink = unlink_and_die
+    runs.save_value(run, 1, 20)
+
+
+def resume_and_save(run: Path) -> tuple[int, dict[int, int], list[str]]:
+    """Return the value that stands, each after saves of the same step and the next, and names."""
+    stands = runs.value_of(manifest.find(run))
+    runs.save_value(run, 1, 30)
+    runs.save_value(run, 2, 40)
+    later = {step: runs.value_of(folder) for step, folder in manifest.whole(run).items()}
+    return stands, later, runs.folders(run)
+
+
+@pytest.mark.parametrize(
+    ("moment", "stands"),
+    [("no name", 10), by_hand("both names", 20), by_hand("the manifest removed", 20)],
+)
+def test_a_kill_while_a_checkpoint_takes_the_name_of_another(
+    tmp_path: Path, moment: str, stands: int
+) -> None:
+    """No older one stands."""
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        run_ranks(save_twice_until, 1, tmp_path, moment, threads=1)
+    assert any(name.endswith(manifest.REMOVED) for name in runs.folders(tmp_path))
+    folders = ["step-00000001", "step-00000002"]
+    expected = stands, {1: 30, 2: 40}, folders
+    assert run_ranks(resume_and_save, 1, tmp_path, threads=1) == [expected]
+
+
+def rename_and_die(run: Path) -> None:
+    """Be killed when the first of two checkpoints has lost its name, and nothing else."""
+    rename = Path.rename
+    runs.save_value(run, 1, 10)
+
+    def and_die(path: Path, target: Path) -> Path:
+        renamed = rename(path, target)
+        if target.suffix == manifest.REMOVED:
+            die()
+        return renamed
+
+    Path.rename = and_die
+    runs.save_value(run, 2, 20, keep=1)
+
+
+def save_one_more(run: Path) -> list[str]:
+    assert runs.value_of(manifest.find(run)) == 20
+    runs.save_value(run, 3, 30, keep=1)
+    return runs.folders(run)
+
+
+@pytest.mark.slow
+def test_a_kill_before_an_older_checkpoint_loses_its_manifest(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        run_ranks(rename_and_die, 1, tmp_path, threads=1)
+    assert runs.folders(tmp_path) == ["step-00000001.removed", "step-00000002"]
+    assert run_ranks(save_one_more, 1, tmp_path, threads=1) == [["step-00000003"]]
+
+
+def test_of_a_checkpoint_that_is_a_link_the_link_alone_is_removed(tmp_path: Path) -> None:
+    first, last = (manifest.folder_of(tmp_path / "run", step) for step in (1, 2))
+    archive = tmp_path / "archive"
+    for folder in (archive, last):
+        folder.mkdir(parents=True)
+        (folder / manifest.NAME).touch()
+    first.symlink_to(archive)
+    files.remove_older(tmp_path / "run", 1)
+    assert runs.folders(tmp_path / "run") == ["step-00000002"]
+    assert (archive / manifest.NAME).exists()
 
 
 @pytest.mark.slow

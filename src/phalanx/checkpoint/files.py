@@ -57,19 +57,22 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
 
     If it `replaces` one, there may be a whole checkpoint of that name, which `publish` removes.
 
-    What killed runs left of any checkpoint is removed. What cannot be removed stays: the next save
-    tries again.
+    What killed runs left of any checkpoint is removed, but for one that `publish` was to replace
+    and has not: that gets its name back. What cannot be removed stays: the next save tries again.
 
     Raises:
         CheckpointError: there is a whole checkpoint of that name.
         OSError: the folder cannot be made.
     """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    whole = manifest.whole(final.parent.parent).values()
+    for path in final.parent.iterdir():
+        if path.suffix == manifest.REMOVED and path in whole:
+            path.rename(path.with_suffix(""))
+        elif path.suffix in (PARTIAL, manifest.REMOVED):
+            _remove(path)
     if not replaces and (final / manifest.NAME).exists():
         raise CheckpointError("there is one of that name already")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    for path in final.parent.iterdir():
-        if path.suffix in (PARTIAL, manifest.REMOVED):
-            shutil.rmtree(path, ignore_errors=True)
     partial = partial_of(final)
     partial.mkdir(exist_ok=True)  # files that could not be removed are written over
     return partial
@@ -77,6 +80,9 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
 
 def publish(partial: Path, final: Path, about: Manifest) -> None:
     """Write the manifest into `partial`, have the disk hold everything, and name it `final`.
+
+    No system renames a folder over another: a checkpoint of that name is found as one that is being
+    removed meanwhile, see `manifest.whole`.
 
     Raises:
         CheckpointError: a file that a rank has written is not there.
@@ -97,15 +103,14 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
         final.rename(removed)
     become(partial, final)
     if is_there:
-        shutil.rmtree(removed, ignore_errors=True)
+        _remove(removed)
 
 
 def remove_older(run: Path, keep: int | None) -> None:
     """Remove those whole checkpoints of a run that later ones replace.
 
     Those are the passing ones, unless one is the latest, and the others but for the last `keep`.
-    Each loses its name before it loses a file, so that no folder ever looks whole that is not. One
-    that cannot be removed is no reason to end a run: the next save tries again.
+    One that cannot be removed is no reason to end a run: the next save tries again.
     """
     whole = list(manifest.whole(run).values())
     passing = manifest.passing(run)
@@ -115,5 +120,17 @@ def remove_older(run: Path, keep: int | None) -> None:
         removed = folder.with_name(folder.name + manifest.REMOVED)
         with suppress(OSError):
             folder.rename(removed)
-            (removed / manifest.NAME).unlink()
-            shutil.rmtree(removed)
+            _remove(removed)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, of a link the link alone; what cannot be removed stays.
+
+    It loses its manifest before any other file, so that it never looks whole when it is not.
+    """
+    with suppress(OSError):
+        if folder.is_symlink():
+            folder.unlink()
+            return
+        (folder / manifest.NAME).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)

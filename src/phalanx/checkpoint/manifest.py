@@ -5,7 +5,7 @@
     index.json                           the shape of each tensor, and which file holds what of it
     rank-00000.safetensors ...           the tensors, one file for each rank that wrote
 <run>/checkpoints/step-00000300.partial/ one that is being written, or was when the run was killed
-<run>/checkpoints/step-00000100.removed/ one that is being removed, likewise
+<run>/checkpoints/step-00000100.removed/ one that is being removed, or replaced, likewise
 <run>/checkpoints/.lock                  held by the process that saves to the folder
 """
 
@@ -217,10 +217,18 @@ def run_of(folder: Path) -> Path | None:
 
 
 def whole(run: Path) -> dict[int, Path]:
-    """Return the whole checkpoints of a run folder by the steps done, in rising order."""
-    folders = [path.parent for path in (run / "checkpoints").glob(f"*/{NAME}")]
-    by_step = [(step, folder) for folder in folders if (step := _step_of(folder)) is not None]
-    return dict(sorted(by_step))
+    """Return the whole checkpoints of a run folder by the steps done, in rising order.
+
+    A checkpoint that is being replaced loses its name before the next one gets it, so a kill
+    between the two leaves `step-N.removed` alone: it counts as long as there is no whole `step-N`.
+    A kill may leave so what `remove_older` has renamed; the next save removes it.
+    """
+    found: list[tuple[int, bool, Path]] = []
+    for folder in (path.parent for path in (run / "checkpoints").glob(f"*/{NAME}")):
+        has_name = folder.suffix != REMOVED
+        if (step := _step_of(folder if has_name else folder.with_suffix(""))) is not None:
+            found.append((step, has_name, folder))
+    return {step: folder for step, _, folder in sorted(found)}
 
 
 def _step_of(folder: Path) -> int | None:
