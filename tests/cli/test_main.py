@@ -227,6 +227,20 @@ def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.Mon
     os.close(ours)
 
 
+def test_ctrl_c_while_the_command_is_loaded_ends_it_without_a_traceback() -> None:
+    code = (
+        "import os, runpy, signal, sys, types\n"
+        "def find_spec(name, *_):\n"
+        "    if name == 'phalanx.launch.signals':\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, types.SimpleNamespace(find_spec=find_spec))\n"
+        "runpy.run_module('phalanx', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_closed_standard_streams_are_nothing() -> None:
     """As under cron, or by `>&-`: no file that is opened later may be taken for one of them."""
     code = (
