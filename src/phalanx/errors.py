@@ -143,7 +143,7 @@ class Interrupted(KeyboardInterrupt):
     """A signal has ended the work: Ctrl-C, SIGTERM or SIGHUP."""
 
     def __init__(self, signum: int, message: str = "") -> None:
-        self.signum = signum
+        self.signum, self.exit_code = signum, 128 + signum
         name = signal.Signals(signum).name
         by = "" if signum == signal.SIGINT else f" by {name}"
         super().__init__(f"interrupted{by}{message and '; '}{message}")

@@ -191,6 +191,17 @@ def test_ranks_that_cannot_meet(
     assert "\n" not in str(raised.value)
 
 
+def test_a_rank_that_starts_after_torchrun_has_ended_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", **free_port()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    gone = "does not answer: connection refused; torchrun on that host has ended"
+    with pytest.raises(ConfigError, match=gone):
+        torchrun._meet(read_rank_env(), 600)
+
+
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}

@@ -27,7 +27,12 @@ from phalanx.errors import (
 from phalanx.launch import signals
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.local import server_stopped
-from phalanx.launch.rank import escape_unknown_characters, is_reader_gone, reader_has_left
+from phalanx.launch.rank import (
+    READER_LEFT,
+    escape_unknown_characters,
+    is_reader_gone,
+    reader_has_left,
+)
 
 VERBS: Final[Mapping[str, str]] = {
     "train": "train a decoder on text over one or many processes",
@@ -48,9 +53,6 @@ NOT_BUILT: Final[Mapping[str, str]] = {
     "serve": "phalanx convert writes a folder that servers of transformers models load",
 }
 """Verbs that will come, and what does a part of it today."""
-
-READER_LEFT: Final = 128 + signal.SIGPIPE
-"""The exit code after `| head` and the like, where nobody reads the rest."""
 
 FILE_ERRORS: Final[Mapping[int, str]] = {
     errno.ENOSPC: "no space left on the device; free some, or choose a folder on another",
@@ -112,7 +114,7 @@ def _run(words: list[str], run: Callable[[list[str]], int]) -> int:
         return _fail(f"{where}{advice}", 2, words)
     except KeyboardInterrupt as error:
         how = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
-        return _fail(str(how), 128 + how.signum, words)
+        return _fail(str(how), how.exit_code, words)
     except (RuntimeError, ImportError) as error:
         if not (advice := limit_met(error)):
             raise

@@ -49,6 +49,9 @@ HELPERS_S: Final = 1.0
 """How long a process that a rank has started has to end by itself before it is killed, in seconds.
 """
 
+READER_LEFT: Final = 128 + signal.SIGPIPE
+"""The exit code after `| head` and the like, where nobody reads the rest."""
+
 LEAVE = "leave"
 """What the parent sends when the rank may end; a number is the signal to stop by."""
 

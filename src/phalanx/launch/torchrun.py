@@ -34,6 +34,7 @@ from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank import (
+    READER_LEFT,
     end_helpers,
     flush_streams,
     is_lost_peer,
@@ -248,8 +249,10 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=min(timeout_s, AGENT_S) if is_agents else timeout_s)
     try:
+        if is_agents and _is_refused():
+            raise ConnectionRefusedError("connection refused")
         store, _, _ = next(dist.rendezvous("env://", env.rank, env.num_ranks, timeout=limit))
-    except (ValueError, dist.DistError) as error:
+    except (ValueError, ConnectionRefusedError, dist.DistError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         if is_agents:
             raise ConfigError(
@@ -266,6 +269,21 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
     # Each rank counts its own calls, and all make the same.
     call = store.add(f"phalanx/calls/{env.rank}", 1)
     return dist.PrefixStore(f"phalanx/{call}", store)
+
+
+def _is_refused() -> bool:
+    """Return whether nobody listens where torchrun's store is, which is there before the ranks are.
+
+    The store's own client would try again for `AGENT_S`.
+    """
+    try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(address, AGENT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (KeyError, ValueError, OSError):  # of which that client says more
+        return False
+    return False
 
 
 def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
@@ -322,7 +340,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         leave(128 + getattr(error, "signum", signal.SIGINT))
     # Before a rich console raises SystemExit, it opens the output of this process on nothing.
     if is_reader_gone(error) and (isinstance(error, SystemExit) or reader_has_left()):
-        leave(141)
+        leave(READER_LEFT)
     is_others = is_everyones and _is_follower()
     if isinstance(error, PeerFailed) or is_others:
         with answered(lambda _: leave(1)):  # torchrun's signal says no more than is said
