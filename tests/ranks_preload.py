@@ -1,6 +1,6 @@
 """What the server that the tests' ranks are forked from loads beside the libraries.
 
-Beside its first step a run measures for about a second, on every rank, what the machine can do.
+After its first step a run measures for about a second, on every rank, what the machine can do.
 After the last one the model writes a sample of 64 tokens. Runs of tests take a constant and write
 eight tokens. Those that a test starts as programs do as users see it.
 """
@@ -9,12 +9,12 @@ import functools
 
 from torch.utils import tensorboard  # a run with logs asks for it
 
-from phalanx.script import mfu
-from phalanx.train.report import records, summary
+from phalanx.train import text
+from phalanx.train.report import records
 
 __all__ = ["tensorboard"]
 
 CEILING_FLOPS_PER_S = 1e13
 
-records.quick_ceiling = mfu.quick_ceiling = lambda *_: CEILING_FLOPS_PER_S
-summary.write_text = functools.partial(summary.write_text, num_tokens=8)
+records.quick_ceiling = lambda *_: CEILING_FLOPS_PER_S
+text.write_text = functools.partial(text.write_text, num_tokens=8)

@@ -151,6 +151,7 @@ def test_the_public_names() -> None:
         "Options",
         "Run",
         "Strategy",
+        "Summary",
         "TrainConfig",
         "Trainer",
         "__version__",

@@ -24,7 +24,7 @@ from phalanx.checkpoint.state import state_of
 from phalanx.config import BatchConfig, CorpusConfig, ShapeConfig, TrainConfig
 from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, resolve
-from phalanx.train.session import Session, open_session
+from phalanx.train.text import TextSession
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import ROOT, spread, write_result
@@ -80,9 +80,9 @@ def _time_torch_save(state: dict[str, torch.Tensor], path: Path) -> float:
 
 def time_steps(job: Job, rounds: int) -> dict[str, Any]:
     """Train; by turns take steps while a checkpoint is written, and as many without."""
-    session = open_session(job)
+    session = TextSession(job)
     state_bytes, rows = 0, []
-    with session.loader, session.saver:
+    with session:
         for _ in range(3):
             _step(session)
         state = state_of(session.model, session.step.optimizer)
@@ -94,7 +94,7 @@ def time_steps(job: Job, rounds: int) -> dict[str, Any]:
     return {"state_bytes": state_bytes, "rounds": rows}
 
 
-def _round(session: Session) -> dict[str, float]:
+def _round(session: TextSession) -> dict[str, float]:
     """Time the steps during which one checkpoint is written, copy included, and as many after."""
     dist.barrier()
     begin_s = time.perf_counter()
@@ -123,7 +123,7 @@ def _round(session: Session) -> dict[str, float]:
     }
 
 
-def _step(session: Session) -> None:
+def _step(session: TextSession) -> None:
     session.step([batch.to(session.comm.device) for batch in next(session.loader)])
 
 

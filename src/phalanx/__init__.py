@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phalanx.script.trainer import Options as Options
     from phalanx.script.trainer import Trainer as Trainer
     from phalanx.strategy import Strategy as Strategy
+    from phalanx.train.report.summary import Summary as Summary
     from phalanx.train.run import train as train_decoder
     from phalanx.verify.harness import verify as verify_strategy
 
@@ -30,6 +31,7 @@ __all__ = [
     "Options",
     "Run",
     "Strategy",
+    "Summary",
     "TrainConfig",
     "Trainer",
     "__version__",
@@ -51,6 +53,7 @@ def __getattr__(name: str) -> Any:
     # hold them, and importing any part of a package sets its name here.
     homes = {
         "Strategy": ("phalanx.strategy", "Strategy"),
+        "Summary": ("phalanx.train.report.summary", "Summary"),
         "TrainConfig": ("phalanx.config", "TrainConfig"),
         "DistributedOptimizer": ("phalanx.script.average", "DistributedOptimizer"),
         "average_gradients": ("phalanx.script.average", "average_gradients"),

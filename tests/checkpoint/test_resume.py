@@ -16,7 +16,7 @@ from phalanx.data.samples import Samples
 from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.run import train
-from phalanx.train.session import open_session
+from phalanx.train.text import TextSession
 from small_run import SHAPE, losses, small_run
 
 
@@ -63,9 +63,9 @@ def test_the_next_twenty_losses_are_the_same(
 
 def take_steps(job: Job, num_steps: int) -> list[int]:
     """Take steps and save; return the rows of the global order that this rank had."""
-    session = open_session(job)
+    session = TextSession(job)
     rows: list[int] = []
-    with session.loader, session.saver:
+    with session:
         for _ in range(num_steps):
             microbatches = next(session.loader)
             rows += [int(row) for batch in microbatches for row in batch.rows_B if row >= 0]

@@ -28,7 +28,7 @@ from phalanx.hugging_face.compare import compare_logits
 from phalanx.hugging_face.convert import convert
 from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, resolve
-from phalanx.train.session import open_session
+from phalanx.train.text import TextSession
 from small_run import tokenizer_of
 
 logging.disable_progress_bar()
@@ -193,7 +193,7 @@ def config_of(**options: Any) -> TrainConfig:
 
 def step_and_save(job: Job) -> tuple[float, list[tuple[Tensor, Tensor]]]:
     """Take a step and save; return its loss and this rank's tokens and labels."""
-    session = open_session(job)
+    session = TextSession(job)
     with session.loader:
         batches = next(session.loader)
         loss = session.step(batches).loss

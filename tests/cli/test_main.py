@@ -212,7 +212,7 @@ def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.Mon
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    config = types.SimpleNamespace(threads=1, timeout_s=1.0)
+    config = types.SimpleNamespace(threads=1, timeout_s=1.0, device="cpu")
     strategy = types.SimpleNamespace(num_ranks=2)
     ours, terminal = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
@@ -221,7 +221,8 @@ def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.Mon
     with os.fdopen(terminal, "w") as screen, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", screen)
         with pytest.raises(KeyboardInterrupt):
-            run.start(types.SimpleNamespace(config=config, strategy=strategy, device="cpu"))  # type: ignore[arg-type]
+            job = types.SimpleNamespace(config=config, strategy=strategy, out=Path())
+            run.start(job)  # type: ignore[arg-type]
         screen.flush()
         assert b"\x1b[?25h" in os.read(ours, 1000)
     os.close(ours)

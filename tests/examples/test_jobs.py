@@ -39,7 +39,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 def outcome(trainer: phalanx.Trainer, strategy: str, out: Path) -> tuple[list[float], float]:
     """Return the loss of each step, and that of the data at the end if it is measured."""
     fitted = trainer.train(strategy, phalanx.Options(out=out / strategy, threads=1))
-    return fitted.losses, fitted.evaluations[-1][1] if fitted.evaluations else 0.0
+    return fitted.losses, fitted.evaluations[-1].loss if fitted.evaluations else 0.0
 
 
 @pytest.mark.parametrize("strategy", ["pp2", by_hand("pp2:gpipe"), by_hand("pp4")])

@@ -24,7 +24,7 @@ from phalanx.hugging_face.generation import ids_of_tokenizer, write_missing
 from phalanx.launch.local import run_ranks
 from phalanx.models.registry import shape_of
 from phalanx.train.job.resolve import resolve
-from phalanx.train.session import open_session
+from phalanx.train.text import TextSession
 from small_run import small_run, tokenizer_of
 
 PRESETS_OF_TYPES = (
@@ -34,7 +34,7 @@ PRESETS_OF_TYPES = (
 
 def save_at_once(config: TrainConfig) -> None:
     """Begin a run, take a step and save."""
-    session = open_session(resolve(config))
+    session = TextSession(resolve(config))
     with session.loader:
         session.step(next(session.loader))
         session.begin_save()

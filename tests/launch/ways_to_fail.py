@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import phalanx
 from phalanx.checkpoint import tensor_file
 from phalanx.launch.pulse import PULSE
-from phalanx.train import loop, pace
+from phalanx.train import pace
+from phalanx.train import run as runs
 from phalanx.train.step import Step
 
 
@@ -233,7 +234,7 @@ def train_rank(job: Any) -> Any:
 
     Step.__call__ = take_or_fail
     pace.COMPARE_S = 0.0  # else so short a run may be done before its ranks compare
-    return loop.train_rank(job)
+    return runs.train_rank(job)
 
 
 def fill_disk(path: Path, *args: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 import phalanx
 from phalanx.launch.pulse import PULSE
-from phalanx.script import fit
+from phalanx.train.report import records
 
 
 class Classes:
@@ -122,7 +122,7 @@ class Shallow(Classes):
         self.num_hooks = 0
 
     def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> Tensor:
-        if step > fit.MEMORY_STEP:
+        if step > records.MEMORY_STEP:
             num_hooks = sum(
                 len(of.get(kind, ()))
                 for of in map(vars, model.modules())

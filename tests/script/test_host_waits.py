@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx.launch.local import run_ranks
-from phalanx.script import fit
+from phalanx.script import session
 from phalanx.script.on_host import OnHost
 from phalanx.strategy import Strategy
 
@@ -106,24 +106,24 @@ def test_a_loop_of_ones_own_waits_for_nothing(strategy: str) -> None:
         assert found == {"on_host.py: tolist": 2}, found
 
 
-def waits_of_fit(folder: Path, strategy: str) -> Counter[str]:
-    """Return the waits of the third and the fourth step."""
+def waits_of_trainer(folder: Path, strategy: str) -> Counter[str]:
+    """Return the waits of the seventh and the eighth step."""
     found: list[Counter[str]] = []
-    for steps in (2, 4):
+    for steps in (6, 8):
         trainer = phalanx.Trainer(
             many_of_doubles, jobs.Classes(), Numbers(), jobs.adagrad, jobs.halving,
             batch_size=8, accumulation=2, steps=steps, batch_norm="global",
         )  # fmt: skip
         options = phalanx.Options(out=folder / str(steps), threads=1)
         with HostWaits() as waits:
-            fit.fit(trainer, Strategy.parse(strategy), options)
+            session.train_module(trainer, Strategy.parse(strategy), options)
         found.append(waits.found)
     return found[1] - found[0]
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "fsdp2"])
 def test_the_trainer_waits_once_a_step(tmp_path: Path, strategy: str) -> None:
-    for found in run_ranks(waits_of_fit, 2, tmp_path, strategy, threads=1):
+    for found in run_ranks(waits_of_trainer, 2, tmp_path, strategy, threads=1):
         assert found.pop("dropout.py: _draw") == 2 * 2 * 3  # of the host's own generator
         assert found.pop("step.py: <listcomp>") == 2 * 4  # from the device to itself
         found.pop("together.py: _reduce", None)  # whether to stop or save, by the clock

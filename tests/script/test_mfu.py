@@ -15,8 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 import phalanx
 from phalanx.launch.local import run_ranks
-from phalanx.script import fit, mfu
+from phalanx.script.session import train_module
 from phalanx.strategy import Strategy
+from phalanx.train.report import records
 
 RATE = 1e13
 
@@ -75,19 +76,19 @@ TRAINERS: dict[str, dict[str, Any]] = {
 """What differs from a perceptron of float64, which reads rows of one shape."""
 
 
-def arithmetics(folder: Path, strategy: str) -> dict[str, tuple[list[str], phalanx.Fitted]]:
+def arithmetics(folder: Path, strategy: str) -> dict[str, tuple[list[str], phalanx.Summary]]:
     """Return of each trainer which products were measured on this rank, and the run."""
-    found: dict[str, tuple[list[str], phalanx.Fitted]] = {}
+    found: dict[str, tuple[list[str], phalanx.Summary]] = {}
     for name, settings in TRAINERS.items():
         asked: list[str] = []
-        mfu.quick_ceiling = lambda _, arithmetic, asked=asked: asked.append(arithmetic) or RATE
+        records.quick_ceiling = lambda _, arithmetic, asked=asked: asked.append(arithmetic) or RATE
         given: dict[str, Any] = {
             "build": jobs.perceptron_of_doubles, "objective": jobs.Classes(), "data": Numbers(),
             "optimizer": jobs.adagrad, "batch_size": 8, "accumulation": 2, "steps": 5,
         }  # fmt: skip
         options = phalanx.Options(out=folder / name, threads=1)
         trainer = phalanx.Trainer(**given | settings)
-        found[name] = asked, fit.fit(trainer, Strategy.parse(strategy), options)
+        found[name] = asked, train_module(trainer, Strategy.parse(strategy), options)
     return found
 
 

@@ -21,10 +21,10 @@ from nccl_rules import Broken
 from nccl_trace import traced
 from phalanx.launch.local import run_ranks
 from phalanx.script import run as runs
-from phalanx.script.fit import fit
+from phalanx.script.session import train_module
 from phalanx.strategy import Strategy
 from phalanx.train.job.resolve import resolve
-from phalanx.train.loop import train_rank
+from phalanx.train.run import train_rank
 from small_run import SHAPE, losses, small_run
 
 
@@ -155,8 +155,8 @@ def fitted(strategies: Sequence[str], out: Path) -> list[list[float]]:
             jobs.job(), build=jobs.dropping_of_doubles, steps=2 * number + 4
         )
         options = phalanx.Options(out=out, threads=1, eval_every=2, save_every=3, resume=number > 0)
-        done = traced(fit, trainer, Strategy.parse(strategy), options)
-        found.append([*done.losses, *(loss for _, loss in done.evaluations)])
+        done = traced(train_module, trainer, Strategy.parse(strategy), options)
+        found.append([*done.losses, *(loss for loss in [each.loss for each in done.evaluations])])
     return found
 
 

@@ -16,7 +16,7 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.attach import as_mistake
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import data, reduce
-from phalanx.script.fit import fit
+from phalanx.script.session import train_module
 from phalanx.strategy import Strategy
 
 REFUSED = {
@@ -129,7 +129,7 @@ NOT_BY_THE_TRAINER = {
 def losses(names: Sequence[str], folder: Path) -> dict[str, list[float]]:
     strategy = Strategy.parse("pp2")
     return {
-        name: fit(JOBS[name](), strategy, phalanx.Options(out=folder / str(number))).losses
+        name: train_module(JOBS[name](), strategy, phalanx.Options(out=folder / str(number))).losses
         for number, name in enumerate(names)
     }
 

@@ -16,8 +16,8 @@ from forked_torchrun import run_two
 from phalanx.checkpoint import state
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import batch_norm, dropout
-from phalanx.script.fit import Fit
-from phalanx.train import step
+from phalanx.script.session import ModuleSession
+from phalanx.train import loop, step
 from phalanx.verify.verdict import Verdict
 
 sys.path.append(str(Path(__file__).parents[1] / "verify"))
@@ -35,17 +35,18 @@ def normed() -> phalanx.Trainer:
 
 
 def _masks_of_the_first_rows(right: Any) -> Any:
-    def wrong(self: Fit) -> Any:
+    def wrong(self: ModuleSession) -> Any:
         place = right(self)
-        return place._replace(rows=self.rows()[0][: len(place.rows)])
+        return place._replace(rows=self.microbatches.rows()[0][: len(place.rows)])
 
     return wrong
 
 
 def _stays_in_eval(right: Any) -> Any:
-    def wrong(self: Fit) -> None:
-        right(self)
-        self.step.model.eval()
+    def wrong(session: ModuleSession) -> Any:
+        found = right(session)
+        session.step.model.eval()
+        return found
 
     return wrong
 
@@ -59,7 +60,7 @@ def _without_buffers(right: Any) -> Any:
 
 
 def _schedule_from_the_start(right: Any) -> Any:
-    def wrong(self: Fit) -> None:
+    def wrong(self: ModuleSession) -> None:
         right(self)
         assert self.scheduler is not None
         self.scheduler.last_epoch = 0
@@ -73,10 +74,11 @@ def _never_clipped(right: Any) -> Any:
 
 MUTANTS: dict[str, tuple[Any, list[Patch], str | None, str]] = {
     "masks of the first microbatch": (
-        dropping, [(Fit, "_place", _masks_of_the_first_rows)], "blocks.0.2", "its output differs",
+        dropping, [(ModuleSession, "_place", _masks_of_the_first_rows)], "blocks.0.2",
+        "its output differs",
     ),
     "an evaluation that leaves the model in eval mode": (
-        dropping, [(Fit, "_evaluate", _stays_in_eval)], "", "leaves the model in eval mode",
+        dropping, [(loop, "evaluate", _stays_in_eval)], "", "leaves the model in eval mode",
     ),
     "the same masks in each step": (
         dropping, [(dropout, "row_keys", _of_step_0)], "blocks.0.2", "its output differs",
@@ -88,7 +90,7 @@ MUTANTS: dict[str, tuple[Any, list[Patch], str | None, str]] = {
         normed, [(state, "weights_of", _without_buffers)], "1", "resumed from dp2 differs",
     ),
     "a schedule that begins anew": (
-        jobs.job, [(Fit, "_resume", _schedule_from_the_start)], None, "learning rate",
+        jobs.job, [(ModuleSession, "_resume", _schedule_from_the_start)], None, "learning rate",
     ),
     "a gradient that is never clipped": (
         jobs.job, [(step, "scale_to", _never_clipped)], "0", "its update by the optimizer",

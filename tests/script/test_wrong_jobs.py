@@ -28,7 +28,7 @@ def test_what_a_trainer_is_told_is_checked_at_once(case: str) -> None:
     ({"save_every": -1}, "phalanx.Options: save_every is -1; expected at least 0"),
     ({"eval_every": 1.5}, "eval_every is 1.5; expected a whole number"),
     ({"save_every_minutes": float("inf")}, "save_every_minutes is inf"),
-    ({"device": "gpu"}, "device is 'gpu'; expected one of cpu, cuda"),
+    ({"device": "gpu"}, "device is 'gpu'; expected one of auto, cpu, cuda"),
     ({"threads": 0}, "threads is 0; expected at least 1"),
     ({"threads": 10**9}, "the nearest is 4096"),
     ({"timeout_s": 1e300}, "the nearest is 1000000"),

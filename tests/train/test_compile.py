@@ -17,7 +17,7 @@ from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig
 from phalanx.launch.local import run_ranks
 from phalanx.measure.logs import values_of
-from phalanx.train import loop
+from phalanx.train import loop, run
 from phalanx.train.evaluate import evaluate
 from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.report.records import LEDGER_STEP, MEMORY_STEP
@@ -55,7 +55,7 @@ def graphs_run(job: Job) -> dict[str, Any]:
     nn.Module.compile = lambda self, **options: compile_(self, backend=counting, **options)
     Step.__call__ = counted(Step.__call__, steps)
     loop.evaluate = counted(evaluate, evaluations)
-    summary = loop.train_rank(job)
+    summary = run.train_rank(job)
     return {"steps": steps, "evaluations": evaluations, "after": runs, "summary": summary}
 
 

@@ -28,8 +28,8 @@ from phalanx.strategy import Strategy
 from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.session import open_session
 from phalanx.train.step import Step
+from phalanx.train.text import TextSession
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split
 from small_run import small_run
@@ -196,7 +196,7 @@ def test_first_weights_are_those_of_a_cpu() -> None:
 
 
 def take_steps(job: Job, num_steps: int, saves: bool) -> list[float]:
-    session = open_session(job)
+    session = TextSession(job)
     with session.loader:
         found = [
             session.step([b.to(session.comm.device) for b in next(session.loader)]).loss

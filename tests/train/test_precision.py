@@ -14,7 +14,7 @@ from phalanx.train.job.request import settle
 from phalanx.train.job.resolve import Job, _check_split
 from phalanx.train.job.resolve import resolve as resolve_job
 from phalanx.train.precision import resolve
-from phalanx.train.session import open_session
+from phalanx.train.text import TextSession
 from small_run import small_run
 
 WIDE = {"float64": torch.float64}
@@ -41,7 +41,7 @@ def test_float16_is_refused_beside_a_pipeline(tmp_path: Path) -> None:
 
 
 def types_after_a_step(job: Job) -> set[torch.dtype]:
-    session = open_session(job)
+    session = TextSession(job)
     with session.loader:
         session.step(next(session.loader))
     parameters = list(session.model.parameters())

@@ -12,7 +12,7 @@ from phalanx.checkpoint import manifest
 from phalanx.errors import CheckpointError
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.launch.local import run_ranks
-from phalanx.train import session as sessions
+from phalanx.train import text
 from phalanx.train.job.resolve import Job, manifest_of, resolve
 from phalanx.train.precision import Precision
 from small_run import small_run
@@ -20,8 +20,8 @@ from small_run import small_run
 
 def state_after(job: Job, num_steps: int, save: bool) -> tuple[dict[str, Any], list[float]]:
     """Take steps with a scaler; return its state, and the loss of each step."""
-    sessions.resolve = lambda *_: Precision(torch.float32, torch.float32, needs_scaler=True)
-    session = sessions.open_session(job)
+    text.resolve = lambda *_: Precision(torch.float32, torch.float32, needs_scaler=True)
+    session = text.TextSession(job)
     scaler = session.step.scaler
     if job.start is None:
         scaler.set_growth_interval(2)
@@ -47,7 +47,7 @@ def test_the_scale_of_the_loss_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def words_of_opening(job: Job) -> str:
     try:
-        sessions.open_session(job)
+        text.TextSession(job)
     except CheckpointError as error:
         return str(error)
     return ""

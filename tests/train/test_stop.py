@@ -24,7 +24,7 @@ from phalanx.errors import Interrupted, RankFailed, message_of
 from phalanx.launch.local import run_ranks
 from phalanx.launch.pulse import PULSE
 from phalanx.launch.signals import ENDING
-from phalanx.train import loop, run
+from phalanx.train import run
 from phalanx.train.job.resolve import Job, resolve
 from small_run import losses, small_run
 
@@ -96,7 +96,7 @@ def stopped_in_the_last_save(job: Job) -> str:
         finish(self)
 
     Saver.finish = finish_late
-    return type(loop.train_rank(job)).__name__
+    return type(run.train_rank(job)).__name__
 
 
 def test_a_signal_in_the_last_save_of_a_finished_run_takes_no_summary(

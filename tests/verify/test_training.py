@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.strategy import Strategy
-from phalanx.train import loop, session
+from phalanx.train import loop, text
 from phalanx.train.job.resolve import Job
 from phalanx.verify import training, witness
 from phalanx.verify.runs import first_run
@@ -128,7 +128,7 @@ def _unshifted_labels(right: Any) -> Any:
 
 OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
     "first weights that begin anew on each rank": (
-        [(session, "fill_initial", _first_rows_everywhere)],
+        [(text, "fill_initial", _first_rows_everywhere)],
         "embedding", "weight of embedding.weight",
     ),
     "moments that are not restored": (
@@ -138,14 +138,14 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
         [(state, "load", _rounded)], "embedding", "weight of embedding.weight",
     ),
     "rank 1 with the rows of rank 0": (
-        [(session, "_loader", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
+        [(text, "_loader", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
     ),
     "a schedule that begins anew": (
-        [(witness, "open_session", _from_step_0)],
+        [(witness, "TextSession", _from_step_0)],
         None, "it takes the steps [1, 2, 3, 4], where [3, 4] are due",
     ),
     "a position in the data by the present batch": (
-        [(session, "_loader", _position_by_steps)],
+        [(text, "_loader", _position_by_steps)],
         None, "its positions in the data are [24, 48], where [16, 40] are due",
     ),
     "evaluation that leaves the model in eval mode": (
@@ -155,11 +155,11 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
         [(Decoder, "eval", _stays_in_training)], None, "the validation loss is the first",
     ),
     "a norm that only the run changes": (
-        [(witness, "open_session", _another_eps)],
+        [(witness, "TextSession", _another_eps)],
         "blocks.1.mlp_norm", "its output differs though its inputs agree",
     ),
     "an optimizer without the last norm": (
-        [(session, "build_optimizer", _without_a_step)], "norm", "first moment of norm.weight",
+        [(text, "build_optimizer", _without_a_step)], "norm", "first moment of norm.weight",
     ),
     "labels that are not shifted": (
         [(Samples, "batch", _unshifted_labels)], None, "what calls the model: what it gives",
@@ -168,7 +168,7 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
 
 OF_NARROW: dict[str, tuple[list[Patch], str | None, str]] = {
     "masters in bfloat16": (
-        [(session, "resolve", _narrow_masters)], "", "the weights are in torch.bfloat16",
+        [(text, "resolve", _narrow_masters)], "", "the weights are in torch.bfloat16",
     ),
 }  # fmt: skip
 

@@ -38,8 +38,8 @@ from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
-from phalanx.train.session import compile_blocks
 from phalanx.train.step import Step
+from phalanx.train.text import compile_blocks
 
 WARMUP_STEPS = 2
 """Steps of each job that are not timed: buffers are made in them."""

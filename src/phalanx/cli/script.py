@@ -5,33 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from rich.table import Table
-from rich.text import Text
-
-from phalanx.cli.screen import print_json, say, screen
+from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
-from phalanx.config.fields import (
-    MINUTES,
-    STEPS,
-    THREADS,
-    TIMEOUT_S,
-    Positional,
-    Range,
-    Schema,
-    settings,
-)
+from phalanx.config.fields import Positional, Range, Schema, settings
+from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.errors import ConfigError
-from phalanx.measure.utilization import percent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.script.fit import Fitted
     from phalanx.script.trainer import Options, Trainer
     from phalanx.verify.verdict import Verdict
 
@@ -55,35 +41,11 @@ def _read(argv: list[str], schema: type[Schema], *, prog: str) -> Schema:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptTrainConfig:
+class ScriptTrainConfig(JobConfig):
     """Train a job of your own: a function that returns a phalanx.Trainer."""
 
     script: str = ""
     """FILE.py:FUNCTION; the function takes no arguments."""
-    strategy: str | None = None
-    """How to split the work, such as pp2,dp2; dp over all processes if unset."""
-    nproc: Annotated[int | None, Range(1)] = None
-    """Processes to start; unset: what the strategy needs, else one a GPU, or 2 on a CPU."""
-    steps: Annotated[int | None, STEPS] = None
-    """Steps to take in all, in place of what the job says."""
-    out: str | None = None
-    """Folder of records and checkpoints; runs/FILE-FUNCTION-STRATEGY-DATE if unset."""
-    resume: str | None = None
-    """Folder of a run to go on from, under any strategy; what is new is written there."""
-    save_every: Annotated[int, Range(0)] = 0
-    """Steps between two checkpoints; 0: only one at the end, and by the clock."""
-    save_every_minutes: Annotated[float, MINUTES] = 10.0
-    """Most minutes between two checkpoints; 0: no bound."""
-    eval_every: Annotated[int, Range(0)] = 0
-    """Steps between two evaluations; 0: only at the start and the end."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to compute on."""
-    threads: Annotated[int | None, THREADS] = None
-    """CPU threads of each process; the cores shared evenly if unset."""
-    timeout_s: Annotated[float, TIMEOUT_S] = 600.0
-    """Longest wait for another rank, in seconds."""
-    debug_comm: bool = False
-    """Compare each collective of all ranks before it runs; slow."""
     json: bool = False
     """Make the last line of standard output one JSON document."""
 
@@ -120,6 +82,7 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, str, Options]:
     """Return what the command line says, the job, its strategy and how it is run."""
     from phalanx.script.trainer import Options, trainer_of
     from phalanx.train.job.request import choose
+    from phalanx.train.job.run_folder import new_folder
 
     config = _read(argv, ScriptTrainConfig, prog="phalanx train --script")
     trainer = trainer_of(config.script)
@@ -128,29 +91,19 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, str, Options]:
     strategy, device = choose(config.strategy, config.nproc, config.device)
     if config.out is not None and config.resume is not None:
         raise ConfigError("out and resume are both given, and resume goes on in its own folder")
-    stem = f"{Path(config.script).stem}-{config.script.rpartition(':')[2]}-{strategy}"
-    named = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}".replace(":", "_").replace("/", "_")
-    out = Path(config.resume or config.out or Path("runs") / named.replace(",", "-"))
-    options = Options(
-        out=out,
-        resume=config.resume is not None,
-        save_every=config.save_every,
-        save_every_minutes=config.save_every_minutes,
-        eval_every=config.eval_every,
-        device="cuda" if device == "cuda" else "cpu",
-        threads=config.threads,
-        timeout_s=config.timeout_s,
-        debug_comm=config.debug_comm,
-    )
-    return config, trainer, str(strategy), options
+    name = f"{Path(config.script).stem}-{config.script.rpartition(':')[2]}"
+    out = Path(config.resume or config.out or new_folder(name, strategy))
+    shared = {each.name: getattr(config, each.name) for each in dataclasses.fields(RunConfig)}
+    shared["device"] = device
+    return config, trainer, str(strategy), Options(**shared, out=out, resume=bool(config.resume))
 
 
 def _train(config: ScriptTrainConfig, trainer: Trainer, strategy: str, options: Options) -> int:
-    fitted = trainer.start(strategy, options, f"phalanx train --script {config.script} --resume")
+    summary = trainer.start(strategy, options, f"phalanx train --script {config.script} --resume")
     if os.environ.get("RANK", "0") == "0":
-        _show(fitted, options.out)
+        screen().print(summary.render(report=config.report), crop=False)
         if config.json:
-            print_json(fitted)
+            print_json(summary)
     return 0
 
 
@@ -200,31 +153,3 @@ def _verify(config: ScriptVerifyConfig, judge: Callable[[], Verdict]) -> int:
     if dist.is_initialized():  # torchrun ends all ranks when the first leaves with 1
         barrier()
     return 0 if verdict.is_equal else 1
-
-
-def _show(fitted: Fitted, out: Path) -> None:
-    """Print the result, the most important last."""
-    console = screen()
-    if fitted.sent:
-        table = Table("phase", "axis", "collective", "calls", "sent MiB", box=None)
-        for entry in fitted.sent:
-            sent = f"{entry.sent_bytes / 2**20:.3f}"
-            table.add_row(entry.phase, entry.axis, entry.op, str(entry.calls), sent)
-        console.print(Text("What the first rank sends in a step"), table)
-    if fitted.losses:
-        rows = [("loss", f"{fitted.losses[-1]:.4f} in the last step")]
-    else:
-        done = f"nothing to do: {fitted.steps_done} steps are done; --steps N goes on to step N"
-        rows = [("steps", done)]
-    if fitted.evaluations:
-        (_, first), (_, last) = fitted.evaluations[0], fitted.evaluations[-1]
-        rows.append(("validation", f"loss {first:.4f} -> {last:.4f}"))
-    if fitted.step_s is not None:
-        mfu = "" if fitted.mfu is None else f", MFU {percent(fitted.mfu)} of ceiling"
-        rows.append(("speed", f"{1e3 * fitted.step_s:,.1f} ms a step{mfu}"))
-    if fitted.memory is not None:
-        rows.append(("memory", f"{fitted.memory.peak_bytes / 2**20:,.1f} MiB of tensors at most"))
-    rows += [("checkpoint", fitted.checkpoint), ("metrics", str(out / "metrics.jsonl"))]
-    rows.append(("tensorboard", str(out / "tensorboard")))
-    for name, text in rows:
-        say(console, f"{name:<11} {text}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 import types
@@ -104,10 +105,14 @@ class Setting:
 
 @functools.cache
 def settings(schema: type, prefix: str = "") -> tuple[Setting, ...]:
-    """Return each value of a configuration, in the order written."""
+    """Return each value of a configuration: its own, inherited ones, and sections, as written."""
     hints = typing.get_type_hints(schema, include_extras=True)
+    written = dict.fromkeys(
+        name for each in schema.__mro__ for name in inspect.get_annotations(each)
+    )
     found: list[Setting] = []
-    for name in (field.name for field in fields(schema)):
+    names = sorted((field.name for field in fields(schema)), key=list(written).index)
+    for name in sorted(names, key=lambda name: is_dataclass(hints[name])):
         hint, about = hints[name], ()
         if typing.get_origin(hint) is Annotated:
             hint, *about = typing.get_args(hint)

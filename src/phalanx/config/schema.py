@@ -114,56 +114,22 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Train a decoder on text over one or many processes."""
+class RunConfig:
+    """How a run is carried out, whatever it trains."""
 
-    model: Annotated[str | None, Use.RESOLVED] = None
-    """Preset of the model's shape, listed at the end of this help; that of the checkpoint to begin
-    with or go on from, else demo, if unset."""
-    data: Annotated[str | None, Use.PATH] = None
-    """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the
-    working folder; the standard library of this Python if unset."""
-    tokenizer: Annotated[str | None, Use.PATH | Use.OF_TOKENIZER] = None
-    """A tokenizer.json; a byte-level BPE trained on the data if unset."""
-    strategy: Annotated[str | None, Use.RESOLVED] = None
-    """How to split the work, such as dp2 or fsdp2,recompute:full; dp over all processes if unset.
-    All that can be asked for stands at the end of this help."""
-    nproc: Annotated[int | None, Use.RESOLVED | Use.UNKEPT, Range(1)] = None
-    """Processes to start on this host; what the strategy needs, or 2 (one per GPU), if unset."""
-    steps: Annotated[int | None, Use.RESOLVED, STEPS] = None
-    """Optimizer steps; what `epochs` asks for, else 560, which suits the demo, if unset."""
-    epochs: Annotated[float | None, Use.RESOLVED, Range(0, 10**9, "(]")] = None
-    """Passes over the data, instead of steps; unset, the run is as long as `steps` says."""
-    seed: Annotated[int, Use.STREAM, SEED] = 0
-    """Fixes the initial weights, the order of the data and the dropout masks."""
     precision: Annotated[
         Literal["auto", "float64", "float32", "bfloat16", "float16"], Use.RESOLVED
     ] = "auto"
     """Data type of the arithmetic; master weights are float32 (float64 for float64). auto: bfloat16
-    where the device has it, else float32."""
+    where the device has it, else float32; for a module of your own, the types that it has."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Use.RESOLVED] = "auto"
     """Where to compute."""
     compile: Annotated[bool, Use.LAW] = False
     """Compile each block with torch.compile."""
     threads: Annotated[int | None, Use.LOCAL, THREADS] = None
     """CPU threads of each process; the cores shared evenly if unset."""
-    out: Annotated[str | None, Use.PATH | Use.UNKEPT] = None
-    """Folder of what the run writes; runs/<model>-<strategy>-<date> if unset."""
-    resume: Annotated[str | None, Use.PATH | Use.UNKEPT] = None
-    """A run folder or checkpoint folder to go on from, with the settings of its config.toml; those
-    that are given override them."""
-    eval_every: Annotated[int, Use.LAW, Range(0)] = 100
+    eval_every: Annotated[int, Use.LAW, Range(0)] = 0
     """Steps between two measurements of the validation loss; 0: only at the start and the end."""
-    eval_samples: Annotated[int, Use.LAW, Range(1)] = 256
-    """Validation samples in one such measurement."""
-    prompt: Annotated[str | None, Use.LAW] = None
-    """How the sample begins that the model writes at the end; the first words of the validation
-    text if unset."""
-    report: Annotated[bool, Use.LOCAL | Use.UNKEPT] = False
-    """Print at the end, before the result, the tables of where time, bytes and memory went."""
-    init: Annotated[str | None, Use.PATH | Use.FRESH] = None
-    """A checkpoint, or a run folder, to take the first weights from, and nothing else; the model
-    then has that checkpoint's shape."""
     save_every: Annotated[int, Use.LAW, Range(0)] = 0
     """Steps between two checkpoints that are kept; 0: only the one at the end."""
     save_every_minutes: Annotated[float, Use.LAW, MINUTES] = 10.0
@@ -179,6 +145,54 @@ class TrainConfig:
     match; slow."""
     timeout_s: Annotated[float, Use.LAW, TIMEOUT_S] = 600.0
     """Longest wait for another rank, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig(RunConfig):
+    """A run as a command line asks for it."""
+
+    strategy: Annotated[str | None, Use.RESOLVED] = None
+    """How to split the work, such as dp2 or fsdp2,recompute:full; dp over all processes if unset.
+    All that can be asked for stands at the end of the help of `phalanx train`."""
+    nproc: Annotated[int | None, Use.RESOLVED | Use.UNKEPT, Range(1)] = None
+    """Processes to start on this host; what the strategy needs, or 2 (one per GPU), if unset."""
+    steps: Annotated[int | None, Use.RESOLVED, STEPS] = None
+    """Optimizer steps in all; what `epochs`, or a job of your own, asks for if unset, else 560,
+    which suits the demo."""
+    out: Annotated[str | None, Use.PATH | Use.UNKEPT] = None
+    """Folder of what the run writes; runs/<name>-<strategy>-<date> if unset."""
+    resume: Annotated[str | None, Use.PATH | Use.UNKEPT] = None
+    """A run folder to resume from, under any strategy. A run on text takes the settings of its
+    config.toml, and those that are given override them; it may be a checkpoint's folder too."""
+    report: Annotated[bool, Use.LOCAL | Use.UNKEPT] = False
+    """Print at the end, before the result, the tables of where time, bytes and memory went."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(JobConfig):
+    """Train a decoder on text over one or many processes."""
+
+    model: Annotated[str | None, Use.RESOLVED] = None
+    """Preset of the model's shape, listed at the end of this help; that of the checkpoint to begin
+    with or go on from, else demo, if unset."""
+    data: Annotated[str | None, Use.PATH] = None
+    """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the
+    working folder; the standard library of this Python if unset."""
+    tokenizer: Annotated[str | None, Use.PATH | Use.OF_TOKENIZER] = None
+    """A tokenizer.json; a byte-level BPE trained on the data if unset."""
+    epochs: Annotated[float | None, Use.RESOLVED, Range(0, 10**9, "(]")] = None
+    """Passes over the data, instead of steps; unset, the run is as long as `steps` says."""
+    seed: Annotated[int, Use.STREAM, SEED] = 0
+    """Fixes the initial weights, the order of the data and the dropout masks."""
+    eval_every: Annotated[int, Use.LAW, Range(0)] = 100
+    eval_samples: Annotated[int, Use.LAW, Range(1)] = 256
+    """Validation samples in one such measurement."""
+    prompt: Annotated[str | None, Use.LAW] = None
+    """How the sample begins that the model writes at the end; the first words of the validation
+    text if unset."""
+    init: Annotated[str | None, Use.PATH | Use.FRESH] = None
+    """A checkpoint, or a run folder, to take the first weights from, and nothing else; the model
+    then has that checkpoint's shape."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes that replace the preset's."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)

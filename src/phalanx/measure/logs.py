@@ -171,19 +171,15 @@ class RunLog:
             self._draw(f"time/{name}", seconds, record.step)
         self.display.step(record)
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
-        """Keep and show a measurement of the validation loss after `step`.
-
-        Of text, it is in nats a token, and there are its bits a byte.
-        """
-        values = {"loss": loss}
-        if bits_per_byte is not None:
-            values["bits_per_byte"] = bits_per_byte
+    def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Keep and show the validation loss after `step`, and what was measured beside it."""
+        values = {"loss": loss, **metrics}
         self.note("evaluation", {"step": step, **values})
         for name, value in values.items():
             self._draw(f"validation/{name}", value, step)
-        bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
-        self.display.say(f"validation after step {step}: loss {loss:.4f}{bits}")
+        words = [f"loss {loss:.4f}"]
+        words += [f"{value:.4f} {name.replace('_', ' ')}" for name, value in metrics.items()]
+        self.display.say(f"validation after step {step}: {', '.join(words)}")
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:
         """Keep any record, such as the environment or the summary, as one line of JSON."""

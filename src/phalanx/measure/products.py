@@ -10,14 +10,19 @@ import os
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
 
+from phalanx.comm.watch import Watch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores
 from phalanx.measure.peaks import Arithmetic
@@ -147,6 +152,29 @@ def arithmetic_in(dtype: torch.dtype, device: torch.device) -> Arithmetic | None
     if name == "float32" and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return "tf32"
     return cast(Arithmetic, name) if name in get_args(Arithmetic) else None
+
+
+class ProductTypes(Watch):
+    """Notes the data types of the products that run inside `with ProductTypes() as types:`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flops = Counter[torch.dtype]()
+
+    def most(self, device: torch.device) -> Arithmetic | None:
+        """Return in what most FLOPs were computed; None if there were none, or none known."""
+        if not self._flops:
+            return None
+        return arithmetic_in(max(self._flops, key=lambda dtype: self._flops[dtype]), device)
+
+    @override
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the operator if it is a product, and run it."""
+        result = func(*args, **kwargs)
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            factor = next(each for each in (*args, result) if isinstance(each, Tensor))
+            self._flops[factor.dtype] += count(*args, **kwargs, out_val=result)
+        return result
 
 
 @contextmanager

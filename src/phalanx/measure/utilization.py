@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from phalanx.measure.peaks import Peak
 from phalanx.planner.model_shape import Attention, Flops
@@ -24,17 +24,32 @@ GOOD, EXCELLENT = 0.30, 0.40
 
 _SHARES = "MFU = model FLOPs / (time x devices x peak), HFU = (model FLOPs + recompute) / the same"
 _COUNT = "model FLOPs = 6 x matmul parameters x tokens"
+_COUNTED = "model FLOPs = what PyTorch's FlopCounterMode counts of forward and backward"
 _ATTENTION = (
     "12 x pairs x heads x head_dim x layers, pairs = T (T + 1) / 2 a sequence (causal) or T x T "
     "(full)"
 )
 
 
+class CountedFlops(NamedTuple):
+    """FLOPs of one step of a module, whose operators were counted."""
+
+    model: int
+    """Of forward and backward."""
+    recompute: int = 0
+    """Of what runs a second time during backward."""
+
+    @property
+    def hardware(self) -> int:
+        """FLOPs executed: model FLOPs + recompute."""
+        return self.model + self.recompute
+
+
 @dataclass(frozen=True, kw_only=True)
 class Utilization:
     """FLOPs and time of one step, and the peaks to measure them by."""
 
-    causal: Flops
+    causal: Flops | CountedFlops
     """FLOPs of the step over all devices, causal attention (or a model without attention)."""
     full: Flops | None
     """The same with full attention; None for a model without attention."""
@@ -60,7 +75,8 @@ class Utilization:
     @property
     def formula(self) -> str:
         """The formulas behind every share of this value."""
-        count = _COUNT if self.full is None else f"{_COUNT} + {_ATTENTION}"
+        count = _COUNTED if isinstance(self.causal, CountedFlops) else _COUNT
+        count = count if self.full is None else f"{count} + {_ATTENTION}"
         return f"{_SHARES}; {count}; 2 FLOPs a multiply-add"
 
     def mfu(self, of: Reference, attention: Attention = "causal") -> float | None:
@@ -151,7 +167,7 @@ class Utilization:
             "warnings": self.warnings(),
         }
 
-    def _flops(self, attention: Attention) -> Flops | None:
+    def _flops(self, attention: Attention) -> Flops | CountedFlops | None:
         return self.causal if attention == "causal" else self.full
 
     def _share(self, flops: int, of: Reference) -> float | None:

@@ -35,6 +35,9 @@ class Standing:
         draws: state of the generator that the loaders share, or None.
         loaders: `RankLoader.state` of each.
         schedulers: the schedules themselves.
+        scaler: state of the scaler of the loss; None if there is none.
+        num_steps: steps that the run was to take; None if only its script knows.
+        is_passing: whether the next checkpoint replaces this one.
     """
 
     strategy: str
@@ -42,6 +45,9 @@ class Standing:
     draws: Tensor | None
     loaders: Sequence[LoaderStanding]
     schedulers: Sequence[Any]
+    scaler: dict[str, float] | None = None
+    num_steps: int | None = None
+    is_passing: bool = False
 
 
 def save(
@@ -51,13 +57,30 @@ def save(
     standing: Standing,
     registered: Registered | None = None,
 ) -> Path:
-    """Save and wait until the checkpoint is whole; every rank calls this together.
+    """Save and wait until the checkpoint is whole, see `begin`; every rank calls this together.
+
+    Raises:
+        CheckpointError: it cannot be written, or holds the weights alone.
+    """
+    final = begin(saver, model, optimizers, standing, registered)
+    saver.finish()
+    return final
+
+
+def begin(
+    saver: Saver,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    standing: Standing,
+    registered: Registered | None = None,
+) -> Path:
+    """Begin to save, and return the folder of the checkpoint; every rank calls this together.
 
     It takes the place of a checkpoint after the same step. Where no file can hold the state of an
     optimizer, a schedule or a registered object, the weights are saved alone.
 
     Raises:
-        CheckpointError: it cannot be written, or holds the weights alone.
+        CheckpointError: the one before could not be written, or this holds the weights alone.
     """
     final = manifest.folder_of(saver.run, standing.steps_done)
     together, objects = Together(optimizers), registered or Registered()
@@ -81,12 +104,14 @@ def save(
 
     about = Manifest(
         steps_done=standing.steps_done,
-        num_steps=standing.steps_done,
+        num_steps=standing.steps_done if standing.num_steps is None else standing.num_steps,
         consumed=0,
         num_ranks=dist.get_world_size(),
         strategy=standing.strategy,
         shape={},
         stream={},
+        scaler=standing.scaler,
+        is_passing=standing.is_passing,
     )
     try:
         script, parts = all_or_none(collect, f"cannot save all of {final}")
@@ -101,7 +126,6 @@ def save(
     objects.warn_of_others(parts)
     whole = dataclasses.replace(about, script=script)
     saver.begin(model, together, whole, parts.tensors, replaces=True)
-    saver.finish()
     return final
 
 
@@ -183,7 +207,11 @@ def load(
             )
     _check_groups(where, script.groups, optimizers)
     stood = dataclasses.replace(
-        standing, steps_done=about.steps_done, draws=from_text(script.draws), loaders=script.loaders
+        standing,
+        steps_done=about.steps_done,
+        draws=from_text(script.draws),
+        loaders=script.loaders,
+        scaler=about.scaler,
     )
     for optimizer, groups in zip(optimizers, script.groups, strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):

@@ -186,6 +186,7 @@ class _Job:
             save_every=self.middle,
             save_every_minutes=0,
             eval_every=self.middle,
+            device="cpu",
         )
         return run_ranks(
             function, strategy.num_ranks, self.trainer, strategy, options, *args, timeout_s=WAIT_S

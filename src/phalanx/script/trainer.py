@@ -13,28 +13,32 @@ The trainer calls the forward itself, so it runs every strategy, pipelines too; 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx.config.fields import MINUTES, SEED, STEPS, THREADS, TIMEOUT_S, Range
-from phalanx.config.schema import MOST_ROWS
-from phalanx.errors import ConfigError, Interrupted, PhalanxError
-from phalanx.launch.local import run_ranks
+from phalanx.config.fields import SEED, STEPS, Range
+from phalanx.config.schema import MOST_ROWS, RunConfig
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, not_ending
 from phalanx.script.checks import check_data, check_objective, check_settings
-from phalanx.script.fit import Fitted, fit
+from phalanx.script.session import resume_text, train_module
 from phalanx.strategy import Strategy
+from phalanx.train.job.request import choose_device
+from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective
+from phalanx.train.report.summary import Summary
+from phalanx.train.run import summary_of
 
 if TYPE_CHECKING:
     from phalanx.verify.verdict import Verdict
@@ -47,35 +51,23 @@ def _adamw(parameters: Parameters) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a trainer is run, apart from what it trains.
+class Options(RunConfig):
+    """How a trainer is run, apart from what it trains; see `phalanx train --script --help`.
 
     Attributes:
         out: folder of records and checkpoints.
-        resume: whether to go on from the latest checkpoint there.
-        save_every: steps between two checkpoints; 0: only one at the end, and by the clock.
-        save_every_minutes: most minutes between two checkpoints; 0: no bound.
-        eval_every: steps between two evaluations; 0: only before the first step and at the end.
-        device: "cpu" or "cuda".
-        threads: CPU threads of each rank; the cores shared evenly if None.
-        timeout_s: longest wait for another rank in one collective, in seconds.
-        debug_comm: compare each collective of all ranks before it runs.
+        resume: whether to resume from the latest checkpoint there.
+        device: what it is computed on, settled: "cpu" or "cuda".
     """
 
     out: Path
     resume: bool = False
-    save_every: Annotated[int, Range(0)] = 0
-    save_every_minutes: Annotated[float, MINUTES] = 10.0
-    eval_every: Annotated[int, Range(0)] = 0
-    device: Literal["cpu", "cuda"] = "cpu"
-    threads: Annotated[int | None, THREADS] = None
-    timeout_s: Annotated[float, TIMEOUT_S] = 600.0
-    debug_comm: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.out, str):  # as many write it
             object.__setattr__(self, "out", Path(self.out))
         check_settings(self)
+        object.__setattr__(self, "device", choose_device(self.device)[0])
 
 
 @dataclass(frozen=True)
@@ -122,7 +114,7 @@ class Trainer:
     roles: Mapping[str, str] | None = None
     unit: str = "samples"
 
-    def train(self, strategy: str | Strategy = "dp1", options: Options | None = None) -> Fitted:
+    def train(self, strategy: str | Strategy = "dp1", options: Options | None = None) -> Summary:
         """Train on as many processes of this host as the strategy needs.
 
         A process that is a rank of a job, as under torchrun, joins it instead. The result is that
@@ -134,28 +126,21 @@ class Trainer:
         """
         return self.start(strategy, options)
 
-    def start(self, strategy: str | Strategy, options: Options | None, command: str = "") -> Fitted:
+    def start(
+        self, strategy: str | Strategy, options: Options | None, command: str = ""
+    ) -> Summary:
         """Train as `train`; `command` is the command line that resumes, but for the folder."""
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         options = options or Options(out=Path("runs") / "job")
         is_new = not options.out.exists()
+        advice = functools.partial(how_to_resume, options.out, resume_text(options.out, command))
+        args = (parsed.num_ranks, self, parsed, options, command)
         try:
-            results: list[Fitted] = run_ranks(
-                fit, parsed.num_ranks, self, parsed, options, command,
-                device=options.device, threads=options.threads, timeout_s=options.timeout_s,
-            )  # fmt: skip
+            return summary_of(train_module, *args, config=options, advice=advice)
         except PhalanxError:
             if is_new and read_rank_env().rank == 0 and not has_steps(options.out):
                 shutil.rmtree(options.out, ignore_errors=True)
             raise
-        fitted = results[0]
-        if fitted.stop_signal:
-            raise Interrupted(
-                fitted.stop_signal,
-                f"step {fitted.steps_done} is done; {fitted.checkpoint} stands; "
-                f"go on by: {fitted.resume_by}",
-            )
-        return fitted
 
     def verify(
         self, strategy: str | Strategy, *, steps: int = 5, dtype: str = "float64"

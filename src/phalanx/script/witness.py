@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks, local_shard
-from phalanx.comm.together import on_first_rank
 from phalanx.data.rows import count_rows
-from phalanx.script.fit import Fit, Records
+from phalanx.script.session import ModuleSession
 from phalanx.strategy import Strategy
-from phalanx.train.step import Step, StepResult
+from phalanx.train.evaluate import Evaluation
+from phalanx.train.loop import Watcher, take_steps
+from phalanx.train.step import StepResult
 from phalanx.verify.compare import Difference
 from phalanx.verify.locate import Recorded, locate, suspect_of
 from phalanx.verify.record import (
@@ -37,8 +35,6 @@ from phalanx.verify.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from phalanx.script.trainer import Options, Trainer
-
-Watching = TypeVar("Watching", bound="Witness")
 
 
 @dataclass
@@ -64,45 +60,25 @@ class Witnessed:
 
 def witness(trainer: Trainer, strategy: Strategy, options: Options) -> Witnessed:
     """Train on this rank, with the others of the job, and return what happened."""
-    with Whereabouts() as at, _opened(trainer, strategy, options, Witness) as (run, found):
+    with Whereabouts() as at, ModuleSession(trainer, strategy, options) as run:
         at.follow(run.step.model)
-        with run.step.watched(at.phase):
-            run.run()
-        found.seen.evaluated = float(evaluate(run, found.last))
-    return found.seen
+        seen = Witness(run)
+        with run.step.watched(seen.phase), run.step.watched(at.phase):
+            take_steps(run, seen)
+        seen.seen.evaluated = float(evaluate(run, seen.last))
+    return seen.seen
 
 
-@contextmanager
-def _opened(
-    trainer: Trainer, strategy: Strategy, options: Options, records: Callable[[Fit], Watching]
-) -> Generator[tuple[Fit, Watching]]:
-    """Open a run of the job on this rank, with records that watch it."""
-    # Each rank of a job that others have started has a folder in mind.
-    out = on_first_rank(lambda: options.out, "cannot verify the job")
-    options = dataclasses.replace(options, out=out)
-    found: list[Watching] = []
-
-    def make(run: Fit) -> Records:
-        found.append(records(run))
-        return found[0]
-
-    with Saver(out, num_stages=strategy.pp.degree) as saver:
-        run = Fit(trainer, strategy, options, saver, "", make)
-        with found[0], run.step.watched(found[0].phase):
-            yield run, found[0]
-
-
-class Witness(Records):
-    """Records that take down what can be compared, and show nothing.
+class Witness(Watcher):
+    """Takes down what can be compared, in place of a run's records.
 
     Attributes:
         seen: all of it.
         last: microbatches of the last step.
     """
 
-    def __init__(self, run: Fit) -> None:
-        super().__init__(run, Console(quiet=True))
-        self.fit = run
+    def __init__(self, run: ModuleSession) -> None:
+        self.run = run
         self.last: Sequence[Any] = []
         self._training = {n for n, m in run.step.model.named_modules() if m.training}
         self._gradients: dict[str, Tensor] = {}
@@ -113,22 +89,22 @@ class Witness(Records):
     def phase(self, name: str) -> Generator[None]:
         """Take down gradients before they are clipped, and the rates of the update."""
         if name == "clip":
-            self._gradients = {n: g.clone() for n, g in gradients_of(self.fit.step.model).items()}
+            self._gradients = {n: g.clone() for n, g in gradients_of(self.run.step.model).items()}
         elif name == "optimizer":
-            groups = enumerate(self.fit.optimizer.param_groups)
+            groups = enumerate(self.run.optimizer.param_groups)
             self._rates = {str(n) if n else "": float(group["lr"]) for n, group in groups}
         yield
 
-    def take(self, step: Step, microbatches: list[Any]) -> StepResult:
-        """Take a step."""
+    @contextmanager
+    def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
+        """Note the microbatches of a step."""
         self._note_idle()
         self.last = microbatches
-        return super().take(step, microbatches)
+        yield
 
     def keep(self, result: StepResult) -> None:
         """Take down the step that has just been taken."""
-        super().keep(result)
-        number = self.fit.step.steps_done - 1
+        number = self.run.step.steps_done - 1
         held: dict[str, dict[str, Tensor]] = {"gradient": self._gradients, **self._held()}
         norms = {"2": result.grad_norm}
         bits: dict[BitsKey, str] = {}
@@ -140,32 +116,31 @@ class Witness(Records):
         numbers = {"loss": {"": result.loss}, "norm": norms, "learning rate": self._rates}
         self.seen.records[number] = {**numbers, **self._full(held)}
 
-    def evaluation(self, steps_done: int, loss: float) -> None:
+    def evaluation(self, evaluation: Evaluation | None) -> None:
         """Take down an evaluation, and what it leaves."""
-        super().evaluation(steps_done, loss)
-        self.seen.evaluations[steps_done] = loss
-        self._note_idle()
+        if evaluation is not None:
+            self.seen.evaluations[evaluation.step] = evaluation.loss
+            self._note_idle()
 
     def _note_idle(self) -> None:
-        now = {name for name, module in self.fit.step.model.named_modules() if module.training}
+        now = {name for name, module in self.run.step.model.named_modules() if module.training}
         self.seen.idle += sorted(self._training - now)
 
-    def _measure_rate(self) -> None:
-        """Measure nothing: no share of it is shown."""
-
     def _held(self) -> dict[str, dict[str, Tensor]]:
-        model, states = self.fit.step.model, self.fit.optimizer.state
+        model, states = self.run.step.model, self.run.optimizer.state
         named = dict(model.named_parameters())
         kept = kept_by({name: states[p] for name, p in named.items() if p in states})
         weights = {name: p.detach() for name, p in named.items()}
         return {"buffer": dict(model.named_buffers()), **kept, "weight": weights}
 
     def _full(self, held: dict[str, dict[str, Tensor]]) -> dict[str, Values]:
-        full = {what: full_tensors(tensors, self.fit.comm) for what, tensors in held.items()}
-        return dict(full) if self.fit.comm.is_first else {}
+        full = {what: full_tensors(tensors, self.run.comm) for what, tensors in held.items()}
+        return dict(full) if self.run.comm.is_first else {}
 
 
-def evaluate(run: Fit, microbatches: Sequence[Any], recorder: Recorder | None = None) -> Tensor:
+def evaluate(
+    run: ModuleSession, microbatches: Sequence[Any], recorder: Recorder | None = None
+) -> Tensor:
     """Return the sum of the losses of all ranks in eval mode; every rank calls this together."""
     total = torch.zeros((), dtype=torch.float64, device=run.comm.device)
     modes = {module: module.training for module in run.step.model.modules()}
@@ -191,8 +166,10 @@ def locate_rank(
     """Train again on this rank, and find the module at which it goes wrong."""
 
     def record(first: Difference) -> Recorded:
-        with _opened(trainer, strategy, options, lambda run: _Pointer(run, first)) as (run, found):
-            run.run()
+        with ModuleSession(trainer, strategy, options) as run:
+            found = _Pointer(run, first)
+            with run.step.watched(found.phase):
+                take_steps(run, found)
             if first.quantity == EVALUATION:
                 found.recorder.restart()
                 evaluate(run, found.last, found.recorder)
@@ -205,7 +182,7 @@ def locate_rank(
 class _Pointer(Witness):
     """Has one step recorded."""
 
-    def __init__(self, run: Fit, first: Difference) -> None:
+    def __init__(self, run: ModuleSession, first: Difference) -> None:
         super().__init__(run)
         copies, suspect = run.strategy.tp.degree == 1, suspect_of(first)
         self.recorder = Recorder(run.step.model, run.step.run, copies=copies, suspect=suspect)
@@ -218,13 +195,14 @@ class _Pointer(Witness):
         with self.recorder.phase(name), super().phase(name):
             yield
 
-    def take(self, step: Step, microbatches: list[Any]) -> StepResult:
-        """Take a step, recorded if it is the one."""
-        is_it = step.steps_done == self._first.step
+    @contextmanager
+    def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
+        """Record a step if it is the one."""
+        is_it = self.run.step.steps_done == self._first.step
         if is_it:
-            self.rows = list(self.fit.rows())
+            self.rows = list(self.run.microbatches.rows())
         if is_it and self._first.quantity != EVALUATION:
             self.recorder.restart()
-        result = super().take(step, microbatches)
+        with super().watching(microbatches):
+            yield
         self.recorder.is_on = False
-        return result

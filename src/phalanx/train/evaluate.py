@@ -1,61 +1,57 @@
-"""Validation loss in nats a token and in bits a byte."""
+"""The mean loss of the validation data, and what is measured beside it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from phalanx.data.batch import Batch
-from phalanx.data.loader import evaluation_batches, evaluation_rows
 from phalanx.train.notice import said_if_long
 from phalanx.train.session import Session
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measurement on text that is not trained on.
+    """A measurement on data that is not trained on.
 
     Attributes:
-        loss: nats a token.
-        bits_per_byte: loss in bits / bytes of the predicted text; it compares across tokenizers.
+        step: steps taken before it.
+        loss: mean over the tokens (or samples) of the data, for text in nats a token.
+        metrics: what is measured beside it, by name. Of text: `bits_per_byte`, loss in bits / bytes
+            of the predicted text, which compares across tokenizers.
     """
 
+    step: int
     loss: float
-    bits_per_byte: float
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-@torch.no_grad()
 def evaluate(session: Session) -> Evaluation | None:
-    """Measure the validation loss, if text was kept aside; every rank calls this together.
+    """Measure the validation loss, if there is such data; every rank calls this together.
 
     Ranks may have fewer samples than others, or none: sums are added over the ranks, never means.
     """
-    job = session.job
-    rows = evaluation_rows(len(session.validation), job.config.eval_samples)
-    if len(rows) == 0:
+    batches = session.validation_batches()
+    if batches is None:
         return None
-    rank, num_ranks = session.comm.coord("data"), session.comm.size("data")
-    nats, num_tokens = torch.zeros(2, dtype=torch.float64, device=session.comm.device)
-    batches = evaluation_batches(
-        session.validation, rows, microbatch=job.batch.microbatch, rank=rank, num_ranks=num_ranks
-    )
+    step, comm = session.step, session.comm
+    totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
 
-    def forward(batch: Batch) -> torch.Tensor:
-        return session.step.objective.loss_sum(session.model, batch, 0)
+    def forward(batch: Any) -> torch.Tensor:
+        return step.objective.loss_sum(step.model, batch, 0)
 
-    session.model.eval()
-    with said_if_long(f"evaluating on {len(rows):,} samples"):
+    modes = {module: module.training for module in step.model.modules()}
+    step.model.eval()
+    with said_if_long("evaluating"):
         for batch in batches:
-            loss_sum = session.step.run.infer(batch.to(session.comm.device), forward)
-            nats += 0 if loss_sum is None else loss_sum  # the last stage of a pipeline has it
-            num_tokens += batch.count_valid()
-    session.model.train()
-    total = session.comm.all_reduce(nats, "loss").item()
-    num_valid = session.comm.all_reduce(num_tokens, "data").item()
-    num_bytes = session.validation.count_bytes(rows, job.tokens.token_bytes())
-    return Evaluation(
-        loss=total / num_valid,
-        bits_per_byte=total / math.log(2) / num_bytes,
-    )
+            loss_sum = step.run.infer(batch, forward)
+            totals[0] += 0 if loss_sum is None else loss_sum  # the last stage of a pipeline has it
+            totals[1] += step.objective.num_valid(batch)
+    for module, is_training in modes.items():  # some may be frozen in eval()
+        module.training = is_training
+    comm.all_reduce(totals[:1], "loss")
+    comm.all_reduce(totals[1:], "data")
+    loss_sum, num_valid = totals.tolist()
+    return Evaluation(step.steps_done, loss_sum / max(num_valid, 1), session.scores(loss_sum))

@@ -1,24 +1,26 @@
-"""The main job: train a decoder, measure it, evaluate it, save it."""
+"""The training loop, the same for text and for any module: step, evaluate, save."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import functools
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from rich.console import Console
 
+from phalanx.checkpoint import manifest
 from phalanx.comm.together import barrier
 from phalanx.debug.check import LIMIT_S, CollectiveCheck
 from phalanx.launch.pulse import PULSE
 from phalanx.train.evaluate import Evaluation, evaluate
-from phalanx.train.job.resolve import Job
 from phalanx.train.notice import compiling
 from phalanx.train.pace import Pace
 from phalanx.train.report.records import Records
 from phalanx.train.report.summary import Summary, summarize_run
-from phalanx.train.session import Session, open_session
+from phalanx.train.session import Session
 from phalanx.train.step import StepResult
 
 
@@ -28,29 +30,38 @@ class Stopped:
 
     Attributes:
         signum: number of the signal.
-        steps_done: steps that the checkpoint is after.
+        words: how far it came, and how it is resumed.
     """
 
     signum: int
-    steps_done: int
+    words: str
 
 
-def train_rank(job: Job) -> Summary | Stopped:
+def train(session: Session) -> Summary | Stopped:
     """Train on this rank, with the others of the job."""
-    session = open_session(job)
     step = session.step
-    with session.loader, session.saver, Records(session, Console()) as records:
+    PULSE.advice = functools.partial(how_to_resume, session.out, session.resume_command())
+    with session, Records(session, Console()) as records:
         doing = PULSE.doing("the work between two steps")
         with doing, PULSE.heeding(), _checked(session), step.watched(PULSE.phase):
             stop_signal = take_steps(session, records)
-        if stop_signal and step.steps_done < job.num_steps:
-            outcome = Stopped(stop_signal, step.steps_done)
+        if stop_signal and step.steps_done < session.num_steps:
+            done = f"step {step.steps_done} of {session.num_steps} is done"
+            outcome = Stopped(stop_signal, f"{done}; {PULSE.advice()}")
         else:
             with PULSE.doing("the summary"):
                 outcome = summarize_run(records)
     # Rank 0 writes for longer than the others, which may need its store until they have saved.
     barrier()
     return outcome
+
+
+def how_to_resume(out: Path, command: str) -> str:
+    """Say which checkpoint of a run stands, and how to resume from it."""
+    checkpoints = manifest.whole(out)
+    if not checkpoints:
+        return f"there is no checkpoint in {out} yet"
+    return f"{checkpoints[max(checkpoints)]} stands; go on by: {command}"
 
 
 class Watcher(Protocol):
@@ -62,8 +73,8 @@ class Watcher(Protocol):
         yield
 
     @contextmanager
-    def watching(self) -> Generator[None]:
-        """Watch a step."""
+    def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
+        """Watch a step over this rank's microbatches."""
         yield
 
     def keep(self, result: StepResult) -> None:
@@ -75,16 +86,17 @@ class Watcher(Protocol):
 
 def take_steps(session: Session, records: Watcher) -> int:
     """Take all steps, evaluate and save; return the signal that ended them early, or 0."""
-    step, config, num_steps = session.step, session.job.config, session.job.num_steps
+    step, config, num_steps = session.step, session.config, session.num_steps
     pace = Pace(60 * config.save_every_minutes, session.is_first)
     with compiling(config.compile):
         _evaluate(session, records)
     while step.steps_done < num_steps and not pace.stop_signal:
         with PULSE.doing(f"data of step {step.steps_done + 1}"):
             with records.watching_data():
-                microbatches = [batch.to(session.comm.device) for batch in next(session.loader)]
-            with records.watching():
+                microbatches = session.next_microbatches()
+            with records.watching(microbatches), session.stepping():
                 result = step(microbatches)
+            session.stepped()
             records.keep(result)
         PULSE.steps_done = done = step.steps_done
         session.saver.poll()
@@ -111,13 +123,13 @@ def _evaluate(session: Session, records: Watcher) -> None:
 @contextmanager
 def _checked(session: Session) -> Generator[None]:
     """Compare the collectives of the ranks if the user asked for it."""
-    config = session.job.config
+    config = session.config
     if not config.debug_comm:
         yield
         return
     collectives = CollectiveCheck(
         session.comm,
-        named=dict(session.model.named_parameters()),
+        named=dict(session.step.model.named_parameters()),
         limit_s=min(LIMIT_S, config.timeout_s),
     )
 

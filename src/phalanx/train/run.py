@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
 
-from phalanx.checkpoint import manifest
 from phalanx.comm.together import on_first_rank
 from phalanx.config import TrainConfig
+from phalanx.config.schema import RunConfig
 from phalanx.data.survey import Progress
 from phalanx.errors import Interrupted, TrainingError
 from phalanx.launch import slurm
 from phalanx.launch.local import prepare_server, run_ranks
-from phalanx.launch.pulse import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.torchrun import run_here
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resolve import Job, complete, facts_of
 from phalanx.train.job.run_folder import claim
-from phalanx.train.loop import Stopped, train_rank
+from phalanx.train.loop import Stopped, how_to_resume
+from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
+from phalanx.train.text import TextSession
 
 Announce = Callable[[Job], None]
 """Told the job before its first step."""
@@ -72,48 +74,66 @@ def start(job: Job) -> Summary:
         PhalanxError: the run is at fault.
         Interrupted: a signal ended it; it has saved a checkpoint if it was given the time.
     """
-    job, num_ranks = claim(job), job.strategy.num_ranks
+    job = claim(job)
+    resume_by = f"phalanx train --resume {shlex.quote(str(job.out))}"
+    advice = functools.partial(how_to_resume, job.out, resume_by)
+    return summary_of(train_rank, job.strategy.num_ranks, job, config=job.config, advice=advice)
+
+
+def train_rank(job: Job) -> Summary | Stopped:
+    """Train on this rank, with the others of the job."""
+    return train_session(TextSession(job))
+
+
+def summary_of(
+    function: Callable[..., Summary | Stopped],
+    num_ranks: int,
+    *args: Any,
+    config: RunConfig,
+    advice: Callable[[], str],
+) -> Summary:
+    """Start the ranks of a run on this host, or join them, and return the first rank's summary.
+
+    `advice` says how the run is resumed; for the other arguments see `run_ranks`.
+
+    Raises:
+        PhalanxError: the run is at fault.
+        Interrupted: a signal ended it; it has saved a checkpoint if it was given the time.
+    """
 
     def say_starting() -> None:
         Console().print(f"starting {num_ranks} processes ...", highlight=False)
 
     try:
-        outcome: Summary | Stopped = run_ranks(
-            train_rank,
+        outcomes: list[Summary | Stopped] = run_ranks(
+            function,
             num_ranks,
-            job,
-            device=job.device,
-            threads=job.config.threads,
-            timeout_s=job.config.timeout_s,
+            *args,
+            device=config.device,
+            threads=config.threads,
+            timeout_s=config.timeout_s,
             say_starting=say_starting,
-        )[0]
+        )
     except BaseException as error:
+        if is_under_torchrun():  # what ends the rank says it
+            raise
         # The display of rank 0 hides the terminal's cursor; a rank that is ended leaves it so.
         console = Console()
         if console.is_terminal:
             console.show_cursor(True)
             console.print()  # what comes next does not go on in the line of the display
         if isinstance(error, Interrupted):
-            raise Interrupted(error.signum, how_to_go_on(job.out)) from None
+            raise Interrupted(error.signum, advice()) from None
         if isinstance(error, TrainingError):
-            error.add_note(how_to_go_on(job.out))
+            error.add_note(advice())
         raise
-    return _summary_of(job, outcome)
+    return _finished(outcomes[0])
 
 
-def _summary_of(job: Job, outcome: Summary | Stopped) -> Summary:
+def _finished(outcome: Summary | Stopped) -> Summary:
     if isinstance(outcome, Stopped):
-        done = f"step {outcome.steps_done} of {job.num_steps} is done"
-        raise Interrupted(outcome.signum, f"{done}; {how_to_go_on(job.out)}")
+        raise Interrupted(outcome.signum, outcome.words)
     return outcome
-
-
-def how_to_go_on(out: Path) -> str:
-    """Say which checkpoint of a run stands, and how to go on from it."""
-    checkpoints = manifest.whole(out)
-    if not checkpoints:
-        return f"there is no checkpoint in {out} yet"
-    return f"{checkpoints[max(checkpoints)]} stands; go on by: phalanx train --resume {out}"
 
 
 def _train_here(announce: Announce | None, job: Job) -> Summary:
@@ -122,5 +142,4 @@ def _train_here(announce: Announce | None, job: Job) -> Summary:
     job = dataclasses.replace(job, out=out)
     if announce is not None and dist.get_rank() == 0:
         announce(job)
-    PULSE.advice = functools.partial(how_to_go_on, out)
-    return _summary_of(job, train_rank(job))
+    return _finished(train_rank(job))

@@ -1,181 +1,166 @@
-"""Set a job up on one rank: model, optimizer, data and what goes with them."""
+r"""What one rank trains with, whatever it trains: the loop and the records know only this.
+
+        TextSession (train/text.py)        ModuleSession (script/session.py)
+           a decoder on text                  a Trainer of any module
+                     \                          /
+take_steps (loop.py)  -------- Session -------  Records, Summary (report/)
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import os
-import threading
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, cast
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
 
-import torch
-from rich.console import Console
-from rich.text import Text
-
-from phalanx.checkpoint import state
 from phalanx.checkpoint.saver import Saver
-from phalanx.comm.comm import Comm, Ranks, local_shard
-from phalanx.comm.together import barrier, on_first_rank
-from phalanx.data.loader import Loader, stream_length
-from phalanx.data.samples import Samples
-from phalanx.measure.environment import free_memory_bytes
-from phalanx.models.decoder import Decoder
-from phalanx.models.initial import fill_initial
-from phalanx.parallel.plan import Plan, plan_decoder
-from phalanx.train.job.resolve import Job, manifest_of
-from phalanx.train.job.run_folder import check_unused, keep_origin
-from phalanx.train.notice import said_if_long
-from phalanx.train.objective import NextToken
-from phalanx.train.optimizer import build_optimizer
-from phalanx.train.precision import Precision, resolve
-from phalanx.train.step import Step
-
-RECOMPILE_LIMIT = 64
-"""Graphs that a block may be compiled to."""
+from phalanx.comm.comm import Ranks
+from phalanx.comm.ledger import Entry
+from phalanx.config.schema import RunConfig
+from phalanx.measure.memory import Kind
+from phalanx.measure.peaks import Arithmetic
+from phalanx.measure.utilization import CountedFlops
+from phalanx.planner.model_shape import Flops
+from phalanx.strategy import Strategy
+from phalanx.train.step import Step, StepResult
 
 
-@dataclass
-class Session:
-    """What one rank works with; the job is the same on every rank.
+class Session(ABC):
+    """A run on one rank; as a context it ends with the last checkpoint on the disk.
 
-    The blocks of the model may be compiled in place; `validation` has the samples kept aside.
+    Attributes:
+        comm: the ranks.
+        strategy: how the work is split.
+        config: how the run is carried out.
+        out: folder that the run writes to.
+        step: takes the steps.
+        saver: saves the checkpoints.
+        unit: what the mean loss is over: "tokens" or "samples", say.
     """
 
-    job: Job
     comm: Ranks
-    precision: Precision
-    plan: Plan[Decoder]
-    model: Decoder
+    strategy: Strategy
+    config: RunConfig
+    out: Path
     step: Step
-    loader: Loader
-    validation: Samples
     saver: Saver
+    unit: str
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for the job."""
         return self.comm.is_first
 
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run, those before a resume too."""
+
+    # The steps: loop.py calls these on all ranks together.
+
+    @abstractmethod
+    def next_microbatches(self) -> Sequence[Any]:
+        """Return this rank's microbatches of the next global batch, on its device."""
+
+    @contextmanager
+    def stepping(self) -> Generator[None]:
+        """Look at the step that is taken inside."""
+        yield
+
+    def stepped(self) -> None:
+        """Do what follows a step, such as to move a schedule."""
+        return
+
+    @abstractmethod
+    def validation_batches(self) -> Iterable[Any] | None:
+        """Return this rank's batches of the validation data, on its device; None if there is none.
+
+        An iterator over them may yield as many as other ranks have.
+        """
+
+    def scores(self, loss_sum: float) -> Mapping[str, float]:
+        """Return measures of an evaluation beside its mean loss, by name."""
+        del loss_sum
+        return {}
+
+    @abstractmethod
     def begin_save(self, *, is_passing: bool = False) -> None:
         """Begin to save a checkpoint, one that the next replaces if it `is_passing`.
 
-        The run goes on meanwhile; every rank calls this together.
+        The run continues meanwhile.
 
         Raises:
             CheckpointError: the one before could not be written.
         """
-        step = self.step
-        scaler = step.scaler.state_dict() or None  # empty where it is not enabled
-        done = (step.steps_done, self.loader.consumed)
-        about = manifest_of(self.job, *done, scaler=scaler, is_passing=is_passing)
-        self.saver.begin(self.model, step.optimizer, about)
 
+    # The records: report/ asks these.
 
-def open_session(job: Job) -> Session:
-    """Build everything on this rank, and load the checkpoint that the job goes on from.
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Rows of the global batch that was taken last."""
 
-    Raises:
-        PhalanxError: the strategy, precision or checkpoint does not fit.
-    """
-    config = job.config
-    comm = Ranks(job.strategy, job.device)
-    saver = Saver(
-        job.out,
-        keep=config.keep_checkpoints,
-        timeout_s=config.timeout_s,
-        num_stages=comm.size("pp"),
-    )
-    # Another run may have saved to it, and ended, since the job was resolved.
-    on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
-    precision = resolve(config.precision, job.device)
-    settled: dict[str, Any] = {"precision": precision.name, "out": str(job.out.absolute())}
-    config = dataclasses.replace(config, **settled)
-    job = dataclasses.replace(job, config=config)
-    on_first_rank(lambda: keep_origin(job), f"cannot write to {job.out}")
-    plan = plan_decoder(
-        job.strategy, job.shape, precision.master, precision.compute, comm.coord("pp")
-    )
-    model = plan.model.train()
-    with said_if_long("building the model"):
-        fill = functools.partial(fill_initial, job.shape, config.seed)
-        runner = plan.build(comm, fill)
-    if job.init is not None:
-        with said_if_long(f"reading weights from {job.init.folder}"):
-            state.load_weights(job.init.folder, model)
-    step = Step(
-        model,
-        build_optimizer(model, config.optimizer),
-        NextToken(config.seed, job.shape.dropout),
-        config.optimizer,
-        comm=comm,
-        num_steps=job.num_steps,
-        run=runner,
-        scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
-        nonfinite=config.nonfinite,
-    )
-    step.steps_done, consumed = job.done
-    if job.start is not None:
-        folder, about = job.start
-        with said_if_long(f"reading {folder}"):
-            state.load(folder, model, step.optimizer)
-        if about.scaler is not None:
-            step.scaler.load_state_dict(about.scaler)
-    if config.compile:
-        compile_blocks(model)
-    _reserve(saver, step, comm)
-    return Session(
-        job=job,
-        comm=comm,
-        precision=precision,
-        plan=plan,
-        model=model,
-        step=step,
-        loader=_loader(job, comm, consumed),
-        validation=dataclasses.replace(job.samples, file=job.tokens.validation),
-        saver=saver,
-    )
+    def num_units(self, result: StepResult) -> int:
+        """Return how many tokens or samples a step took over all ranks; see `unit`."""
+        return result.num_valid_tokens
 
+    @property
+    @abstractmethod
+    def arithmetic(self) -> Arithmetic | None:
+        """The data type of the products; None where the first step has to show it."""
 
-def _reserve(saver: Saver, step: Step, comm: Comm) -> None:
-    """Get the memory that checkpoints are copied to; it would be too late after the last step."""
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free_bytes = free_memory_bytes("cpu") // num_here
-    if not next(step.model.parameters()).is_cuda:  # gradients and moments will lie there, too
-        free_bytes -= 3 * sum(local_shard(p).nbytes for p in step.model.parameters())
-    barrier()  # all of a host have looked before one takes what it may
-    line = saver.reserve(step.model, step.optimizer, free_bytes)
-    if line is not None and comm.is_first:
-        Console().print(Text(line), soft_wrap=True)
+    @abstractmethod
+    def flops(
+        self, num_rows: int | None = None
+    ) -> tuple[Flops | CountedFlops, Flops | None] | None:
+        """Return the FLOPs of a step of so many rows, of a full global batch if None.
 
+        Those with causal and with full attention; of a module the counted ones alone. None if they
+        are not known.
+        """
 
-def compile_blocks(model: Decoder) -> None:
-    """Compile each block, once for each size of a microbatch.
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the run, for its records."""
 
-    A graph for any size may add up in another order than one for a fixed size, and which of them a
-    batch meets depends on what the process has computed before: a resumed run would not go on to
-    the bit. Sizes are few, but each comes with and without gradients and documents; beyond the
-    limit Dynamo would go on uncompiled.
-    """
-    with suppress(ImportError):  # torch shows progress with tqdm where that is installed
-        from tqdm import tqdm
+    def remarks(self) -> list[str]:
+        """Return what a person should see before the first step, a line each."""
+        return []
 
-        # Its own lock is a semaphore of the system, which a rank that leaves at once would leak.
-        cast(Any, tqdm).set_lock(threading.RLock())
-    dynamo_config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
-    dynamo_config.recompile_limit = RECOMPILE_LIMIT
-    for block in model.blocks:
-        block.compile(dynamic=False)
+    @abstractmethod
+    def title(self) -> str:
+        """Return what is trained, in a line or two."""
 
+    @abstractmethod
+    def predicted_bytes(self) -> dict[Kind, int]:
+        """Return what this rank holds by the layout of its strategy, of each kind at its most."""
 
-def _loader(job: Job, comm: Comm, consumed: int) -> Loader:
-    return Loader(
-        job.samples,
-        job.order,
-        job.batch,
-        comm.coord("data"),
-        end=stream_length(job.order, job.config.epochs),
-        tail=job.config.corpus.tail,
-        consumed=consumed,
-    )
+    def sent_text(self, sent: Sequence[Entry]) -> str | None:
+        """Return in words what a step sends; None if the table says it all."""
+        del sent
+        return None
+
+    def sample(self) -> str:
+        """Return text that the model writes; empty if it writes none. All ranks call this."""
+        return ""
+
+    def companions(self) -> Mapping[str, Path]:
+        """Return files beside checkpoint and records, by name."""
+        return {}
+
+    @abstractmethod
+    def resume_command(self, steps: int | None = None) -> str:
+        """Return the command, or the Python, that resumes the run; for so many steps in all."""
+
+    def close(self) -> None:
+        """Let go of what the session has open beside its saver."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            stack.push(self.saver)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from phalanx.train.evaluate import Evaluation
 from phalanx.train.job.resolve import Job
 from phalanx.train.loop import Watcher, take_steps
 from phalanx.train.objective import Objective
-from phalanx.train.session import Session, open_session
 from phalanx.train.step import StepResult
+from phalanx.train.text import TextSession
 from phalanx.verify.compare import Difference
 from phalanx.verify.history import History
 from phalanx.verify.locate import Recorded, locate, suspect_of
@@ -31,8 +32,8 @@ from phalanx.verify.whereabouts import Whereabouts
 def train_rank(job: Job) -> History:
     """Train on this rank, and return what happened."""
     with Whereabouts() as at:
-        session = open_session(job)
-        with session.loader, session.saver:
+        session = TextSession(job)
+        with session:
             witness = Witness(session)
             at.follow(session.model)
             with session.step.watched(witness.phase), session.step.watched(at.phase):
@@ -43,7 +44,7 @@ def train_rank(job: Job) -> History:
 class Witness(Watcher):
     """Takes down what the loop does as a `history`, in place of a run's records."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: TextSession) -> None:
         self._session = session
         self._gradients: dict[str, Tensor] = {}
         self._weights = self._shards()
@@ -126,12 +127,12 @@ def locate_rank(job: Job, case: Case, first: Difference) -> Place:
 
 
 def _record_step(job: Job, case: Case, first: Difference) -> Recorded:
-    session, step = open_session(job), first.step
+    session, step = TextSession(job), first.step
     copies, suspect = job.strategy.tp.degree == 1, suspect_of(first)
     recorder = Recorder(session.model, session.step.run, copies=copies, suspect=suspect)
     rows: dict[int, list[list[int]]] = {}
     session.step.objective = _Noting(session.step.objective, rows)
-    with session.loader, session.saver, session.step.watched(recorder.phase):
+    with session, session.step.watched(recorder.phase):
         take_steps(session, _Pointer(session, recorder, step))
     begin = int(case.batches[step].rows_B[0])
     return recorder, [torch.tensor(each) - begin for each in rows[step]]
@@ -141,12 +142,13 @@ def _record_step(job: Job, case: Case, first: Difference) -> Recorded:
 class _Pointer(Watcher):
     """Has one step of the loop recorded."""
 
-    session: Session
+    session: TextSession
     recorder: Recorder
     step: int
 
     @contextmanager
-    def watching(self) -> Generator[None]:
+    def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
+        del microbatches
         if self.session.step.steps_done == self.step:
             self.recorder.restart()
         yield

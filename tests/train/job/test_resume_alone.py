@@ -25,7 +25,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, remarks_on, resolve
 from phalanx.train.job.run_folder import claim
 from phalanx.train.run import train
-from phalanx.train.session import open_session
+from phalanx.train.text import TextSession
 from small_run import losses, records, small_run
 
 STEPS, EVERY = 24, 4
@@ -333,9 +333,9 @@ def test_a_text_that_has_changed_is_named(tmp_path: Path) -> None:
 
 def rows_of(job: Job, num_steps: int) -> list[int]:
     """Take steps and save; return the rows of the global order that this rank had."""
-    session = open_session(job)
+    session = TextSession(job)
     rows: list[int] = []
-    with session.loader, session.saver:
+    with session:
         for _ in range(num_steps):
             microbatches = next(session.loader)
             rows += [int(row) for batch in microbatches for row in batch.rows_B]

@@ -16,6 +16,7 @@ from phalanx.measure.summary import StepSummary, advice, summarize, summary_tabl
 from phalanx.measure.timer import TERMS, StepTimes
 from phalanx.measure.utilization import percent
 from phalanx.strategy import Strategy
+from phalanx.train.evaluate import Evaluation
 from phalanx.train.report.result import hsdp_text
 from phalanx.train.report.summary import Summary
 
@@ -39,9 +40,10 @@ def shown(summary: Summary, **options: bool) -> str:
 
 def summary_of(**changes: object) -> Summary:
     summary = Summary(
-        run="demo", num_steps=5, seconds=3.0, steps=steps(), utilization=None,
-        tokens_per_s=1000.0, batches_per_s=2.5, loss=4.0, bits_per_byte_first=4.0,
-        bits_per_byte_last=2.0, sent=[], sent_text=None, memory=None,
+        run="demo", steps_done=5, num_steps=5, seconds=3.0, steps=steps(), utilization=None,
+        unit="tokens", units_per_s=1000.0, batches_per_s=2.5, losses=[4.0],
+        evaluations=[Evaluation(at, 3.0, {"bits_per_byte": 4.0 - at}) for at in (0, 2)],
+        sent=[], sent_text=None, memory=None,
         no_memory="no account", resident_bytes=2**30,
         sample="To be\x1b[31m or\nnot", paths={"metrics": "runs/a b/metrics.jsonl"},
         go_on="phalanx train --resume 'runs/a b' --steps 10",
@@ -63,7 +65,7 @@ def test_terms_that_do_not_sum_to_the_step_are_a_sentence() -> None:
     doubted = steps(wall_s=0.3)
     assert "sum to 200 %" in (doubted.doubt or "")
     assert summary_table(doubted) == advice(doubted) or "200 %" in str(summary_table(doubted))
-    text = shown(summary_of(steps=doubted, tokens_per_s=None, batches_per_s=None), report=True)
+    text = shown(summary_of(steps=doubted, units_per_s=None, batches_per_s=None), report=True)
     assert "tokens/s" not in text and "sum to 200 %" in text
 
 

@@ -149,7 +149,7 @@ def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
 
 def choose(text: str | None, nproc: int | None, device: str) -> tuple[Strategy, str]:
     """Return the strategy and the device; see `choose_strategy`, of whose settings these are."""
-    device, num_devices = _choose_device(device)
+    device, num_devices = choose_device(device)
     num_ranks = nproc
     if is_under_torchrun():
         num_ranks = read_rank_env().num_ranks
@@ -175,7 +175,7 @@ def choose(text: str | None, nproc: int | None, device: str) -> tuple[Strategy, 
     return strategy, device
 
 
-def _choose_device(name: str) -> tuple[str, int]:
+def choose_device(name: str) -> tuple[str, int]:
     """Return the device for the setting `name`, and how many GPUs this host has."""
     if name != "cpu" and may_have_gpu():
         import torch

@@ -48,6 +48,11 @@ def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
                 "where to go on"
             )
         return run
+    return new_folder(name, strategy)
+
+
+def new_folder(name: str, strategy: Strategy) -> Path:
+    """Return where a run is kept that names no folder."""
     new = f"{name}-{strategy}-{datetime.now():%Y%m%d-%H%M%S}"
     return Path("runs") / new.replace(":", "_").replace("/", "_").replace(",", "-")
 

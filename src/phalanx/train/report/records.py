@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,10 +18,9 @@ from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger
 from phalanx.measure.peaks import Arithmetic, peak_of
-from phalanx.measure.products import arithmetic_in, quick_ceiling
+from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
-from phalanx.planner.model_shape import step_flops
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.notice import compiling, said_if_long
 from phalanx.train.session import Session
@@ -44,7 +44,7 @@ class Records:
 
         with records.watching_data():
             microbatches = ...
-        with records.watching():
+        with records.watching(microbatches):
             result = step(microbatches)
         records.keep(result)
 
@@ -57,31 +57,36 @@ class Records:
         entries: what one counted step sent.
         memory: what one step held on this rank; None before that step.
         last: result of the last step.
+        losses: those of the latest steps.
         evaluations: those made so far.
         num_steps: steps taken so far.
-        ceiling_flops_per_s: the rate one rank's matrix products reach while all ranks are busy.
         log: where records are kept; None but on rank 0.
     """
 
     def __init__(self, session: Session, console: Console) -> None:
+        """Begin to watch; rank 0 shows the run on `console`."""
         self.session = session
         self.timer = StepTimer(session.comm.device, history=MEASURED_STEPS)
         self.entries: list[Entry] = []
         self.memory: MemoryAccount | None = None
         self.last: StepResult | None = None
+        self.losses = deque[float](maxlen=MEASURED_STEPS)
+        self._units = deque[int](maxlen=MEASURED_STEPS)
         self.evaluations: list[Evaluation] = []
-        self._begin_s = time.perf_counter()
-        with said_if_long("measuring the rate of matrix products on all ranks"):
-            self.ceiling_flops_per_s = self._measure_ceiling()
         self.num_steps = 0
-        self._consumed = session.loader.consumed
+        self._begin_s = time.perf_counter()
+        self._types = ProductTypes()
+        self._arithmetic: Arithmetic | None = None
+        self._ceiling_flops_per_s: float | None = None
         self._begins_anew = True
         self._watching = ExitStack()
         self.log: RunLog | None = None
         if session.is_first:
-            self.log = RunLog(session.job.out, console, session.job.num_steps)
+            self.log = RunLog(session.out, console, session.num_steps)
             self.log.note("environment", environment())
-            self.log.note("config", asdict(session.job.config))
+            self.log.note("config", session.settings())
+            for line in session.remarks():
+                self.log.display.say(line)
 
     def __enter__(self) -> Records:
         self._watching.enter_context(
@@ -106,58 +111,64 @@ class Records:
             yield
 
     @contextmanager
-    def watching(self) -> Generator[None]:
+    def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
         """Measure the step that is taken inside; one is counted, and one accounted for."""
+        del microbatches
         step = self.session.step
         if self.num_steps == LEDGER_STEP:
             with Ledger(self.session.comm) as ledger, step.watched(ledger.phase):
                 yield
             self.entries = ledger.entries()
+        elif self.num_steps == 0 and self.session.arithmetic is None:
+            with self._types:
+                yield
         elif self.num_steps == MEMORY_STEP and self.blind_spot is None:
             memory = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
             with memory, step.watched(memory.phase):
                 yield
             self.memory = memory.account()
         else:
-            with compiling(self.session.job.config.compile and self.num_steps == 0):
+            with compiling(self.session.config.compile and self.num_steps == 0):
                 yield
 
     def keep(self, result: StepResult) -> None:
         """Keep the record of the step that has just been watched."""
-        self.last = result
+        session, self.last = self.session, result
+        self.losses.append(result.loss)
+        self._units.append(session.num_units(result))
         times = self.timer.end_step()
         self.num_steps += 1
-        consumed = self.session.loader.consumed
-        num_rows, self._consumed = consumed - self._consumed, consumed
+        if self.num_steps == 1:
+            self._measure_ceiling()
+            self._begins_anew = True  # without the measurement
         if self.log is None:
             return
-        use = self.utilization(times.wall_s, num_rows)
-        num_tokens = num_rows * self.session.job.config.corpus.seq_len
-        of = "ceiling" if use.peak is None else "data sheet"
+        use, num_units = self.utilization(times.wall_s, session.num_rows), self._units[-1]
+        of = "ceiling" if use is None or use.peak is None else "data sheet"
         self.log.step(
             StepRecord(
-                step=self.session.step.steps_done,
+                step=session.step.steps_done,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 lr=result.learning_rate,
-                tokens=num_tokens,
-                tokens_per_s=num_tokens / times.wall_s,
-                mfu=use.mfu(of),
+                tokens=num_units,
+                tokens_per_s=num_units / times.wall_s,
+                mfu=None if use is None else use.mfu(of),
                 mfu_of=of,
                 times=times,
+                unit=session.unit,
                 skipped=result.is_skipped,
             )
         )
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
-        """Record a measurement on the validation text, which has just been made."""
+        """Record a measurement on the validation data, which has just been made."""
         self._begins_anew = True
         if evaluation is None:
             return
         self.evaluations.append(evaluation)
         if self.log is not None:
-            steps_done = self.session.step.steps_done
-            self.log.evaluation(steps_done, evaluation.loss, evaluation.bits_per_byte)
+            self.log.evaluation(evaluation.step, evaluation.loss, evaluation.metrics)
 
     def measured(self) -> list[StepTimes]:
         """Return the times of the latest steps after the warm-up, or of the first, not watched."""
@@ -165,22 +176,34 @@ class Records:
         num_forgotten = self.num_steps - len(times)
         return times[max(0, WARMUP_STEPS - num_forgotten) :] or times[:LEDGER_STEP]
 
-    def utilization(self, time_s: float | None = None, num_rows: int | None = None) -> Utilization:
-        """Return the share of the arithmetic used by a step, the median one of a full batch."""
-        job = self.session.job
-        sizes = (job.shape, job.config.corpus.seq_len, num_rows or job.batch.global_size)
+    def utilization(
+        self, time_s: float | None = None, num_rows: int | None = None
+    ) -> Utilization | None:
+        """Return the share of the arithmetic used by a step, the median one of a full batch.
+
+        None where the FLOPs of the step, or in which type they are, is not known.
+        """
+        flops, arithmetic = self.session.flops(num_rows), self._arithmetic
+        if flops is None or arithmetic is None:
+            return None
+        causal, full = flops
         if time_s is None:
             time_s = statistics.median(times.wall_s for times in self.measured())
         device = self.session.comm.device
         is_listed = device.type == "cuda"  # no processor is
         return Utilization(
-            causal=step_flops(*sizes, "causal", job.strategy.recompute),
-            full=step_flops(*sizes, "full", job.strategy.recompute),
+            causal=causal,
+            full=full,
             time_s=time_s,
-            num_devices=job.strategy.num_ranks,
-            peak=peak_of(device_name(device), self._arithmetic) if is_listed else None,
-            ceiling_flops_per_s=self.ceiling_flops_per_s,
+            num_devices=self.session.strategy.num_ranks,
+            peak=peak_of(device_name(device), arithmetic) if is_listed else None,
+            ceiling_flops_per_s=self._ceiling_flops_per_s,
         )
+
+    @property
+    def median_units(self) -> float:
+        """Tokens (or samples) of the median step, over all ranks."""
+        return statistics.median(self._units)
 
     @property
     def seconds(self) -> float:
@@ -190,7 +213,7 @@ class Records:
     @property
     def blind_spot(self) -> str | None:
         """Why the memory of a step cannot be accounted for, None if it can."""
-        config = self.session.job.config
+        config = self.session.config
         if config.compile:
             return "under --compile it would not see what compiled code holds"
         if config.debug_comm:
@@ -198,16 +221,13 @@ class Records:
             return "--debug-comm would not see the collectives that it runs"
         return None
 
-    @property
-    def _arithmetic(self) -> Arithmetic:
-        dtype: torch.dtype = getattr(torch, self.session.precision.name)
-        found = arithmetic_in(dtype, self.session.comm.device)
-        assert found is not None, "products of every precision are measured"
-        return found
-
-    def _measure_ceiling(self) -> float:
-        """Measure on all ranks at once, and return the mean over the ranks."""
+    def _measure_ceiling(self) -> None:
+        """Measure products on all ranks at once; their mean rate is what an MFU is a share of."""
         comm = self.session.comm
-        mine = quick_ceiling(comm.device, self._arithmetic)
-        total = torch.tensor(mine, dtype=torch.float64, device=comm.device)
-        return float(comm.all_reduce(total, "job")) / comm.size("job")
+        found = self.session.arithmetic or self._types.most(comm.device)
+        with said_if_long("measuring the rate of matrix products on all ranks"):
+            own = 0.0 if found is None else quick_ceiling(comm.device, found)
+        rates = torch.tensor([own, own > 0], dtype=torch.float64).to(comm.device)
+        total, num_known = comm.all_reduce(rates, "job").tolist()
+        if num_known == comm.size("job"):
+            self._arithmetic, self._ceiling_flops_per_s = found, total / comm.size("job")

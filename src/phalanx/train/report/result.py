@@ -30,10 +30,10 @@ def render(summary: Summary, *, report: bool) -> RenderableType:
     if report:
         parts += [*_tables(summary), Text()]
     parts += [_line(name, text) for name, text in _results(summary)]
-    lines = "".join(map(_shown, summary.sample)).splitlines()
-    more = ["..."] if len(lines) > SAMPLE_LINES else []
-    parts += [Text(), Text("The model writes:")]
-    parts += [Text(line, style="italic") for line in [*lines[:SAMPLE_LINES], *more]]
+    if lines := "".join(map(_shown, summary.sample)).splitlines():
+        more = ["..."] if len(lines) > SAMPLE_LINES else []
+        parts += [Text(), Text("The model writes:")]
+        parts += [Text(line, style="italic") for line in [*lines[:SAMPLE_LINES], *more]]
     parts += [Text()]
     parts += [_path(name, path) for name, path in summary.paths.items()]
     parts += [_path("go on", summary.go_on)]
@@ -77,15 +77,21 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
         is_share = math.isfinite(last) and first > 0
         share = f", {last / first:.2f} of where this run began" if is_share else ""
         yield "validation", f"{first:.3f} -> {last:.3f} bits per byte{share}"
+    elif summary.evaluations:
+        before, after = summary.evaluations[0], summary.evaluations[-1]
+        words = [f"loss {before.loss:.4f} -> {after.loss:.4f}"]
+        for name, value in after.metrics.items():
+            words.append(f"{name} {before.metrics[name]:.4f} -> {value:.4f}")
+        yield "validation", ", ".join(words)
     if summary.loss is not None:
-        yield "loss", f"{summary.loss:.4f} nats a token in the last step"
+        unit = "nats a token " if summary.unit == "tokens" else ""
+        yield "loss", f"{summary.loss:.4f} {unit}in the last step"
     steps = summary.steps
     if steps is not None and steps.doubt is not None:
         yield "speed", steps.doubt
     elif steps is not None:
-        rates = (
-            f"{summary.tokens_per_s:,.0f} tokens/s, {summary.batches_per_s:.3g} global batches/s"
-        )
+        rates = f"{summary.units_per_s:,.0f} {summary.unit}/s, "
+        rates += f"{summary.batches_per_s:.3g} global batches/s"
         step = f"{1e3 * steps.wall_s:,.1f} ms a step (median of {steps.num_steps:,})"
         yield "speed", f"{rates}, {step}"
         terms = sorted(steps.shares.items(), key=lambda item: -item[1])

@@ -1,0 +1,60 @@
+"""Cut this rank's rows of each global batch into the microbatches of a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.data.rows import count_rows, map_batch
+from phalanx.script.deal import Spare
+from phalanx.script.loader import RankLoader
+
+
+class Microbatches:
+    """Cuts the batches of a loader; what a rank lacks is a `Spare` row, if it may have one."""
+
+    def __init__(
+        self, loader: RankLoader, accumulation: int, num_data_ranks: int, *, has_spares: bool
+    ) -> None:
+        self._loader = loader
+        self._accumulation = accumulation
+        self._num_data_ranks = num_data_ranks
+        self._has_spares = has_spares
+
+    def cut(self, batch: Any) -> list[Any]:
+        """Return this rank's microbatches of a batch: those in which some rank has a row."""
+        loader = self._loader
+        num_shards = self._num_data_ranks if len(loader.piece_sizes) == 1 else 1
+        most = -(-loader.num_batch_rows // num_shards)  # of a rank; then one has more than others
+        if loader.is_at_empty and self._has_spares:
+            return [Spare(batch)] * min(self._accumulation, most)
+        if self._accumulation == 1:
+            return [batch]
+        pieces = self._pieces(count_rows(batch))
+        return [self._piece(batch, rows) for rows in pieces[:most]]
+
+    def whole(self, batch: Any) -> Any:
+        """Return a batch that is not cut, as an evaluation takes it."""
+        return Spare(batch) if self._loader.is_at_empty and self._has_spares else batch
+
+    def rows(self) -> Sequence[Tensor]:
+        """Return where the rows of each microbatch of the last batch stand, see `RankLoader`."""
+        rows = self._loader.rows
+        return [rows[piece] for piece in self._pieces(len(rows))]
+
+    def _piece(self, batch: Any, rows: slice) -> Any:
+        if rows.stop > rows.start or not self._has_spares:
+            return map_batch(batch, lambda tensor: tensor[rows])
+        return Spare(map_batch(batch, lambda tensor: tensor[:1]))
+
+    def _pieces(self, num_rows: int) -> list[slice]:
+        """Return where each microbatch stands among this rank's rows of a batch."""
+        sizes = self._loader.piece_sizes
+        if len(sizes) <= 1:
+            least, more = divmod(num_rows, self._accumulation)
+            sizes = [least + (number < more) for number in range(self._accumulation)]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        return [slice(begin, end) for begin, end in itertools.pairwise(ends)]

@@ -1,0 +1,357 @@
+"""A trainer's run on one rank: any module, its data, its optimizer, and where they stand."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.state import state_of
+from phalanx.comm.comm import Ranks
+from phalanx.comm.together import on_first_rank
+from phalanx.config import OptimizerConfig
+from phalanx.data.rows import map_tensors, tensors_of
+from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.measure.memory import Kind
+from phalanx.measure.memory_report import predicted_bytes
+from phalanx.measure.peaks import Arithmetic
+from phalanx.measure.utilization import CountedFlops
+from phalanx.parallel.batch_norm import batch_norms, settle_batch_norms
+from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, naming_draws
+from phalanx.parallel.plan import Plan
+from phalanx.script import checkpoint
+from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
+from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
+from phalanx.script.flops import Flops, flops_of, row_shapes
+from phalanx.script.loader import RankLoader
+from phalanx.script.microbatches import Microbatches
+from phalanx.script.order import Draws
+from phalanx.script.stages import cut_by_flops
+from phalanx.script.sums import Sums
+from phalanx.strategy import Strategy
+from phalanx.train.loop import Stopped, train
+from phalanx.train.precision import resolve
+from phalanx.train.report.summary import Summary
+from phalanx.train.session import Session
+from phalanx.train.step import Step
+from phalanx.train.text import compile_blocks
+
+if TYPE_CHECKING:
+    from phalanx.script.trainer import Options, Trainer
+
+
+def train_module(
+    trainer: Trainer, strategy: Strategy, options: Options, command: str = ""
+) -> Summary | Stopped:
+    """Train on this rank, with the others of the job.
+
+    `command` is the command line, but for the folder, that resumes the run; empty if none does.
+    """
+    return train(ModuleSession(trainer, strategy, options, command))
+
+
+class ModuleSession(Session):
+    """A trainer's run on one rank.
+
+    Attributes:
+        trainer: what is trained.
+        optimizer: it.
+        scheduler: of its rate; None: none.
+        loader: this rank's rows of the global batches.
+        microbatches: cuts them.
+    """
+
+    def __init__(
+        self, trainer: Trainer, strategy: Strategy, options: Options, command: str = ""
+    ) -> None:
+        """Split the model, and load a checkpoint if there is one to resume.
+
+        Raises:
+            PhalanxError: the strategy does not split the model, or the checkpoint does not fit.
+        """
+        check_same_job(trainer, strategy, options)
+        # A folder named after the time must have one name.
+        self.out = on_first_rank(lambda: options.out, f"cannot write to {options.out}")
+        self.trainer, self.strategy, self.config = trainer, strategy, options
+        self.unit = trainer.unit
+        self._command, self._is_resumed = command, options.resume
+        self.saver = Saver(
+            self.out,
+            keep=options.keep_checkpoints,
+            timeout_s=options.timeout_s,
+            num_stages=strategy.pp.degree,
+        )
+        try:
+            self._open()
+        except BaseException:
+            self.saver.__exit__(None, None, None)
+            raise
+
+    def _open(self) -> None:
+        trainer, strategy = self.trainer, self.strategy
+        self.comm = comm = Ranks(strategy, self.config.device)
+        model = self._build()
+        self.draws = Draws()
+        # Before anything is split: the FLOPs are those of one process.
+        self._flops = self._count_flops(model)
+        # BatchNorm over all ranks takes the rows of a microbatch that one process has in it. Asked
+        # of the whole model: the ranks of all stages must read the same rows.
+        is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
+        # A row that counts nothing would count in the statistics of a BatchNorm.
+        self._has_spares = not batch_norms(model)
+        refuse_max_norm(model)
+        settle_batch_norms(model, comm, trainer.batch_norm)
+        cut, self._stages = cut_by_flops(strategy, model, self._flops)
+        self.plan = Plan(cut, model.to(comm.device), roles=trainer.roles, pp_rank=comm.coord("pp"))
+        self._check_precision()
+        runner = self.plan.build(comm)
+        self.optimizer = optimizer_of(trainer.optimizer, model)
+        self.scheduler = scheduler_of(trainer.scheduler, self.optimizer)
+        plain = trainer.loader(trainer.data, shuffle=trainer.shuffle, drop_last=trainer.drop_last)
+        pieces = trainer.accumulation if is_cut_first else 1
+        self.loader = RankLoader(
+            plain, comm, self.draws, pieces=pieces, has_spares=self._has_spares
+        )
+        self.microbatches = self._cutting(self.loader, trainer.accumulation)
+        self._calls: dict[int, dict[str, int]] = {}
+        self._is_begun = False
+        self.step = Step(
+            model,
+            self.optimizer,
+            Sums(
+                trainer.objective,
+                has_stages=comm.size("pp") > 1,
+                autocast=self._autocast,
+                device=comm.device.type,
+            ),
+            OptimizerConfig(clip_norm=trainer.max_norm or 0.0),
+            comm=comm,
+            num_steps=None,
+            run=runner,
+            scaler=torch.amp.GradScaler("cuda") if self._autocast == torch.float16 else None,
+            nonfinite=self.config.nonfinite,
+        )
+        if can_be_keyed(strategy):
+            key_dropouts(model, trainer.seed, self._place)
+        if self._is_resumed:
+            self._resume()
+        else:
+            checkpoint.check_unused(self.out)
+        if self.config.compile:
+            compile_blocks(model)
+        self._batches = self._passes()
+
+    def _build(self) -> nn.Module:
+        torch.manual_seed(self.trainer.seed)
+        model = self.trainer.build()
+        check_model(model)
+        if not model.training:  # one that is keeps the modes of its modules
+            model.train()
+        name = self.config.precision
+        self._autocast = self._cast = None
+        if name in ("bfloat16", "float16"):
+            self._autocast = resolve(name, self.config.device).compute
+        elif name != "auto":
+            self._cast = resolve(name, self.config.device).master
+            model.to(self._cast)
+        return model
+
+    def _check_precision(self) -> None:
+        """Refuse what pipelines and layers that are split cannot do.
+
+        Raises:
+            ConfigError: blocks would be compiled that cannot be, or the loss scaled in stages that
+                do not agree on the scale.
+        """
+        if self.config.compile and self.plan.uncompiled:
+            raise ConfigError(
+                f"compile is set, but blocks split by {self.plan.uncompiled} are not made to be "
+                "compiled; leave compile out, or use dp or fsdp"
+            )
+        if self._autocast == torch.float16 and self.strategy.pp.degree > 1:
+            raise ConfigError(
+                f"precision is float16, whose loss is scaled, and the stages of "
+                f"pp{self.strategy.pp.degree} would not agree on the scale; the nearest is bfloat16"
+            )
+
+    def _cutting(self, loader: RankLoader, accumulation: int) -> Microbatches:
+        data_ranks = self.comm.size("data")
+        return Microbatches(loader, accumulation, data_ranks, has_spares=self._has_spares)
+
+    @property
+    @override
+    def num_steps(self) -> int:
+        if self.trainer.steps is not None:
+            return self.trainer.steps
+        return self.trainer.epochs * len(self.loader)
+
+    @override
+    def next_microbatches(self) -> list[Any]:
+        microbatches = self.microbatches.cut(self._typed(next(self._batches)))
+        # Of rows of other shapes the FLOPs are not known, and of later ones neither: rows that are
+        # padded to the longest of their batch are of one shape only by chance.
+        filled = [each for each in microbatches if any(len(t) for t in tensors_of(each))]
+        if self._flops and any(row_shapes(each) != self._flops.row_shapes for each in filled):
+            self._flops = None
+        self._calls.clear()
+        return microbatches
+
+    def _typed(self, batch: Any) -> Any:
+        """Return a batch whose floating-point numbers are of the type of the weights."""
+        if self._cast is None:
+            return batch
+        return map_tensors(batch, lambda t: t.to(self._cast) if t.is_floating_point() else t)
+
+    @contextmanager
+    @override
+    def stepping(self) -> Generator[None]:
+        if self._is_begun:
+            yield
+            return
+        with naming_draws(self.step.model) as phase, self.step.watched(phase):
+            yield
+
+    @override
+    def stepped(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if not self._is_begun:
+            self._is_begun = True
+            warn_of_buffers(self.step.model, self.comm)
+            state_of(self.step.model, self.optimizer)  # refuses what could not be saved at the end
+
+    def _passes(self) -> Iterator[Any]:
+        """Yield this rank's batches, pass after pass."""
+        is_rest = self._is_resumed  # of a pass that was stopped at its end nothing may be left
+        while True:
+            has_batches = False
+            for batch in self.loader:
+                has_batches = True
+                yield batch
+            if not has_batches and not is_rest:
+                raise DataError(
+                    f"the data ended after step {self.step.steps_done} of {self.num_steps}, and a "
+                    "further pass over it has none; set steps to that, or give data that can be "
+                    "read again"
+                )
+            is_rest = False
+
+    @override
+    def validation_batches(self) -> Iterable[Any] | None:
+        if self.trainer.validation is None:
+            return None
+        plain = self.trainer.loader(self.trainer.validation)
+        draws = Draws(torch.get_rng_state())
+        loader = RankLoader(plain, self.comm, draws, has_spares=self._has_spares)
+        cutting = self._cutting(loader, 1)
+        return (cutting.whole(self._typed(batch)) for batch in loader)
+
+    def _standing(self) -> checkpoint.Standing:
+        return checkpoint.Standing(
+            strategy=str(self.strategy),
+            steps_done=self.step.steps_done,
+            draws=self.draws.state,
+            loaders=[self.loader.state()],
+            schedulers=[] if self.scheduler is None else [self.scheduler],
+            scaler=self.step.scaler.state_dict() or None,
+            num_steps=self.num_steps,
+            is_passing=False,
+        )
+
+    @override
+    def begin_save(self, *, is_passing: bool = False) -> None:
+        standing = dataclasses.replace(self._standing(), is_passing=is_passing)
+        checkpoint.begin(self.saver, self.step.model, [self.optimizer], standing)
+
+    def _resume(self) -> None:
+        found = checkpoint.load(self.out, self.step.model, [self.optimizer], self._standing())
+        if found is None:
+            raise CheckpointError(f"cannot go on from {self.out}: there is no checkpoint in it")
+        stood = found[1]
+        self.step.steps_done, self.draws.state = stood.steps_done, stood.draws
+        if stood.scaler is not None:
+            self.step.scaler.load_state_dict(stood.scaler)
+        self.loader.set_state(stood.loaders[0])
+
+    def _place(self) -> Place | None:
+        number = self.step.run.microbatch
+        rows = self.microbatches.rows()[number]
+        rows = rows if len(rows) else rows.new_zeros(1)  # of a spare row
+        return Place(self.step.steps_done, rows, self._calls.setdefault(number, {}))
+
+    def _count_flops(self, model: nn.Module) -> Flops | None:
+        """Return the FLOPs of a global batch; None if they are not counted, or are not all."""
+        is_stream = isinstance(self.trainer.data, IterableDataset)  # which may have no second pass
+        if self.strategy.recompute.kind != "none" or is_stream:
+            return None
+        state = torch.get_rng_state()
+        batch = next(iter(self.trainer.loader(self.trainer.data)), None)
+        torch.set_rng_state(state)
+        if batch is None or not tensors_of(batch):
+            return None
+        return flops_of(model, self.trainer.objective, self._typed(batch))
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return self.loader.num_batch_rows
+
+    @property
+    @override
+    def arithmetic(self) -> Arithmetic | None:
+        return None
+
+    @override
+    def flops(self, num_rows: int | None = None) -> tuple[CountedFlops, None] | None:
+        counted = self._flops
+        if counted is None:
+            return None
+        rows = counted.num_rows if num_rows is None else num_rows
+        return CountedFlops(round(counted.total * rows / counted.num_rows)), None
+
+    @override
+    def settings(self) -> dict[str, Any]:
+        known = {"strategy": str(self.strategy), "steps": self.num_steps, "stages": self._stages}
+        return {**known, **dataclasses.asdict(self.config), "out": str(self.out)}
+
+    @override
+    def remarks(self) -> list[str]:
+        if self.step.steps_done < self.num_steps:
+            return self._stages
+        done = f"nothing to do: {self.step.steps_done} steps are done"
+        return [*self._stages, f"{done}; --steps N goes on to step N"]
+
+    @override
+    def title(self) -> str:
+        model, trainer = self.step.model, self.trainer
+        return (
+            f"{type(model).__name__}, {self.strategy} on {self.comm.device.type}, global batch "
+            f"{trainer.batch_size} in {trainer.accumulation} microbatches a rank, "
+            f"{self.step.steps_done} steps"
+        )
+
+    @override
+    def predicted_bytes(self) -> dict[Kind, int]:
+        held = predicted_bytes(self.plan.holds(self.trainer.accumulation))
+        del held["optimizer"]  # it may be of any kind
+        return held
+
+    @override
+    def resume_command(self, steps: int | None = None) -> str:
+        return resume_text(self.out, self._command, steps)
+
+
+def resume_text(out: Path, command: str, steps: int | None = None) -> str:
+    """Return how a run is resumed: by a command line that ends with its folder, or in Python."""
+    if not command:
+        return f"phalanx.Options(out={str(out)!r}, resume=True)"
+    return f"{command} {shlex.quote(str(out))}" + ("" if steps is None else f" --steps {steps}")

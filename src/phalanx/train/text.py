@@ -1,0 +1,306 @@
+"""A run of a decoder on text on one rank: model, optimizer, data and what goes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import shlex
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import nn
+from typing_extensions import override
+
+from phalanx.checkpoint import state
+from phalanx.checkpoint.saver import Saver
+from phalanx.comm.comm import Comm, Ranks, local_shard
+from phalanx.comm.ledger import Entry
+from phalanx.comm.together import barrier, on_first_rank
+from phalanx.data.batch import Batch
+from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.hugging_face.companions import TOKENIZER
+from phalanx.measure.environment import free_memory_bytes
+from phalanx.measure.memory import Kind
+from phalanx.measure.memory_report import predicted_bytes
+from phalanx.measure.peaks import Arithmetic
+from phalanx.measure.products import arithmetic_in
+from phalanx.models.initial import fill_initial
+from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.plan import plan_decoder
+from phalanx.planner.activations import activations
+from phalanx.planner.model_shape import Flops, num_parameters, step_flops
+from phalanx.planner.stages import held_of
+from phalanx.train.job.resolve import Job, manifest_of
+from phalanx.train.job.run_folder import check_unused, keep_origin
+from phalanx.train.notice import said_if_long
+from phalanx.train.objective import NextToken
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.precision import resolve
+from phalanx.train.report.result import hsdp_text
+from phalanx.train.report.sample import opening, write_text
+from phalanx.train.session import Session
+from phalanx.train.step import Step, StepResult
+
+RECOMPILE_LIMIT = 64
+"""Graphs that a block may be compiled to."""
+
+
+class TextSession(Session):
+    """A resolved job on one rank; the job is the same on every rank.
+
+    Attributes:
+        job: what is trained.
+        precision: its data types.
+        plan: how the model is split.
+        model: it; its blocks may be compiled in place.
+        loader: this rank's microbatches.
+        validation: the samples kept aside.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, job: Job) -> None:
+        """Build everything on this rank, and load the checkpoint that the job resumes.
+
+        Raises:
+            PhalanxError: the strategy, precision or checkpoint does not fit.
+        """
+        self.comm = comm = Ranks(job.strategy, job.device)
+        self.saver = Saver(
+            job.out,
+            keep=job.config.keep_checkpoints,
+            timeout_s=job.config.timeout_s,
+            num_stages=comm.size("pp"),
+        )
+        # Another run may have saved to it, and ended, since the job was resolved.
+        on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
+        self.precision = precision = resolve(job.config.precision, job.device)
+        settled: dict[str, Any] = {"precision": precision.name, "out": str(job.out.absolute())}
+        self.config = config = dataclasses.replace(job.config, **settled)
+        self.job = job = dataclasses.replace(job, config=config)
+        self.strategy, self.out = job.strategy, job.out
+        on_first_rank(lambda: keep_origin(job), f"cannot write to {job.out}")
+        self.plan = plan_decoder(
+            job.strategy, job.shape, precision.master, precision.compute, comm.coord("pp")
+        )
+        self.model = model = self.plan.model.train()
+        with said_if_long("building the model"):
+            fill = functools.partial(fill_initial, job.shape, config.seed)
+            runner = self.plan.build(comm, fill)
+        if job.init is not None:
+            with said_if_long(f"reading weights from {job.init.folder}"):
+                state.load_weights(job.init.folder, model)
+        self.step = Step(
+            model,
+            build_optimizer(model, config.optimizer),
+            NextToken(config.seed, job.shape.dropout),
+            config.optimizer,
+            comm=comm,
+            num_steps=job.num_steps,
+            run=runner,
+            scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
+            nonfinite=config.nonfinite,
+        )
+        self._load()
+        if config.compile:
+            compile_blocks(model)
+        _reserve(self.saver, self.step, comm)
+        self.loader = _loader(job, comm, job.done[1])
+        self.validation = dataclasses.replace(job.samples, file=job.tokens.validation)
+        self._num_rows = 0
+
+    def _load(self) -> None:
+        """Load the checkpoint that the job resumes, if it resumes one."""
+        self.step.steps_done = self.job.done[0]
+        if self.job.start is None:
+            return
+        folder, about = self.job.start
+        with said_if_long(f"reading {folder}"):
+            state.load(folder, self.model, self.step.optimizer)
+        if about.scaler is not None:
+            self.step.scaler.load_state_dict(about.scaler)
+
+    @property
+    @override
+    def num_steps(self) -> int:
+        return self.job.num_steps
+
+    @override
+    def next_microbatches(self) -> Sequence[Batch]:
+        before = self.loader.consumed
+        microbatches = [batch.to(self.comm.device) for batch in next(self.loader)]
+        self._num_rows = self.loader.consumed - before
+        return microbatches
+
+    @override
+    def validation_batches(self) -> Iterable[Batch] | None:
+        rows = self._validation_rows()
+        if len(rows) == 0:
+            return None
+        batches = evaluation_batches(
+            self.validation,
+            rows,
+            microbatch=self.job.batch.microbatch,
+            rank=self.comm.coord("data"),
+            num_ranks=self.comm.size("data"),
+        )
+        return (batch.to(self.comm.device) for batch in batches)
+
+    @override
+    def scores(self, loss_sum: float) -> Mapping[str, float]:
+        token_bytes = self.job.tokens.token_bytes()
+        num_bytes = self.validation.count_bytes(self._validation_rows(), token_bytes)
+        return {"bits_per_byte": loss_sum / math.log(2) / num_bytes}
+
+    def _validation_rows(self) -> Any:
+        return evaluation_rows(len(self.validation), self.job.config.eval_samples)
+
+    @override
+    def begin_save(self, *, is_passing: bool = False) -> None:
+        scaler = self.step.scaler.state_dict() or None  # empty where it is not enabled
+        done = (self.step.steps_done, self.loader.consumed)
+        about = manifest_of(self.job, *done, scaler=scaler, is_passing=is_passing)
+        self.saver.begin(self.model, self.step.optimizer, about)
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return self._num_rows
+
+    @override
+    def num_units(self, result: StepResult) -> int:
+        return self._num_rows * self.job.config.corpus.seq_len
+
+    @property
+    @override
+    def arithmetic(self) -> Arithmetic:
+        found = arithmetic_in(self.precision.compute, self.comm.device)
+        assert found is not None, "products of every precision are measured"
+        return found
+
+    @override
+    def flops(self, num_rows: int | None = None) -> tuple[Flops, Flops]:
+        num_rows = num_rows or self.job.batch.global_size
+        sizes = (self.job.shape, self.job.config.corpus.seq_len, num_rows)
+        recompute = self.strategy.recompute
+        return step_flops(*sizes, "causal", recompute), step_flops(*sizes, "full", recompute)
+
+    @override
+    def settings(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.job.config)
+
+    @override
+    def title(self) -> str:
+        return (
+            f"{self.job.name} ({num_parameters(self.job.shape).total:,} parameters), "
+            f"{self.strategy} on {self.job.device}, {self.precision.name}, {self.job.batch}, "
+            f"{self.step.steps_done} steps"
+        )
+
+    @override
+    def predicted_bytes(self) -> dict[Kind, int]:
+        job = self.job
+        of_one = activations(
+            job.shape,
+            job.strategy,
+            job.config.corpus.seq_len,
+            job.batch.microbatch,
+            self.precision.name,
+            device="cuda" if self.comm.device.type == "cuda" else "cpu",
+            has_documents=job.config.corpus.document_mask,
+            has_casts=False,  # they have a row of their own
+        )
+        held, pp_rank = job.batch.accumulation, self.comm.coord("pp")
+        return {
+            **predicted_bytes(self.plan.holds(job.batch.accumulation)),
+            "activations": held_of(job.strategy, job.shape, of_one, held, pp_rank),
+        }
+
+    @override
+    def sent_text(self, sent: Sequence[Entry]) -> str | None:
+        num_bytes = num_parameters(self.job.shape).total * self.precision.master.itemsize
+        return hsdp_text(sent, self.strategy, num_bytes)
+
+    @override
+    def sample(self) -> str:
+        job = self.job
+        tokenizer = load_tokenizer(job.tokens.tokenizer)
+        prompt = job.config.prompt
+        if prompt is None:
+            prompt = opening(job.tokens, tokenizer)
+        # Each length of the text would be compiled anew; asking for it costs the compiler's import.
+        is_eager = torch.compiler.set_stance("force_eager") if job.config.compile else nullcontext()
+        with said_if_long("the model writes a sample"), is_eager:
+            return write_text(
+                self.model,
+                self.step.run,
+                tokenizer,
+                prompt,
+                first_id=job.tokens.train.end_id,
+                seed=job.config.seed,
+            )
+
+    @override
+    def companions(self) -> Mapping[str, Path]:
+        return {"tokenizer": self.out / TOKENIZER}
+
+    @override
+    def resume_command(self, steps: int | None = None) -> str:
+        more = "" if steps is None else f" --steps {steps}"
+        return f"phalanx train --resume {shlex.quote(str(self.out))}{more}"
+
+    @override
+    def close(self) -> None:
+        self.loader.close()
+
+
+def _reserve(saver: Saver, step: Step, comm: Comm) -> None:
+    """Get the memory that checkpoints are copied to; it would be too late after the last step."""
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free_bytes = free_memory_bytes("cpu") // num_here
+    if not next(step.model.parameters()).is_cuda:  # gradients and moments will lie there, too
+        free_bytes -= 3 * sum(local_shard(p).nbytes for p in step.model.parameters())
+    barrier()  # all of a host have looked before one takes what it may
+    line = saver.reserve(step.model, step.optimizer, free_bytes)
+    if line is not None and comm.is_first:
+        Console().print(Text(line), soft_wrap=True)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block, once for each size of a microbatch; a model without blocks as one.
+
+    A graph for any size may add up in another order than one for a fixed size, and which of them a
+    batch meets depends on what the process has computed before: a resumed run would not go on to
+    the bit. Sizes are few, but each comes with and without gradients and documents; beyond the
+    limit Dynamo would go on uncompiled.
+    """
+    with suppress(ImportError):  # torch shows progress with tqdm where that is installed
+        from tqdm import tqdm
+
+        # Its own lock is a semaphore of the system, which a rank that leaves at once would leak.
+        cast(Any, tqdm).set_lock(threading.RLock())
+    dynamo_config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    dynamo_config.recompile_limit = RECOMPILE_LIMIT
+    for block in [block for _, block in blocks_of(model)] or [model]:
+        block.compile(dynamic=False)
+
+
+def _loader(job: Job, comm: Comm, consumed: int) -> Loader:
+    return Loader(
+        job.samples,
+        job.order,
+        job.batch,
+        comm.coord("data"),
+        end=stream_length(job.order, job.config.epochs),
+        tail=job.config.corpus.tail,
+        consumed=consumed,
+    )
