@@ -278,6 +278,38 @@ def extended_afterwards() -> None:
     script.backward()
 
 
+def a_parameter_replaced() -> None:
+    script = Script()
+    script.model[0].weight = nn.Parameter(torch.zeros(10, 6).double())
+    script.backward()
+
+
+def weights_put_in_place() -> None:
+    script = Script()
+    script.backward()
+    script.optimizer.step()
+    script.model.load_state_dict(perceptron().double().state_dict(), assign=True)
+    script.run.save("runs/nowhere")
+
+
+def a_module_replaced_under_fsdp() -> None:
+    script = Script("fsdp2")
+    script.model[0] = nn.Linear(6, 10).double()
+    script.backward()
+
+
+def a_schedule_of_another_optimizer() -> None:
+    script = Script()
+    other = torch.optim.Adam(script.plain.parameters())
+    script.run.prepare(torch.optim.lr_scheduler.StepLR(other, 1))
+
+
+def registered_after_resume() -> None:
+    script = Script()
+    script.run.resume("runs/nowhere")
+    script.run.register("schedule", torch.optim.lr_scheduler.StepLR(script.optimizer, 1))
+
+
 def wrapped_before() -> None:
     phalanx.init("dp2").prepare(nn.parallel.DistributedDataParallel(perceptron()))
 
@@ -508,6 +540,11 @@ MISTAKES: dict[Callable[[], None], str] = {
     stepped_within_backward: "0.weight has a hook by register_post_accumulate_grad_hook",
     frozen_afterwards: r"0.weight was trained when.*is frozen, which shards do not follow",
     extended_afterwards: r"more.weight was not in the model when the model was prepared",
+    a_parameter_replaced: r"backward: 0.weight was replaced after run.prepare .*before run.prep",
+    weights_put_in_place: r"save: 0.weight was replaced .*run.load_state_dict, or copy_",
+    a_module_replaced_under_fsdp: r"backward: 0.weight was replaced after run.prepare",
+    a_schedule_of_another_optimizer: r"the StepLR moves the rate of Adam, which is not prepared",
+    registered_after_resume: r"'schedule' is registered after run.resume, .* before run.resume",
     wrapped_before: r"the model is a DistributedDataParallel.*give the module.*model.module",
     on_meta: r"0.weight is on the meta device, without first weights",
     prepared_twice: r"Sequential is prepared already, and this prepares it again",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -81,6 +81,27 @@ def check_kind(
             f"{where}: {type(optimizer).__name__} takes no shards of parameters, which are what a "
             f"rank has under this strategy; use dp, or one of {names}"
         )
+
+
+def check_schedules(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse a schedule that moves the rates of an optimizer that is not prepared.
+
+    Raises:
+        ScriptError: names both.
+    """
+    prepared = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    for scheduler in schedulers:
+        own = getattr(scheduler, "optimizer", None)
+        # An optimizer around another, as SAM is, has the very groups of that one.
+        if isinstance(own, torch.optim.Optimizer) and not any(
+            id(group) in prepared for group in own.param_groups
+        ):
+            raise ScriptError(
+                f"prepare: the {type(scheduler).__name__} moves the rate of "
+                f"{type(own).__name__}, which is not prepared, so no rate of a prepared optimizer "
+                "would move; make it from the optimizer that is given to run.prepare, and give "
+                "that with it or before it"
+            )
 
 
 def _split(value: Any, parameter: nn.Parameter) -> Any:

@@ -51,9 +51,14 @@ class Parts(NamedTuple):
 
 
 class Registered:
-    """The objects of a script that are saved and resumed with its run."""
+    """The objects of a script that are saved and resumed with its run.
+
+    Attributes:
+        is_closed: whether the run has resumed, or looked for a checkpoint, so that none is added.
+    """
 
     def __init__(self) -> None:
+        self.is_closed = False
         self._objects: dict[str, Any] = {}
         self._told: set[str] = set()
 
@@ -71,6 +76,12 @@ class Registered:
         if not isinstance(cast(Any, name), str) or not name.replace("_", "").isalnum():
             raise ScriptError(
                 f"register: the name is {brief(name)}; expected letters, digits and underscores"
+            )
+        if self.is_closed:
+            raise ScriptError(
+                f"register: '{name}' is registered after run.resume, which gives its saved state "
+                "to each registered object, so this one would begin anew at each resume; register "
+                "it before run.resume"
             )
         if name in self._objects:
             kind = type(self._objects[name]).__name__
@@ -104,13 +115,17 @@ class Registered:
         """Return tensors to read the saved ones into, as shards where the object has shards now.
 
         Raises:
-            CheckpointError: the checkpoint has other objects, or lacks a tensor.
+            CheckpointError: the checkpoint has objects that the script lacks, or lacks a tensor.
         """
-        if plain.keys() != self._objects.keys():
+        if plain.keys() - self._objects.keys():
             raise CheckpointError(
                 f"it has the registered objects {brief(sorted(plain))}, and this script has "
-                f"{brief(sorted(self._objects))}; register the same before run.resume, and what is "
-                "to begin anew after it"
+                f"{brief(sorted(self._objects))}; register the same before run.resume"
+            )
+        if (added := sorted(self._objects.keys() - plain.keys())) and dist.get_rank() == 0:
+            warnings.warn(
+                f"resume: the checkpoint has no state of {brief(added)}, which begins anew",
+                stacklevel=5,
             )
         own: dict[str, Tensor] = {}
         for name, each in self._objects.items():
@@ -135,7 +150,8 @@ class Registered:
         Raises:
             CheckpointError: an object refuses its state.
         """
-        for name, each in self._objects.items():
+        for name in plain:
+            each = self._objects[name]
             try:
                 state = decoded(plain[name]["state"])
                 for path, tensor in _paths_of(name, plain[name]):

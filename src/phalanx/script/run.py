@@ -47,7 +47,7 @@ from phalanx.script.draws import DrawWatch, draw_rows
 from phalanx.script.gather import gather_rows, gather_with_gradient
 from phalanx.script.loader import RankLoader
 from phalanx.script.mean_loss import MeanLoss, own_number
-from phalanx.script.optimizer import Names, guard, rebind
+from phalanx.script.optimizer import Names, check_schedules, guard, rebind
 from phalanx.script.order import Draws
 from phalanx.script.own_rows import OwnRows
 from phalanx.script.prepare import check_model
@@ -253,6 +253,7 @@ class Run:
         for model in [each for each in objects if isinstance(each, nn.Module)]:
             self._take_model(model, batch_norm, roles)
         prepared = [self._take(each) for each in objects]
+        check_schedules(self._schedulers, self._optimizers)
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -445,7 +446,8 @@ class Run:
         is written.
 
         Raises:
-            ScriptError: the name is taken, or no file can hold the object's state.
+            ScriptError: the name is taken, no file can hold the object's state, or `resume` has
+                been called.
         """
         self._registered.add(name, each)
 
@@ -502,6 +504,7 @@ class Run:
         found = checkpoint.load(
             folder_of("resume", folder), model, self._optimizers, self._standing(), self._registered
         )
+        self._registered.is_closed = True
         if found is None:
             self.print(f"no checkpoint in {folder} yet: begins anew")
             return False

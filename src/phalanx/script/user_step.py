@@ -17,6 +17,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Comm, local_shard
@@ -77,6 +78,7 @@ class UserStep:
         self._reading = reading
         self.parameters = dict(model.named_parameters())
         self._kept = _kept(self.parameters)
+        self._held = _held(model)
         self._name = name
         self.draws = DrawWatch(comm, lambda: 0)
         self.replicas = Replicas(comm, self.parameters, optimizers)
@@ -135,11 +137,12 @@ class UserStep:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def refuse_unused(self) -> None:
-        """Refuse to save gradients, which no checkpoint keeps.
+        """Refuse to save gradients, which no checkpoint keeps, and weights that no step reaches.
 
         Raises:
-            ScriptError: there are some that no optimizer has used.
+            ScriptError: there are gradients that no optimizer has used, or replaced parameters.
         """
+        self._check_kept("save")
         is_unused = self.state is State.WHOLE and not self._stepped and self._is_finite()
         if self.state is State.ACCUMULATING or is_unused:
             raise ScriptError(
@@ -192,7 +195,7 @@ class UserStep:
         self._reading.check_stream(self.replicas.judge())
         if self.steps_done < 2 and self._reading.trained is None:
             self._check_own_batches(float(loss))
-        self._check_kept()
+        self._check_kept("backward")
         self._hooks.take(self._accumulation)
         self._num_begun += 1
         if self._num_begun == 2:  # and not by the steps, of which a rank may have taken another
@@ -256,15 +259,23 @@ class UserStep:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _check_kept(self) -> None:
+    def _check_kept(self, call: str) -> None:
         """Refuse parameters that are not as they were prepared."""
         now = _kept(dict(self._model.named_parameters()))
         if now != self._kept:
             name = next(name for name in now | self._kept if now.get(name) != self._kept.get(name))
             was, is_now = (kept.get(name, "not in the model") for kept in (self._kept, now))
             raise ScriptError(
-                f"backward: {name} was {was} when the model was prepared, and is {is_now}; move, "
+                f"{call}: {name} was {was} when the model was prepared, and is {is_now}; move, "
                 "cast or extend the model before run.prepare"
+            )
+        held = _held(self._model)
+        if name := next((name for name in held if held[name] is not self._held[name]), None):
+            raise ScriptError(
+                f"{call}: {name} was replaced after run.prepare by a tensor that the optimizers "
+                "and the other ranks do not have; replace parameters and modules before "
+                "run.prepare, or write into the prepared ones (run.load_state_dict, or copy_ "
+                "under torch.no_grad)"
             )
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         if self._trained != list(trained):
@@ -272,7 +283,7 @@ class UserStep:
                 name = next(n for n in self.parameters if (n in self._trained) != (n in trained))
                 was, is_now = ("trained", "frozen")[:: 1 if name in self._trained else -1]
                 raise ScriptError(
-                    f"backward: {name} was {was} when the model was prepared, and is {is_now}, "
+                    f"{call}: {name} was {was} when the model was prepared, and is {is_now}, "
                     "which shards do not follow; freeze for good before run.prepare, and for a "
                     "while not at all: gradients that no optimizer steps change nothing; or use dp"
                 )
@@ -315,4 +326,18 @@ def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     return {
         name: f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}"
         for name, p in parameters.items()
+    }
+
+
+def _held(model: nn.Module) -> dict[str, object]:
+    """Return by name what must stay the same object: each parameter, or the module that has it.
+
+    FSDP2 puts gathered parameters into its modules, and refuses others there.
+    """
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return dict(model.named_parameters())
+    return {
+        f"{prefix}.{name}".lstrip("."): module
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
     }
