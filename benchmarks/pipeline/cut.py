@@ -24,8 +24,9 @@ from phalanx.comm.together import barrier
 from phalanx.launch.local import run_ranks
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.parallel.pipeline.cut import ranges_of
+from phalanx.parallel.pipeline.links import cost_of, links_of
 from phalanx.parallel.pipeline.measured import link_times, with_best_cut
-from phalanx.parallel.pipeline.modules import ModuleStages, cost_of, links_of
+from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.pipeline.partition import imbalance
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy

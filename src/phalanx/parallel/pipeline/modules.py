@@ -1,24 +1,28 @@
 """The stages of any module that is a chain of others: nn.Sequential, a decoder of transformers.
 
-A forward of the whole module runs, and a stage is cut out of it:
+A forward of the whole module runs, and a stage is cut out of it. Here stage 1 of three is at work:
 
-    embedding    block 0     block 1     block 2     norm, head
-    `Absent`     `Absent`    runs        `Absent`
-    is passed    is passed   takes what  is where the stage
-    by           by          was sent    is left, with its input
+    |------- stage 0 -------|   |------ stage 1 ------|   |-------- stage 2 -------|
+    embedding ---> block 0 -----> block 1 ---> block 2 -----> block 3 ---> norm, head ---> loss
+    Passed [1]     Passed [1]     runs [2]     runs           Passed [3]   not reached
+       |              |             ^             |             |
+       +-- no number -+             |             +-- output ---+---> _Left, to `run`
+                                what was received
 
-Absent modules have no parameters, but of a tied weight, and what they give is not a number. The
-forward is left by an exception, which passes through whatever the module and the objective do with
-an output: they are written for one process.
+[1] Modules before the stage (`Passed`) return a tensor of the shape and the data type that the real
+    one has, which the outline brings with what is received. Its numbers are not known: what the
+    model computes of it between modules is followed (awaited.py).
+[2] The first module of the stage takes what was received in place of its first argument (`_enter`).
+[3] The first module after the stage gets the stage's output as its argument, and raises `_Left`
+    with it. That passes the rest of the forward and of the objective, which are written for one
+    process, and `run` catches it.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +32,10 @@ from typing_extensions import override
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.pipeline.awaited import Awaited, StandIn, absent, await_, received_for
-from phalanx.parallel.pipeline.links import Links, LooseBuffers, children
+from phalanx.parallel.pipeline.chain import Chain
+from phalanx.parallel.pipeline.links import Links, LooseBuffers
 from phalanx.parallel.pipeline.outline import Form, Like, form_of, read, write
-from phalanx.parallel.pipeline.stage import Absent, Stages
+from phalanx.parallel.pipeline.stage import Stages
 
 
 class _Left(BaseException):
@@ -39,31 +44,6 @@ class _Left(BaseException):
     def __init__(self, output: Tensor) -> None:
         super().__init__()
         self.output = output
-
-
-class Passed(Absent):
-    """Stands for a module of another stage than that at work.
-
-    Its attributes are those of the module, parameters on the meta device: a model may ask for the
-    data type of its first layer. None of them is registered.
-    """
-
-    def __init__(self, of: nn.Module, call: Callable[[Sequence[Any]], Tensor]) -> None:
-        super().__init__()
-        self.__dict__ |= _outline(of)
-        self._call = call
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Pass by, or leave the forward."""
-        return self._call([*args, *kwargs.values()])
-
-
-def _outline(of: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module without any number that it holds."""
-    own = {k: v for k, v in vars(of).items() if not k.startswith("_") and k != "forward"}
-    parameters = of.named_parameters(recurse=False)
-    own |= {name: torch.empty_like(each, device="meta") for name, each in parameters}
-    return own | {name: SimpleNamespace(**_outline(child)) for name, child in children(of)}
 
 
 class ModuleStages(Stages):
@@ -79,134 +59,44 @@ class ModuleStages(Stages):
         """
         super().__init__(cut, here)
         self._model = model
-        self._stage_of = {
-            name: s for s, part in enumerate(cut) for at in part for name in links[at]
-        }
-        self._modules = {name: model.get_submodule(name) for name in self._stage_of}
-        self._absent = {
-            name: Passed(module, functools.partial(self._call_absent, name))
-            for name, module in self._modules.items()
-        }
-        self._first = {s: [self._modules[name] for name in links[cut[s][0]]] for s in here}
+        stage_of = {name: s for s, part in enumerate(cut) for at in part for name in links[at]}
+        self._chain = Chain(model, stage_of, self._call_absent)
+        self._first = {s: [self._chain.modules[name] for name in links[cut[s][0]]] for s in here}
         self._at_work = 0
         self._is_in_objective = False
         self._waits = False
         self._received: Tensor | None = None
         self._outputs: dict[str, Form] = {}
         self._left: _Left | None = None
-        self._paths = self._find_paths()
-        self._tied = self._find_tied()
         trained = (
             s for s in range(self.num_stages) if any(p.requires_grad for p in self.weights(s))
         )
         self.first_trained = next(trained, self.num_stages)
-        tied = None if self._tied is None else model.get_parameter(self._tied)
-        gone = {name for name, stage in self._stage_of.items() if stage not in here}
-        self._remove_other_names(gone)
-        for name in gone:
-            self._put(name, self._absent[name])
-        if self._tied is not None and tied is not None and self.num_ends > 0:
-            self._hold(tied, self._tied)
-        # What is of other ranks goes, parameters and all.
-        self._modules = {n: m for n, m in self._modules.items() if self._stage_of[n] in here}
+        self._chain.keep(here, holds_tied=self.num_ends > 0)
         self._run_whole = model.forward
         self._is_in_forward = False
-        self._loose = LooseBuffers(model, self._modules.values())
+        self._loose = LooseBuffers(model, self._chain.modules.values())
         self._warned = False
         model.forward = self._run_until_left
         for name in ("parameters", "named_parameters"):
             setattr(model, name, functools.partial(self._parameters, getattr(model, name)))
 
-    def _names(self, stage: int) -> list[str]:
-        return [name for name, of in self._stage_of.items() if of == stage]
-
-    def _find_tied(self) -> str | None:
-        """Return the name of the weight of the first and the last stage, if there is one."""
-        read = [set(self.weights(stage)) for stage in range(self.num_stages)]
-        ends, tied = {0, self.num_stages - 1}, list[str]()
-        for name, parameter in self._model.named_parameters():
-            stages = {stage for stage, weights in enumerate(read) if parameter in weights}
-            if len(stages) > 1:
-                tied.append(name)
-            if len(stages) > 1 and (stages != ends or len(tied) > 1):
-                raise StrategyError(
-                    f"pp: stages {', '.join(map(str, sorted(stages)))} of "
-                    f"{type(self._model).__name__} read one parameter, '{name}'; expected one at "
-                    "most that several read, the first stage and the last; use fsdp"
-                )
-        return tied[0] if tied else None
-
-    def _before(self, stage: int) -> list[str]:
-        return [name for name, of in self._stage_of.items() if of < stage]
-
-    def _hold(self, parameter: nn.Parameter, name: str) -> None:
-        """Register a parameter by its name in a module that is absent here."""
-        (link,) = (n for n in self._stage_of if name.startswith(f"{n}."))
-        if self._stage_of[link] in self.here:
-            return
-        module: nn.Module = self._absent[link]
-        *path, own = name.removeprefix(f"{link}.").split(".")
-        for step in path:
-            module.__dict__.pop(step, None)
-            module.add_module(step, nn.Module())
-            module = module.get_submodule(step)
-        module.__dict__.pop(own, None)
-        module.register_parameter(own, parameter)
-
-    def _find_paths(self) -> dict[str, list[str]]:
-        """Return all names of the module of each link, those in other links left out."""
-        paths = {name: [name] for name in self._stage_of}
-        name_of = {module: name for name, module in reversed(self._modules.items())}
-        for path, module in self._model.named_modules(remove_duplicate=False):
-            if module in name_of and not self._is_in_link(path):
-                paths[name_of[module]].append(path)
-        return paths
-
-    def _is_in_link(self, path: str) -> bool:
-        return any(f"{path}.".startswith(f"{name}.") for name in self._stage_of)
-
-    def _remove_other_names(self, gone: set[str]) -> None:
-        """Remove the modules within absent links where they have another name, in no link."""
-        here = {m for n, each in self._modules.items() if n not in gone for m in each.modules()}
-        link_of = {m: n for n in gone for m in self._modules[n].modules()}
-        removed: list[str] = []
-        for path, module in list(self._model.named_modules(remove_duplicate=False)):
-            is_other = module in link_of and module not in here and not self._is_in_link(path)
-            if is_other and not any(path.startswith(f"{each}.") for each in removed):
-                refuse = functools.partial(self._refuse_name, path, link_of[module])
-                parent, _, own = path.rpartition(".")
-                setattr(self._model.get_submodule(parent), own, Passed(module, refuse))
-                removed.append(path)
-
-    def _refuse_name(self, path: str, link: str, _: Sequence[Any]) -> Tensor:
-        raise StrategyError(
-            f"pp: the forward of {type(self._model).__name__} calls '{path}', and the `chain` "
-            f"names '{link}', which holds it too; name in the `chain` what the forward calls"
-        )
-
-    def _put(self, name: str, module: nn.Module) -> None:
-        for path in self._paths[name]:
-            parent, _, own = path.rpartition(".")
-            setattr(self._model.get_submodule(parent), own, module)
-
     @property
     @override
     def tied(self) -> nn.Parameter | None:
-        if self._tied is None or self.num_ends == 0:
-            return None
-        return self._model.get_parameter(self._tied)
+        name = self._chain.tied if self.num_ends > 0 else None
+        return None if name is None else self._model.get_parameter(name)
 
     @override
     def weights(self, stage: int) -> list[nn.Parameter]:
-        found = [p for name in self._names(stage) for p in self._modules[name].parameters()]
-        return list(dict.fromkeys(found))
+        return self._chain.weights(stage)
 
     @override
     def prepare(self) -> None:
         for modules in self._first.values():
             for module in modules:
                 module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-        for name, module in self._modules.items():
+        for name, module in self._chain.modules.items():
             module.register_forward_hook(functools.partial(self._note_output, name))
         # Before and after the hooks of fsdp, which look at parameters.
         self._model.register_forward_pre_hook(self._begin, prepend=True)
@@ -217,7 +107,7 @@ class ModuleStages(Stages):
         self._at_work, self._received, self._waits = stage, received, True
         before = self._loose.states()
         self._outputs = read(self._before(stage), self.outline)
-        with self._others_absent(stage):
+        with self._chain.others_absent(stage):
             self._is_in_objective = torch.is_grad_enabled()
             try:
                 output = forward()
@@ -246,16 +136,8 @@ class ModuleStages(Stages):
             )
         return output
 
-    @contextmanager
-    def _others_absent(self, stage: int) -> Generator[None]:
-        others = [n for n, of in self._stage_of.items() if of != stage and of in self.here]
-        for name in others:
-            self._put(name, self._absent[name])
-        try:
-            yield
-        finally:
-            for name in others:
-                self._put(name, self._modules[name])
+    def _before(self, stage: int) -> list[str]:
+        return [name for name, of in self._chain.stage_of.items() if of < stage]
 
     def _run_until_left(self, *args: Any, **kwargs: Any) -> Any:
         """Be the forward of the model: what fsdp does before and after it is done here too."""
@@ -277,8 +159,8 @@ class ModuleStages(Stages):
 
     def _warn_of_kept(self, stage: int) -> None:
         """Warn, once, of what a stage keeps for an objective that runs on another."""
-        for name in () if self._warned else self._names(stage):
-            for path, module in self._modules[name].named_modules(prefix=name):
+        for name in () if self._warned else self._chain.names(stage):
+            for path, module in self._chain.modules[name].named_modules(prefix=name):
                 for key, value in vars(module).items():
                     if isinstance(value, Tensor) and value.grad_fn is not None:
                         self._warned = True
@@ -298,7 +180,7 @@ class ModuleStages(Stages):
             raise self._left
 
     def _call_absent(self, name: str, args: Sequence[Any]) -> Any:
-        stage = self._stage_of[name]
+        stage = self._chain.stage_of[name]
         if stage < self._at_work:
             return self._give(name)
         if self._waits:
@@ -307,7 +189,7 @@ class ModuleStages(Stages):
                 "chain is not in the order in which its modules run"
             )
         args = [received_for(each) for each in args]
-        _check_border(self._names(stage)[0], args)
+        _check_border(self._chain.names(stage)[0], args)
         if isinstance(args[0], Awaited):
             args[0].check("send", False)
         raise _Left(args[0])
@@ -316,7 +198,7 @@ class ModuleStages(Stages):
         form = form_of(output)
         if form is not None:
             self._outputs[name] = form
-        elif self._stage_of[name] < self.num_stages - 1:
+        elif self._chain.stage_of[name] < self.num_stages - 1:
             raise StrategyError(
                 f"pp: '{name}' of {type(self._model).__name__} gives a {type(output).__name__}"
                 f"{_odd_parts(output)}, of which later stages have nothing; expected a tensor, or "
@@ -330,7 +212,7 @@ class ModuleStages(Stages):
             self._waits = False
             if self._received is None:
                 return None
-            name = next(name for name, each in self._modules.items() if each is module)
+            name = next(name for name, each in self._chain.modules.items() if each is module)
             _check_border(name, values)
             received = StandIn.apply(self._received)
             if isinstance(values[0], Awaited):
@@ -347,7 +229,7 @@ class ModuleStages(Stages):
 
         The first module of a stage takes what was received in the place of what comes to it.
         """
-        stage, received = self._stage_of[name], self._received
+        stage, received = self._chain.stage_of[name], self._received
         if received is None:
             raise self._recomputed(stage)
         check = functools.partial(self._check_use, stage)

@@ -1,0 +1,176 @@
+"""The modules of a chain within their model: a `Passed` replaces each that other ranks have.
+
+Parameters go with their modules, but for a weight that the first and the last stage read: it keeps
+its name on the ranks of both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.errors import StrategyError
+from phalanx.parallel.pipeline.links import children
+from phalanx.parallel.pipeline.stage import Absent
+
+
+class Passed(Absent):
+    """Stands for a module of another stage than that at work.
+
+    Its attributes are those of the module, parameters on the meta device: a model may ask for the
+    data type of its first layer. None of them is registered.
+    """
+
+    def __init__(self, of: nn.Module, call: Callable[[Sequence[Any]], Any]) -> None:
+        super().__init__()
+        self.__dict__ |= _outline(of)
+        self._call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass by, or leave the forward."""
+        return self._call([*args, *kwargs.values()])
+
+
+def _outline(of: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module without any number that it holds."""
+    own = {k: v for k, v in vars(of).items() if not k.startswith("_") and k != "forward"}
+    parameters = of.named_parameters(recurse=False)
+    own |= {name: torch.empty_like(each, device="meta") for name, each in parameters}
+    return own | {name: SimpleNamespace(**_outline(child)) for name, child in children(of)}
+
+
+class Chain:
+    """The modules of the links of a chain.
+
+    Attributes:
+        stage_of: name of a module of a link -> its stage.
+        modules: by these names, as far as they are here.
+        tied: name of the weight of the first and the last stage, if there is one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage_of: Mapping[str, int],
+        call_absent: Callable[[str, Sequence[Any]], Any],
+    ) -> None:
+        """Find the modules; one that is absent runs `call_absent` on its name and arguments.
+
+        Raises:
+            StrategyError: two stages read one parameter, and they are not the first and the last.
+        """
+        self.stage_of = stage_of
+        self.modules = {name: model.get_submodule(name) for name in stage_of}
+        self._model = model
+        self._absent = {
+            name: Passed(module, functools.partial(call_absent, name))
+            for name, module in self.modules.items()
+        }
+        self._paths = self._find_paths()
+        self.tied = self._find_tied()
+
+    def keep(self, here: Sequence[int], *, holds_tied: bool) -> None:
+        """Replace in the model, in place, what the stages `here` do not run."""
+        tied = None if self.tied is None else self._model.get_parameter(self.tied)
+        gone = {name for name, stage in self.stage_of.items() if stage not in here}
+        self._remove_other_names(gone)
+        for name in gone:
+            self._put(name, self._absent[name])
+        if self.tied is not None and tied is not None and holds_tied:
+            self._hold(tied, self.tied, here)
+        # What is of other ranks goes, parameters and all.
+        self.modules = {name: m for name, m in self.modules.items() if name not in gone}
+
+    def names(self, stage: int) -> list[str]:
+        """Return the names of the modules of a stage."""
+        return [name for name, of in self.stage_of.items() if of == stage]
+
+    def weights(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters of a stage that is here."""
+        found = [p for name in self.names(stage) for p in self.modules[name].parameters()]
+        return list(dict.fromkeys(found))
+
+    @contextmanager
+    def others_absent(self, stage: int) -> Generator[None]:
+        """Have the modules of the other stages be absent, those that are here too."""
+        others = [name for name in self.modules if self.stage_of[name] != stage]
+        for name in others:
+            self._put(name, self._absent[name])
+        try:
+            yield
+        finally:
+            for name in others:
+                self._put(name, self.modules[name])
+
+    def _find_tied(self) -> str | None:
+        """Return the name of the weight of the first and the last stage, if there is one."""
+        last = max(self.stage_of.values())
+        read = [set(self.weights(stage)) for stage in range(last + 1)]
+        ends, tied = {0, last}, list[str]()
+        for name, parameter in self._model.named_parameters():
+            stages = {stage for stage, weights in enumerate(read) if parameter in weights}
+            if len(stages) > 1:
+                tied.append(name)
+            if len(stages) > 1 and (stages != ends or len(tied) > 1):
+                raise StrategyError(
+                    f"pp: stages {', '.join(map(str, sorted(stages)))} of "
+                    f"{type(self._model).__name__} read one parameter, '{name}'; expected one at "
+                    "most that several read, the first stage and the last; use fsdp"
+                )
+        return tied[0] if tied else None
+
+    def _hold(self, parameter: nn.Parameter, name: str, here: Sequence[int]) -> None:
+        """Register a parameter by its name in a module that is absent here."""
+        (link,) = (n for n in self.stage_of if name.startswith(f"{n}."))
+        if self.stage_of[link] in here:
+            return
+        module: nn.Module = self._absent[link]
+        *path, own = name.removeprefix(f"{link}.").split(".")
+        for step in path:
+            module.__dict__.pop(step, None)
+            module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        module.__dict__.pop(own, None)
+        module.register_parameter(own, parameter)
+
+    def _find_paths(self) -> dict[str, list[str]]:
+        """Return all names of the module of each link, those in other links left out."""
+        paths = {name: [name] for name in self.stage_of}
+        name_of = {module: name for name, module in reversed(self.modules.items())}
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            if module in name_of and not self._is_in_link(path):
+                paths[name_of[module]].append(path)
+        return paths
+
+    def _is_in_link(self, path: str) -> bool:
+        return any(f"{path}.".startswith(f"{name}.") for name in self.stage_of)
+
+    def _remove_other_names(self, gone: set[str]) -> None:
+        """Remove the modules within absent links where they have another name, in no link."""
+        here = {m for n, each in self.modules.items() if n not in gone for m in each.modules()}
+        link_of = {m: n for n in gone for m in self.modules[n].modules()}
+        removed: list[str] = []
+        for path, module in list(self._model.named_modules(remove_duplicate=False)):
+            is_other = module in link_of and module not in here and not self._is_in_link(path)
+            if is_other and not any(path.startswith(f"{each}.") for each in removed):
+                refuse = functools.partial(self._refuse_name, path, link_of[module])
+                parent, _, own = path.rpartition(".")
+                setattr(self._model.get_submodule(parent), own, Passed(module, refuse))
+                removed.append(path)
+
+    def _refuse_name(self, path: str, link: str, _: Sequence[Any]) -> Any:
+        raise StrategyError(
+            f"pp: the forward of {type(self._model).__name__} calls '{path}', and the `chain` "
+            f"names '{link}', which holds it too; name in the `chain` what the forward calls"
+        )
+
+    def _put(self, name: str, module: nn.Module) -> None:
+        for path in self._paths[name]:
+            parent, _, own = path.rpartition(".")
+            setattr(self._model.get_submodule(parent), own, module)
