@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -38,6 +39,7 @@ from phalanx.comm.axes import axes_of, flattened
 from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.meshes import job_mesh
 from phalanx.comm.pending import Pending
+from phalanx.comm.ranges import named
 from phalanx.comm.watch import Phases
 from phalanx.errors import ScriptError
 from phalanx.strategy import Strategy, check_ranks
@@ -327,8 +329,14 @@ class Ranks(Comm):
                 f"{op}: this process is a fork of a rank, such as a worker of a DataLoader, and "
                 "no rank itself; call what sends to other ranks in the script's own process"
             )
+        name = f"{op} {axis}"
+        with named(name):
+            return Pending(out, self._begin(op, axis, out, given, option), name=name)
+
+    def _begin(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any) -> Work | None:
+        """Do what `_run` says, and return what is under way then."""
         group = self._groups[axis]
-        work: dist.Work | None = None
+        work: Work | None = None
         if op == "all_reduce":
             work = dist.all_reduce(out, _OPS[option], group=group, async_op=True)
         elif op == "broadcast":
@@ -355,7 +363,7 @@ class Ranks(Comm):
             _scatter_single(out, given, group=group)
         else:
             exchange.reduce_scatter(out.view(-1), given.view(-1), group)
-        return Pending(out, work)
+        return work
 
     def _message_group(
         self, axis: str, peer: int, *, is_send: bool

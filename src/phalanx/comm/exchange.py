@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from typing_extensions import override
 
 from phalanx.comm.calls import group_named
+from phalanx.comm.ranges import named
 from phalanx.comm.waits import waiting
 
 _LIBRARY = torch.library.Library("phalanx_comm", "FRAGMENT")
@@ -62,7 +63,7 @@ class Transfer(dist.Work):
         """Return when the output is there; gloo's own timeout holds."""
         works, self._works = self._works, []
         if works:
-            with waiting():
+            with named("wait exchange"), waiting():
                 for work in works:
                     assert work is not None  # None is for ranks outside the group
                     work.wait()
@@ -193,7 +194,8 @@ class ExchangeAllGather(_Allocates, AllGather):
         async_op: bool = False,
     ) -> Transfer | None:
         """Gather; with `async_op` only begin to, and return what to wait for."""
-        transfer = all_gather_start(output_tensor, input_tensor, group)
+        with named("all_gather fsdp"):
+            transfer = all_gather_start(output_tensor, input_tensor, group)
         if async_op:
             self.transfer = transfer
             return transfer
@@ -264,7 +266,8 @@ class ExchangeReduceScatter(_Allocates, ReduceScatter):
         """Reduce, or begin to; with `async_op` return what to wait for."""
         if op != dist.ReduceOp.SUM:
             raise NotImplementedError(f"reduce_scatter by exchange only sums; asked for {op}")
-        transfer = reduce_scatter_start(output_tensor, input_tensor, group)
+        with named("reduce_scatter fsdp"):
+            transfer = reduce_scatter_start(output_tensor, input_tensor, group)
         if async_op:
             return transfer
         if self._is_read_at_once():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.comm.ranges import named
 from phalanx.comm.waits import waiting
 
 
@@ -18,9 +19,11 @@ class Pending:
         tensor: Tensor,
         work: dist.Work | None = None,
         begin: Callable[[], Pending] | None = None,
+        name: str = "",
     ) -> None:
-        """Have `wait` wait for `work`, or begin it."""
+        """Have `wait` wait for `work`, or begin it; a trace has what has this name."""
         self._tensor = tensor
+        self._name = name
         self._work = work
         self._begin = begin
 
@@ -30,7 +33,7 @@ class Pending:
             begin, self._begin = self._begin, None
             begin().wait()
         if self._work is not None:
-            with waiting(self._tensor):
+            with named(f"wait {self._name}"), waiting(self._tensor):
                 self._work.wait()
             self._work = None
         return self._tensor

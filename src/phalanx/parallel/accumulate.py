@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from phalanx.comm.ledger import Phase, no_phase
+from phalanx.comm.ranges import named
 from phalanx.parallel.reduce import GradientReducer
 
 Forward = Callable[[Any], torch.Tensor]
@@ -75,9 +76,10 @@ class Accumulate(Runner):
         phase: Phase = no_phase,
     ) -> None:
         for self.microbatch, microbatch in enumerate(microbatches):
-            with phase("forward"):
+            name = f"microbatch {self.microbatch}"
+            with named(name), phase("forward"):
                 loss = share_of(forward(microbatch))
-            with phase("backward"):
+            with named(name), phase("backward"):
                 if self.reducer is not None:
                     is_last = self.microbatch == len(microbatches) - 1
                     self.reducer.before_backward(self.reducer.parameters if is_last else ())

@@ -31,6 +31,7 @@ from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.comm.pending import Pending
+from phalanx.comm.ranges import named
 from phalanx.errors import TrainingError
 from phalanx.parallel.reduce import GradientReducer, Parameters, buckets
 from phalanx.parallel.sparse import SparseReducer, sparse_tables
@@ -229,7 +230,8 @@ class BucketedReducer(GradientReducer):
         for bucket in self._buckets[self._num_started :]:
             if bucket.missing:
                 return
-            bucket.pending = self.comm.all_reduce_start(bucket.open(), "grad")
+            with named(f"gradient bucket {self._num_started}"):
+                bucket.pending = self.comm.all_reduce_start(bucket.open(), "grad")
             self._num_started += 1
 
     @torch.no_grad()

@@ -21,6 +21,7 @@ from torch import nn
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Phase
+from phalanx.comm.ranges import named
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.measure.timer import Term
@@ -194,8 +195,8 @@ class Step:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Tell those who watch that what runs inside is the phase `name`."""
-        with ExitStack() as stack:
+        """Tell those who watch, and a profiler, that what runs inside is the phase `name`."""
+        with ExitStack() as stack, named(name):
             for watcher in self._watchers:
                 stack.enter_context(watcher(name))
             yield
