@@ -88,6 +88,7 @@ def test_text_is_read_or_refused_in_our_own_words(text: str) -> None:
         ("tp4:2d,dp3", "dp3,tp4:2d", 12, 3),
         ("recompute:every/2,fsdp4:zero1", "fsdp4:zero1,recompute:every/2", 4, 4),
         ("cut:4+05,pp2,recompute:full", "pp2,recompute:full,cut:4+5", 2, 1),
+        ("schedule:a/b.csv,pp2,cut:1+1", "pp2,cut:1+1,schedule:a/b.csv", 2, 1),
         (
             "pp2:1f1b,dp2,fsdp2,cp2:ring,tp4:2d,recompute:sqrt",
             "pp2,dp2,fsdp2,cp2,tp4:2d,recompute:sqrt",
@@ -106,6 +107,7 @@ def test_another_degree_of_pp_has_no_cut() -> None:
     strategy = Strategy.parse("pp2,dp2,cut:4+5")
     assert str(strategy.with_degree("dp", 3)) == "pp2,dp3,cut:4+5"
     assert str(strategy.with_degree("pp", 3)) == "pp3,dp2"
+    assert str(Strategy.parse("pp2,schedule:a.csv").with_degree("pp", 4)) == "pp4"
     with pytest.raises(StrategyError, match="'pp2,dp4,cut:4\\+5' would use them all"):
         check_ranks(strategy, 8)
 
@@ -151,6 +153,9 @@ def test_axes_are_read_by_name() -> None:
             "cut:4+5 has the stages of a pipeline, and there is none; write pp2 beside",
         ),
         ("pp2,cut:9+0", "cut:9+0: a stage has at least 1 layer"),
+        ("pp2,schedule", "schedule has a file, such as schedule:mine.csv"),
+        ("dp2,schedule:a.csv", "needs pp without a kind, but pp is pp1; write pp2,schedule:a.csv"),
+        ("pp4:zbv,schedule:a.csv", "but pp is pp4:zbv; write pp4,schedule:a.csv"),
     ],
 )
 def test_errors_name_the_thing_and_the_fix(text: str, words: str) -> None:

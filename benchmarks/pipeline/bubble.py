@@ -101,8 +101,10 @@ def run(config: PipelineConfig, say: Say) -> Found:
             "steps": config.steps,
             **{outcome.name: outcome.as_dict() for outcome in outcomes},
         },
-        draw=partial(draw_outcomes, schedule, outcomes, title),
-        files={"trace.json": partial(write_trace, schedule, outcomes)},
+        files={
+            "trace.json": partial(write_trace, schedule, outcomes),
+            "svg": partial(draw_outcomes, schedule, outcomes, title),
+        },
     )
 
 

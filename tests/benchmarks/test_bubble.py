@@ -234,7 +234,7 @@ def test_it_prints_draws_and_keeps(tmp_path: Path, capsys: pytest.CaptureFixture
     of_steps = document["planned"], document["measured"]
     assert (trace["otherData"]["planned"], trace["otherData"]["measured"]) == of_steps
     picture = (tmp_path / "pipeline-zb-2-2x2.svg").read_text()
-    assert picture.startswith("<?xml")
+    assert picture.startswith("<svg")
     for text in ("zb/2, 2 ranks, 4 stages, 2 microbatches", "planned: step 13.0 ms, bubble 7.7 %"):
         assert text in picture
 

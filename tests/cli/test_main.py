@@ -152,6 +152,24 @@ def test_show_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert document["sources"]["batch.accumulation"] == document["sources"]["model"] == "derived"
 
 
+def test_the_schedule_that_is_shown_is_read_and_one_that_cannot_run_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--batch.accumulation", "4", "--show-config", "--strategy"]
+    assert main([*words, "pp2:zb/1"]) == 0
+    *_, about, first, second = capsys.readouterr().out.splitlines()
+    assert about.startswith("schedule of the pipeline") and first.startswith("0F0,0SEND_F0,0F1")
+    file = tmp_path / "zb.csv"
+    file.write_text(f"{first}\n{second}\n")
+    assert main([*words, f"pp2,schedule:{file}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"] == [first, second]
+    file = tmp_path / "lost.csv"
+    file.write_text(f"{first}\n{second}\n".replace("1SEND_B2,", ""))
+    assert main(["train", "--batch.accumulation", "4", "--strategy", f"pp2,schedule:{file}"]) == 2
+    found = capsys.readouterr().err
+    assert found == f"phalanx: schedule {file}: rank 1 has 1SEND_B2 0 times; expected 1\n"
+
+
 @pytest.mark.slow
 def test_what_an_encoding_lacks_is_escaped() -> None:
     words = ["train", "--show-config", "--out", "runs/é模"]

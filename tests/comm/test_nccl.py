@@ -6,6 +6,7 @@ Every strategy of tests/verify is held against the same rules. Here they are put
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,16 +88,27 @@ BOTH_SEND = ("pp2", "pp2:interleaved/2", "pp2:zb/1", "pp2:zb/2", "pp2:zbv", "pp2
 IN_TURN = ("pp2:naive", "pp2:gpipe")
 """Schedules whose neighbours never send at a time."""
 
+RECEIVES_AHEAD = """\
+0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0F2,0SEND_F2,0B1,0F3,0SEND_F3,0RECV_B2,0B2,\
+0RECV_B3,0B3
+1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1RECV_F2,1RECV_F3,1F2,1B2,1SEND_B2,1F3,1B3,\
+1SEND_B3
+"""
+"""A file of a schedule whose receives begin before they are needed, as no kind has them."""
+
 
 @pytest.mark.parametrize(
     ("both_send", "in_turn"), [(BOTH_SEND[:1], IN_TURN[1:]), by_hand(BOTH_SEND[1:], IN_TURN[:1])]
 )
 def test_pipelines_over_one_group_and_ties_that_both_receive_first_are_found(
-    both_send: tuple[str, ...], in_turn: tuple[str, ...]
+    both_send: tuple[str, ...], in_turn: tuple[str, ...], tmp_path: Path
 ) -> None:
+    by_hand = tmp_path / "ahead.csv"
+    by_hand.write_text(RECEIVES_AHEAD)
     stuck = [(text, (ONE_GROUP,)) for text in both_send]
     stuck_at_the_tie = [(text, (ONE_GROUP, TIE)) for text in in_turn]
-    right = [(text, ()) for text in both_send] + [(text, (ONE_GROUP,)) for text in in_turn]
+    right = [(text, ()) for text in (*both_send, f"pp2,schedule:{by_hand}")]
+    right += [(text, (ONE_GROUP,)) for text in in_turn]
     cases = [*stuck, *stuck_at_the_tie, *right]
     (found, same) = run_ranks(with_defects, 2, cases, threads=1)
     assert found == same

@@ -42,6 +42,7 @@ def names_of_a_step(texts: list[str]) -> dict[str, set[str]]:
     for text in texts:
         strategy = Strategy.parse(text)
         comm, model = Ranks(strategy), Decoder(SHAPE)
+        model.initialize(0)
         plan = Plan(strategy, model, pp_rank=comm.coord("pp"))
         run = plan.build(comm)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

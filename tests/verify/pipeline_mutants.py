@@ -46,27 +46,43 @@ def _drops_a_microbatch(right: Any) -> Any:
     def wrong(self: Any, action: Action) -> None:
         right(self, action)
         if dist.get_rank() == 1 and action.microbatch == 0:
-            for weight in self.weights[action.stage]:
+            for weight in self.runner.weights[action.stage]:
                 weight.grad = None
 
     return wrong
 
 
-def _swapped_activations(right: Any) -> Any:
-    """The second microbatch goes on with what the first has sent, and the first with its."""
-
-    def wrong(self: Any, message: Any, stage: int) -> Any:
-        if not message.is_gradient and message.microbatch < 2:
-            message = message._replace(microbatch=1 - message.microbatch)
-        return right(self, message, stage)
+def _first_two_together(right: Any) -> Any:
+    def wrong(self: Any, action: Action) -> None:
+        if action.op == "RECV_B" or action.microbatch > 1:
+            right(self, action)
+        elif action.microbatch == 0:
+            right(self, action)
+            right(self, action._replace(microbatch=1))
 
     return wrong
 
 
+def _of_the_other(right: Any) -> Any:
+    def wrong(self: Any, receive: Action) -> Any:
+        if receive.op == "RECV_F" and receive.microbatch < 2:
+            receive = receive._replace(microbatch=1 - receive.microbatch)
+        return right(self, receive)
+
+    return wrong
+
+
+SWAPPED_ACTIVATIONS: list[Any] = [
+    (runtime._Step, "receive", _first_two_together),
+    (runtime._Step, "take", _of_the_other),
+]
+"""The second microbatch goes on with what the first has sent, and the first with its."""
+
+
 def _swapped_gradients(right: Any) -> Any:
-    def wrong(self: Any, message: Any, stage: int) -> Any:
-        received = right(self, message, stage)
-        return received.flip(0) if message.is_gradient else received
+    def wrong(self: Any, receive: Action) -> Any:
+        received = right(self, receive)
+        return received.flip(0) if receive.op == "RECV_B" else received
 
     return wrong
 
@@ -139,10 +155,10 @@ def _mean_of_means(right: Any) -> Any:
 def _one_buffer(right: Any) -> Any:
     """What comes is written over what came before."""
 
-    def wrong(self: Any, message: Any, source: int) -> Any:
-        buffer = right(self, message, source)
+    def wrong(self: Any, receive: Action, source: int) -> Any:
+        buffer = right(self, receive, source)
         held = vars(self).setdefault("held", {})
-        return held.setdefault((message.is_gradient, message.stage, buffer.shape), buffer.detach())
+        return held.setdefault((receive.op, receive.stage, buffer.shape), buffer.detach())
 
     return wrong
 
@@ -188,11 +204,11 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
             "norm", "its sum over ranks or microbatches",
         ),
         "an activation for another microbatch": (
-            "llama", [(runtime._Step, "_receive", _swapped_activations)],
+            "llama", SWAPPED_ACTIVATIONS,
             "", "to blocks.2 (Block) differs though all before agrees; it comes from another stage",
         ),
         "a gradient of other rows": (
-            "gpt2", [(runtime._Step, "_receive", _swapped_gradients)],
+            "gpt2", [(runtime._Step, "take", _swapped_gradients)],
             "", "to the output of blocks.1 (Block); it comes from another stage",
         ),
         "a stage without its last block": (
@@ -221,7 +237,7 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
     },
     "pp2:gpipe": {
         "one buffer for all that is received": (
-            "gpt2", [(runtime._Step, "_buffer_for", _one_buffer)],
+            "gpt2", [(runtime._Step, "buffer_for", _one_buffer)],
             "", "to the output of blocks.1 (Block); it comes from another stage",
         ),
     },
@@ -242,7 +258,7 @@ OF_STAGES_SPLIT: dict[str, dict[str, Mutant]] = {
     },
     "pp2,tp2": {
         "an activation for another microbatch, under tp": (
-            "gpt2", [(runtime._Step, "_receive", _swapped_activations)],
+            "gpt2", SWAPPED_ACTIVATIONS,
             "", "to blocks.2 (Block) differs though all before agrees; it comes from another stage",
         ),
         "norms of a stage whose gradients stay a rank's own": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -13,12 +14,15 @@ from phalanx.config.fields import value_at
 from phalanx.config.load import Loaded
 
 
-def show_config(loaded: Loaded[Any]) -> None:
-    """Print key, value and source of every setting; as one JSON line if --json was given."""
+def show_config(loaded: Loaded[Any], schedule: Sequence[str] = ()) -> None:
+    """Print key, value and source of every setting; as one JSON line if --json was given.
+
+    The lines of the schedule of a pipeline follow, if there is one.
+    """
     config = loaded.config
     if loaded.json:
         document = {"config": dataclasses.asdict(config), "sources": dict(loaded.sources)}
-        print_json(document)
+        print_json(document | ({"schedule": list(schedule)} if schedule else {}))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("key", no_wrap=True)
@@ -28,6 +32,10 @@ def show_config(loaded: Loaded[Any]) -> None:
         style = "dim" if source == "default" else ""
         table.add_row(key, Text(_text(value_at(config, key)), style), Text(source, style))
     screen().print(table)
+    if schedule:
+        screen().print("\nschedule of the pipeline, a line a rank")
+        for line in schedule:
+            screen().print(Text(line), soft_wrap=True)
 
 
 def _text(value: Any) -> str:

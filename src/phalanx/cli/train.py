@@ -67,7 +67,7 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
     from phalanx.train.run import run
 
     if loaded.show_config:
-        show_config(_settled(loaded, request))
+        show_config(_settled(loaded, request), _schedule_lines(request))
         return 0
     console = screen()
     with ExitStack() as preparing:
@@ -87,6 +87,16 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
     return 0
 
 
+def _schedule_lines(request: Request) -> list[str]:
+    """Return the text of the schedule of a pipeline, if the strategy has one."""
+    from phalanx.parallel.pipeline.cut import schedule_of
+    from phalanx.parallel.pipeline.schedule_file import text_of
+
+    strategy = request.strategy
+    is_asked = strategy.pp.degree > 1
+    return text_of(schedule_of(strategy, request.batch.accumulation)) if is_asked else []
+
+
 def _announce(job: Job, console: Console) -> None:
     """Say what is about to run, and how that differs from the run it goes on with."""
     from phalanx.cli.layout import tables_of
@@ -102,7 +112,10 @@ def _announce(job: Job, console: Console) -> None:
 
 def _strategy_help() -> str:
     """Return every strategy that is built, in a line each."""
-    forms = built() | {"cut:4+5": "layers of each stage of pp, counting embedding and head"}
+    forms = built() | {
+        "cut:4+5": "layers of each stage of pp, counting embedding and head",
+        "schedule:FILE": "the schedule of pp in a file, as --show-config prints it",
+    }
     width = max(map(len, forms))
     head = "strategies, joined by commas, such as dp2,fsdp2,recompute:full (dp with fsdp is HSDP):"
     return "\n".join([head, *(f"  {form:<{width}}  {about}" for form, about in forms.items())])

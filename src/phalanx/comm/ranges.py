@@ -1,6 +1,6 @@
 """Ranges of PyTorch's profiler: what runs in a trace has the name of an action, a phase, an axis.
 
-Where no profiler runs a range costs 0.3 microseconds; `record_function` alone would cost 6.
+Where no profiler runs, a range costs 0.3 microseconds; `record_function` alone would cost 7.
 """
 
 from __future__ import annotations

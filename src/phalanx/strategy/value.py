@@ -3,9 +3,9 @@
     pp2:1f1b,dp2,fsdp2,cp2:ring,tp4:2d,recompute:sqrt
 
 The text is a comma-separated list of `AXIS DEGREE [":" KIND ["/" OPTION]]`, in any order, and of
-the settings `recompute:KIND[/OPTION]` and `cut:LAYERS+LAYERS...`, which have no degree. The
-canonical order is outer to inner, the slowest link first: pp dp fsdp cp tp. An axis that is not
-named has degree 1. No torch here.
+the settings `recompute:KIND[/OPTION]`, `cut:LAYERS+LAYERS...` and `schedule:FILE`, which have no
+degree. The canonical order is outer to inner, the slowest link first: pp dp fsdp cp tp. An axis
+that is not named has degree 1. No torch here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Recompute:
 class Strategy:
     """How the work is split: a degree and a kind for each axis.
 
-    `cut` has the layers of each stage of a pipeline, where they are not to be found by their cost.
+    `cut` has the layers of each stage of a pipeline, where they are not to be found by their cost,
+    and `schedule` the file of its schedule, where that is not of a kind.
     `Strategy.parse(text)` reads the text form and `str()` gives the canonical one;
     `Strategy.parse(str(strategy)) == strategy` always holds.
 
@@ -81,6 +82,7 @@ class Strategy:
     tp: Axis = Axis(1, "1d")
     recompute: Recompute = Recompute()
     cut: tuple[int, ...] = ()
+    schedule: str = ""
 
     def __post_init__(self) -> None:
         for name, axis in self.axes():
@@ -93,6 +95,12 @@ class Strategy:
             raise StrategyError(
                 f"{_cut_text(self.cut)} has the stages of a pipeline, and there is none; write "
                 f"pp{max(2, len(self.cut))} beside it, or leave it out"
+            )
+        if self.schedule and (self.pp.degree == 1 or self.pp.kind != Strategy.pp.kind):
+            pp = f"pp{max(2, self.pp.degree)}"
+            raise StrategyError(
+                f"schedule:{self.schedule} needs pp without a kind, but pp is "
+                f"{text_of('pp', self.pp)}; write {pp},schedule:{self.schedule}"
             )
         if 0 in self.cut:
             raise StrategyError(f"{_cut_text(self.cut)}: a stage has at least 1 layer")
@@ -122,10 +130,10 @@ class Strategy:
             yield name, getattr(self, name)
 
     def with_degree(self, name: str, degree: int) -> Strategy:
-        """Return it with another degree of an axis; another of pp has other stages, and no cut."""
+        """Return it with another degree of an axis; another of pp has stages of its own."""
         changed = dataclasses.replace(getattr(self, name), degree=degree)
-        cut = () if name == "pp" else self.cut
-        return dataclasses.replace(self, **{name: changed, "cut": cut})
+        of_stages: dict[str, Any] = {"cut": (), "schedule": ""} if name == "pp" else {}
+        return dataclasses.replace(self, **{name: changed}, **of_stages)
 
     def named(self) -> Iterator[tuple[str, Axis | Recompute]]:
         """Yield (name, part) of each part that its text names, outer to inner, recompute last."""
@@ -166,7 +174,9 @@ class Strategy:
 
     def __str__(self) -> str:
         parts = [text_of(name, part) for name, part in self.named()]
-        return ",".join(parts + ([_cut_text(self.cut)] if self.cut else [])) or "dp1"
+        parts += [_cut_text(self.cut)] if self.cut else []
+        parts += [f"schedule:{self.schedule}"] if self.schedule else []
+        return ",".join(parts) or "dp1"
 
 
 _LONGEST_SHOWN: Final = 60
@@ -177,8 +187,13 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}...")
 
 
-def _parse_part(part: str) -> tuple[str, Axis | Recompute | tuple[int, ...]]:
+def _parse_part(part: str) -> tuple[str, Axis | Recompute | tuple[int, ...] | str]:
     """Read one part between two commas into (name, value)."""
+    name, _, path = part.partition(":")
+    if name == "schedule":
+        if not path:
+            raise StrategyError("schedule has a file, such as schedule:mine.csv")
+        return name, path
     match = _PART.fullmatch(part)
     if match is None:
         raise StrategyError(
@@ -195,7 +210,7 @@ def _parse_part(part: str) -> tuple[str, Axis | Recompute | tuple[int, ...]]:
     if name not in KINDS:
         raise StrategyError(
             f"axis {_shown(name)} is unknown{nearest(name[:_LONGEST_SHOWN], KINDS)}; the axes are "
-            f"{', '.join(AXES)}, and recompute and cut are settings"
+            f"{', '.join(AXES)}, and recompute, cut and schedule are settings"
         )
     number = None if option is None else int(option)
     if name == "recompute":

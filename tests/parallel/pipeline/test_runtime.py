@@ -126,13 +126,13 @@ def test_beside_data_parallelism() -> None:
 def most_held(num_microbatches: int) -> int:
     """Return the most messages that this rank holds because they may not have been received."""
     held: list[int] = []
-    right = runtime._Step._start
+    right = runtime._Step.send
 
     def counted(self: Any, *args: Any) -> None:
         right(self, *args)
-        held.append(sum(map(len, self.sent.values())))
+        held.append(sum(map(len, self.sending.values())))
 
-    runtime._Step._start = counted
+    runtime._Step.send = counted
     run_each({"pp": 2}, [("1f1b", 1, num_microbatches)])
     return max(held)
 

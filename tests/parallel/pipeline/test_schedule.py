@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
-from phalanx.parallel.pipeline.simulate import check_complete, draw, most_in_flight, simulate
+from phalanx.parallel.pipeline.simulate import check_complete, most_in_flight, simulate
 from phalanx.strategy import Strategy
 
 GRIDS = {
@@ -52,6 +52,27 @@ GRIDS = {
 
 Letters of the second chunk are small.
 """
+
+
+def draw(schedule: Schedule) -> str:
+    """Return the schedule as text, a lane a rank, a cell a unit of time of UNITS.
+
+    `F3` is the forward of microbatch 3, `B3` its backward; `f3` is that of the second chunk. With
+    more chunks than two, `a` to `z` after the number names the chunk.
+    """
+    lines: list[str] = []
+    chunks = len(schedule.stages_of(0))
+    for rank, lane in enumerate(simulate(schedule).lanes):
+        cells: list[str] = []
+        for action, begin, end in lane:
+            chunk = schedule.stages_of(rank).index(action.stage)
+            cell = f"{action.op}{action.microbatch}"
+            if chunks > 2:
+                cell += chr(ord("a") + chunk)
+            cells += [""] * (int(begin) - len(cells))
+            cells += [cell.lower() if chunk == 1 and chunks == 2 else cell] * int(end - begin)
+        lines.append(" ".join(f"{cell or '.':>2}" for cell in cells).rstrip())
+    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("case", GRIDS, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}")
@@ -176,11 +197,11 @@ def test_what_is_not_legal_is_refused() -> None:
         simulate(changed(schedule, 0, first[:-1]))
     with pytest.raises(StrategyError, match="microbatch 0 has 2 F, 1 B, 0 I, 0 W in stage 0"):
         simulate(changed(schedule, 0, [first[0], *first]))
-    with pytest.raises(StrategyError, match="F of microbatch 0 in stage 1 is on rank 0"):
+    with pytest.raises(StrategyError, match="1F0 is on rank 0; stage 1 is on rank 1"):
         simulate(changed(schedule, 0, [last[0], *first]))
-    with pytest.raises(StrategyError, match="B of microbatch 9 in stage 0 is of no stage"):
+    with pytest.raises(StrategyError, match="0B9 is of no stage"):
         simulate(changed(schedule, 0, [*first, Action("B", 0, 9)]))
-    with pytest.raises(StrategyError, match="wait for ever: rank 0 for B of microbatch 0"):
+    with pytest.raises(StrategyError, match="wait for ever: rank 0 at 0RECV_B0 for 1SEND_B0"):
         simulate(changed(schedule, 0, [first[2], *first[:2], *first[3:]]))
 
 

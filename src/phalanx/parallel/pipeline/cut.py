@@ -9,24 +9,36 @@ from collections.abc import Sequence
 from phalanx.errors import StrategyError
 from phalanx.models.shape import ModelShape, causal_pairs
 from phalanx.parallel.pipeline.partition import partition
-from phalanx.parallel.pipeline.schedule import Schedule, build_schedule, with_whole_backwards
+from phalanx.parallel.pipeline.schedule import (
+    Schedule,
+    build_schedule,
+    with_microbatches,
+    with_whole_backwards,
+)
+from phalanx.parallel.pipeline.schedule_file import read_schedule
 from phalanx.strategy import Axis, Strategy
 
 
 def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
-    """Return the schedule of a strategy, as its ranks run it.
+    """Return the schedule of a strategy, as its ranks run it: of its kind, or from its file.
 
     Operators of tp and cp, what fsdp gathers and what is run again make both gradients of a layer
     at once: beside these a backward is whole.
+
+    Raises:
+        StrategyError: the file has no legal schedule of as many microbatches.
     """
     is_plain = strategy.fsdp.degree == strategy.tp.degree == strategy.cp.degree == 1
     is_split = is_plain and strategy.recompute.kind == "none"
-    return _schedule(strategy.pp, num_microbatches, is_split)
+    return _schedule(strategy.pp, strategy.schedule, num_microbatches, is_split)
 
 
 @functools.lru_cache
-def _schedule(pp: Axis, num_microbatches: int, is_split: bool) -> Schedule:
-    schedule = build_schedule(pp.kind, pp.degree, num_microbatches, pp.option or 1)
+def _schedule(pp: Axis, path: str, num_microbatches: int, is_split: bool) -> Schedule:
+    if path:
+        schedule = with_microbatches(read_schedule(path, pp.degree), num_microbatches)
+    else:
+        schedule = build_schedule(pp.kind, pp.degree, num_microbatches, pp.option or 1)
     return schedule if is_split else with_whole_backwards(schedule)
 
 

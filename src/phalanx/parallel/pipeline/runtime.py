@@ -1,32 +1,35 @@
-"""Run the actions of a pipeline schedule on this rank.
+"""Run the list of a pipeline schedule on this rank.
 
-The runner of a step over pipelines, as accumulate.py is without: forward and backward of each
-microbatch, stage by stage, in the order of the schedule. A stage sends its output on as soon as it
-has it, and waits for its input only where the schedule needs it.
-
-A stage receives what another rank sends in the order in which that rank sends it, which the
-schedule says. Both sides know the shape and the data type of each message, and it is contiguous on
-both: an activation is announced by a header, and its gradient is like it. Where the shapes of a
-microbatch decide those of its activations, a header announces the first of them alone.
+The runner of a step over pipelines, as accumulate.py is without: a loop over the actions of the
+lowered list (lowering.py), forward and backward of each microbatch, stage by stage. What a stage
+makes goes to the next on this rank as it is, or passes a send and a receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.comm.pending import Pending
+from phalanx.comm.ranges import named
 from phalanx.errors import StrategyError
 from phalanx.parallel.accumulate import Forward, Runner, ShareOf
+from phalanx.parallel.pipeline.lowering import (
+    lower,
+    other_end,
+    other_stage,
+    receive_before,
+    send_after,
+)
 from phalanx.parallel.pipeline.schedule import Action, Schedule
+from phalanx.parallel.pipeline.sizes import Sizes
 from phalanx.parallel.pipeline.split_backward import (
     Groups,
     backward_input,
@@ -35,121 +38,15 @@ from phalanx.parallel.pipeline.split_backward import (
 from phalanx.parallel.pipeline.stage import Outline, Stages
 from phalanx.parallel.reduce import GradientReducer
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What activations may be of; a header has the number."""
-
-HEADER_SIZE = 3 + 64
-"""Numbers of a header: data type, length of an outline that follows, dimensions, and sizes, of
-which torch computes on 64 at most."""
-
-HEADER_BYTES = HEADER_SIZE * torch.int64.itemsize
-
-
-class Message(NamedTuple):
-    """What one stage sends another of a microbatch.
-
-    Attributes:
-        is_gradient: of what the receiver sent before; else an activation.
-        stage: of the receiver.
-    """
-
-    is_gradient: bool
-    stage: int
-    microbatch: int
-
-
-def sent_after(action: Action, last_stage: int) -> Message | None:
-    """Return what an action's stage sends when it has run, if anything."""
-    op, stage, microbatch = action
-    if op == "F" and stage < last_stage:
-        return Message(False, stage + 1, microbatch)
-    if op in ("B", "I") and stage > 0:
-        return Message(True, stage - 1, microbatch)
-    return None
-
-
-class Sizes:
-    """Shapes and data types of activations, which headers announce."""
-
-    def __init__(self, comm: Comm, *, are_fixed: bool) -> None:
-        """Announce each activation; if sizes `are_fixed`, the first of a microbatch's shapes."""
-        self._comm = comm
-        self._are_fixed = are_fixed
-        self._known: dict[tuple[int, Any], tuple[torch.Size, torch.dtype]] = {}
-        self._outlines: dict[int, Outline] = {}
-
-    def announce(
-        self, stage: int, microbatch: Any, tensor: Tensor, outline: Outline
-    ) -> list[Tensor]:
-        """Return what to send before an activation; nothing where the receiver knows its sizes.
-
-        Args:
-            stage: that is to receive the activation.
-            microbatch: of which it is.
-            tensor: the activation.
-            outline: `Stages.outline` with it, which is sent if it is not the last one.
-
-        Raises:
-            StrategyError: the tensor is of a data type that stages do not send.
-        """
-        if tensor.dtype not in DTYPES:
-            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise StrategyError(
-                f"pp: stage {stage} is to be sent a tensor of {tensor.dtype}; expected one of "
-                f"{kinds}: choose another cut, or convert the tensor within a layer"
-            )
-        if self._are_fixed:
-            key, found = _key(stage, microbatch), (tensor.shape, tensor.dtype)
-            if key in self._known:
-                assert found == self._known[key], "the shapes of a microbatch decide the sizes"
-                return []
-            self._known[key] = found
-        is_new = self._outlines.get(stage, ()) != outline
-        self._outlines[stage] = outline
-        length = len(outline) if is_new else 0
-        sizes = [DTYPES.index(tensor.dtype), length, tensor.ndim, *tensor.shape]
-        parts = [sizes + [0] * (HEADER_SIZE - len(sizes)), *([outline] if is_new else [])]
-        return [torch.tensor(part).to(self._comm.device) for part in parts]
-
-    def expect(self, stage: int, microbatch: Any, source: int) -> tuple[Tensor, Outline]:
-        """Return an empty tensor for what `stage` is to receive of the microbatch, and outline."""
-        key = _key(stage, microbatch) if self._are_fixed else None
-        if key is not None and key in self._known:
-            shape, dtype = self._known[key]
-            return torch.empty(shape, dtype=dtype, device=self._comm.device), ()
-        kind, length, ndim, *sizes = self._receive(HEADER_SIZE, source)
-        if length:
-            self._outlines[stage] = self._receive(length, source)
-        shape, dtype = torch.Size(sizes[:ndim]), DTYPES[kind]
-        if key is not None:
-            self._known[key] = shape, dtype
-        buffer = torch.empty(shape, dtype=dtype, device=self._comm.device)
-        return buffer, self._outlines.get(stage, ())
-
-    def _receive(self, length: int, source: int) -> Outline:
-        numbers = torch.empty(length, dtype=torch.int64, device=self._comm.device)
-        return tuple(self._comm.recv_start(numbers, "pp", source).wait().tolist())
-
-
-def _key(stage: int, microbatch: Any) -> tuple[int, Any]:
-    """Return what the sizes of an activation depend on."""
-    return stage, tuple(_shapes(microbatch))
-
-
-def _shapes(value: Any) -> Iterator[torch.Size]:
-    """Yield the shapes of the tensors in a value, in dataclasses too."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf.shape
-        elif is_dataclass(leaf):
-            yield from _shapes(vars(leaf))
-
 
 class Pipeline(Runner):
     """The runner of the stages of one rank.
 
     Attributes:
         stages: of this rank.
+        weights: parameters of each of them.
+        rank_of: stage -> rank.
+        sizes: of what the ranks send each other.
     """
 
     def __init__(
@@ -162,13 +59,14 @@ class Pipeline(Runner):
     ) -> None:
         """Run stages by the schedules that `schedule_of` has for a number of microbatches."""
         super().__init__(reducer, copies)
-        self.stages = stages
-        self._comm = comm
+        self.stages, self.comm = stages, comm
         self._schedule_of = schedule_of
-        self._sizes = Sizes(comm, are_fixed=stages.has_fixed_sizes)
+        self._lists: dict[int, tuple[Action, ...]] = {}
+        self.rank_of = schedule_of(1).rank_of
+        self.sizes = Sizes(comm, are_fixed=stages.has_fixed_sizes)
         stages.prepare()
         # Once all axes have split the model: what fsdp gathers has other parameters for a while.
-        self._weights = {stage: stages.weights(stage) for stage in stages.here}
+        self.weights = {stage: stages.weights(stage) for stage in stages.here}
 
     @override
     def __call__(
@@ -178,213 +76,162 @@ class Pipeline(Runner):
         share_of: ShareOf,
         phase: Phase = no_phase,
     ) -> None:
-        schedule = self._schedule_of(len(microbatches))
-        order = schedule.orders[self._comm.coord("pp")]
-        step = _Step(
-            schedule, self.stages, self._weights, self._comm, self._sizes, microbatches, phase
-        )
-        lasts = self._lasts(order)
-        for at, action in enumerate(order):
+        step = _Step(self, microbatches, forward, share_of, phase)
+        for action in self._list(len(microbatches)):
             self.microbatch = action.microbatch
-            if action.op == "F":
-                with phase("forward"):
-                    step.forward(action, forward, share_of)
-                continue
-            with phase("backward"):
-                if self.reducer is not None and action.op != "I":
-                    self.reducer.before_backward(lasts[at], self._weights[action.stage])
-                step.backward(action)
-        with phase("backward"):
-            step.finish_sends()
+            with named(f"pp {action}"), phase("forward" if action.op[-1] == "F" else "backward"):
+                step.run(action)
         if self.reducer is not None:
             self.reducer.finish(phase)
 
     @override
     @torch.no_grad()
     def infer(self, microbatch: Any, forward: Forward) -> Tensor | None:
-        schedule, here = self._schedule_of(1), self._comm.coord("pp")
-        output: Tensor | None = None
-        for stage in self.stages.here:
-            received = None
-            if stage > 0:
-                source = schedule.rank_of[stage - 1]
-                if source == here:
-                    received = output
-                else:
-                    buffer, self.stages.outline = self._sizes.expect(stage, microbatch, source)
-                    received = self._comm.recv_start(buffer, "pp", source).wait()
-            output = self.stages.run(stage, received, lambda: forward(microbatch))
-            if stage + 1 < self.stages.num_stages:
-                target = schedule.rank_of[stage + 1]
-                if target != here:
-                    outline = self.stages.outline
-                    parts = self._sizes.announce(stage + 1, microbatch, output, outline)
-                    for part in (*parts, output):
-                        self._comm.send_start(part.contiguous(), "pp", target).wait()
-        return output if self.stages.num_stages - 1 in self.stages.here else None
+        step = _Step(self, [microbatch], forward, lambda output: output)
+        for action in self._list(1):
+            if action.op[-1] == "F":
+                with named(f"pp {action}"):
+                    step.run(action)
+        _, output = step.kept.get((self.stages.num_stages - 1, 0), (None, None))
+        return output
 
-    def _lasts(self, order: Sequence[Action]) -> list[list[nn.Parameter]]:
-        """Return of each action the parameters that get no gradient after it."""
-        ends = {action.stage: at for at, action in enumerate(order) if action.op in ("B", "W")}
-        last_at: dict[nn.Parameter, int] = {}
-        for stage, at in ends.items():
-            for weight in self._weights[stage]:
-                last_at[weight] = max(at, last_at.get(weight, at))
-        lasts: list[list[nn.Parameter]] = [[] for _ in order]
-        for weight, at in last_at.items():
-            lasts[at].append(weight)
-        return lasts
+    def _list(self, num_microbatches: int) -> tuple[Action, ...]:
+        """Return what this rank does in a step of so many microbatches."""
+        if num_microbatches not in self._lists:
+            schedule = self._schedule_of(num_microbatches)
+            self._lists[num_microbatches] = lower(schedule, self.comm.coord("pp"))
+        return self._lists[num_microbatches]
 
 
 @dataclass
 class _Step:
-    """The microbatches of one step on their way through this rank's stages."""
+    """The microbatches of one step on their way through this rank's stages.
 
-    schedule: Schedule
-    stages: Stages
-    weights: Mapping[int, Sequence[nn.Parameter]]
-    comm: Comm
-    sizes: Sizes
+    Attributes:
+        values: what computes are to take and sends to send, by the receive that brings it or would.
+        outlines: of the activations among them.
+        kept: stage and microbatch -> input and output of a forward, until its backward.
+        weight_work: likewise, what an I leaves to its W.
+        sending: what has been sent, until it has been received.
+        unreduced: stages of this rank whose gradients are not whole yet.
+        last: parameters that the next backward reaches for the last time.
+    """
+
+    runner: Pipeline
     microbatches: Sequence[Any]
-    phase: Phase
+    forward_of: Forward
+    share_of: ShareOf
+    phase: Phase = no_phase
+    values: dict[Action, Tensor | Pending] = field(default_factory=dict)
+    outlines: dict[Action, Outline] = field(default_factory=dict)
     kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    arrived: dict[Message, Tensor | Pending] = field(default_factory=dict)
-    outlines: dict[Message, Outline] = field(default_factory=dict)
     weight_work: dict[tuple[int, int], Groups] = field(default_factory=dict)
-    sent: dict[int, list[tuple[int, Pending]]] = field(default_factory=dict)
+    sending: dict[Action, list[Pending]] = field(default_factory=dict)
+    last: Sequence[nn.Parameter] = ()
 
     def __post_init__(self) -> None:
-        here, last = self.comm.coord("pp"), self.schedule.num_stages - 1
-        self._last = last
-        # Of every forward, and every backward or input half: where it stands in its rank's order.
-        self._position = {
-            (action.op != "F", action.stage, action.microbatch): position
-            for order in self.schedule.orders
-            for position, action in enumerate(order)
-            if action.op != "W"
-        }
-        self._due: dict[int, Iterator[Message]] = {
-            rank: iter(
-                [
-                    message
-                    for action in order
-                    if (message := sent_after(action, last))
-                    and self.schedule.rank_of[message.stage] == here
-                ]
-            )
-            for rank, order in enumerate(self.schedule.orders)
-        }
+        self._stages = self.runner.stages
+        self._last_stage = self._stages.num_stages - 1
+        self.unreduced = set(self._stages.here)
 
-    def forward(
-        self,
-        action: Action,
-        forward: Forward,
-        share_of: ShareOf,
-    ) -> None:
-        """Run a stage on a microbatch, and send what comes out."""
+    def run(self, action: Action) -> None:
+        """Do one action of the list."""
+        match action.op:
+            case "F":
+                self.forward(action)
+            case "B" | "I" | "W":
+                self.backward(action)
+            case "SEND_F" | "SEND_B":
+                self.send(action)
+            case "RECV_F" | "RECV_B":
+                self.receive(action)
+            case "SENT_F" | "SENT_B":
+                for pending in self.sending.pop(other_end(action)):
+                    pending.wait()
+            case "REDUCE":
+                self.reduce(action)
+
+    def forward(self, action: Action) -> None:
+        """Run a stage on a microbatch."""
         _, stage, number = action
         received = None
-        if stage > 0:
-            message = Message(False, stage, number)
-            received = self._receive(message, stage - 1)
-            self.stages.outline = self.outlines.pop(message)
-            received.requires_grad_(stage > self.stages.first_trained)
+        if (receive := receive_before(action, self._last_stage)) is not None:
+            received = self.take(receive)
+            self._stages.outline = self.outlines.pop(receive)
+            is_trained = stage > self._stages.first_trained and torch.is_grad_enabled()
+            received.requires_grad_(is_trained)
         microbatch = self.microbatches[number]
-        output = self.stages.run(stage, received, lambda: forward(microbatch))
-        if stage == self._last:
-            output = share_of(output)
+        output = self._stages.run(stage, received, lambda: self.forward_of(microbatch))
+        if (send := send_after(action, self._last_stage)) is None:
+            output = self.share_of(output)
         else:
-            self._send(action, output.detach())
+            self.values[other_end(send)] = output.detach()
+            self.outlines[other_end(send)] = self._stages.outline
         self.kept[stage, number] = received, output
 
     def backward(self, action: Action) -> None:
-        """Run the backward of a stage or a pass of it, and send the gradient of its input."""
+        """Run the backward of a stage or a pass of it."""
         op, stage, number = action
         at = stage, number
+        trained = [weight for weight in self.runner.weights[stage] if weight.requires_grad]
+        if self.runner.reducer is not None and op != "I":
+            self.runner.reducer.before_backward(self.last, self.runner.weights[stage])
+            self.last = ()
         if op == "W":
-            backward_weights(self.weight_work.pop(at), self._trained(stage))
+            backward_weights(self.weight_work.pop(at), trained)
             return
-        received, output = self.kept[at]
-        gradient = None
-        if stage < self._last:
-            gradient = self._receive(Message(True, stage, number), stage + 1)
-        del self.kept[at]
+        receive = receive_before(action, self._last_stage)
+        gradient = None if receive is None else self.take(receive)
+        received, output = self.kept.pop(at)
         if not output.requires_grad:  # a first stage that is not trained
             self.weight_work[at] = ()
         elif op == "B":
             output.backward(gradient)
         else:
             leaf = received if received is not None and received.requires_grad else None
-            self.weight_work[at] = backward_input(output, gradient, leaf, self._trained(stage))
-        if received is not None:
-            self._send(action, _gradient_of(received, stage))
+            self.weight_work[at] = backward_input(output, gradient, leaf, trained)
+        send = send_after(action, self._last_stage)
+        if send is not None and received is not None:
+            self.values[other_end(send)] = _gradient_of(received, stage)
 
-    def finish_sends(self) -> None:
-        """Return when all that was sent has been received."""
-        for pairs in self.sent.values():
-            for _, pending in pairs:
-                pending.wait()
+    def take(self, receive: Action) -> Tensor:
+        """Return what a receive brings, once it is there."""
+        found = self.values.pop(receive)
+        return found.wait() if isinstance(found, Pending) else found
 
-    def _send(self, action: Action, tensor: Tensor) -> None:
-        message = sent_after(action, self._last)
-        assert message is not None
-        target = self.schedule.rank_of[message.stage]
-        if target == self.comm.coord("pp"):
-            self.arrived[message] = tensor
-            if not message.is_gradient:
-                self.outlines[message] = self.stages.outline
-            return
-        if not message.is_gradient:
-            of, outline = self.microbatches[message.microbatch], self.stages.outline
+    def send(self, action: Action) -> None:
+        """Begin to send what a stage has made, an activation behind its header."""
+        receive, stage = other_end(action), other_stage(action)
+        target, tensor = self.runner.rank_of[stage], self.values.pop(receive)
+        assert isinstance(tensor, Tensor), "what is sent was made here"
+        begun = self.sending[receive] = []
+        if action.op == "SEND_F":
+            of, outline = self.microbatches[action.microbatch], self.outlines.pop(receive)
             with self.phase("sizes"):
-                for part in self.sizes.announce(message.stage, of, tensor, outline):
-                    self._start(part, message, target)
-        self._start(tensor.contiguous(), message, target)
+                for part in self.runner.sizes.announce(stage, of, tensor, outline):
+                    begun.append(self.runner.comm.send_start(part, "pp", target))
+        begun.append(self.runner.comm.send_start(tensor.contiguous(), "pp", target))
 
-    def _start(self, tensor: Tensor, message: Message, target: int) -> None:
-        """Begin to send a part of a message, and hold it until it has been received."""
-        pending = self.comm.send_start(tensor, "pp", target)
-        self.sent.setdefault(target, []).append((self._position[message], pending))
+    def receive(self, action: Action) -> None:
+        """Begin to receive what another rank sends."""
+        source = self.runner.rank_of[other_stage(action)]
+        buffer = self.buffer_for(action, source)
+        self.values[action] = self.runner.comm.recv_start(buffer, "pp", source)
 
-    def _release(self, source: int, message: Message) -> None:
-        """Release what a rank had received when it sent a message."""
-        side = -1 if not message.is_gradient else 1
-        came_from = self._position[message.is_gradient, message.stage + side, message.microbatch]
-        held = self.sent.get(source, [])
-        for position, pending in held:
-            if position < came_from:
-                pending.wait()  # at once
-        self.sent[source] = [pair for pair in held if pair[0] >= came_from]
-
-    def _receive(self, message: Message, stage: int) -> Tensor:
-        """Return a message of another stage; those that its rank sends before are begun, too."""
-        source = self.schedule.rank_of[stage]
-        if source == self.comm.coord("pp"):
-            found = self.arrived.pop(message)
-            assert isinstance(found, Tensor)
-            return found
-        while message not in self.arrived:
-            coming = next(self._due[source])
-            self.arrived[coming] = self.comm.recv_start(
-                self._buffer_for(coming, source), "pp", source
-            )
-        pending = self.arrived.pop(message)
-        assert isinstance(pending, Pending)
-        tensor = pending.wait()
-        self._release(source, message)
-        return tensor
-
-    def _buffer_for(self, message: Message, source: int) -> Tensor:
-        """Return an empty tensor for a message."""
-        if message.is_gradient:
-            of = self.kept[message.stage, message.microbatch][1]
-            return torch.empty_like(of, memory_format=torch.contiguous_format)
-        of = self.microbatches[message.microbatch]
-        buffer, self.outlines[message] = self.sizes.expect(message.stage, of, source)
+    def buffer_for(self, action: Action, source: int) -> Tensor:
+        """Return an empty tensor for what is received."""
+        if action.op == "RECV_B":
+            _, output = self.kept[action.stage, action.microbatch]
+            return torch.empty_like(output, memory_format=torch.contiguous_format)
+        of = self.microbatches[action.microbatch]
+        buffer, self.outlines[action] = self.runner.sizes.expect(action.stage, of, source)
         return buffer
 
-    def _trained(self, stage: int) -> list[nn.Parameter]:
-        return [weight for weight in self.weights[stage] if weight.requires_grad]
+    def reduce(self, action: Action) -> None:
+        """Have the gradients of a stage reduced as its next backward makes them."""
+        self.unreduced.remove(action.stage)
+        later = {weight for stage in self.unreduced for weight in self.runner.weights[stage]}
+        self.last = [weight for weight in self.runner.weights[action.stage] if weight not in later]
 
 
 def _gradient_of(received: Tensor, stage: int) -> Tensor:

@@ -11,8 +11,8 @@ chunks. A schedule is a list of actions for each rank:
 
 Below, a rank's list is written as phases: how often, and what. `F I W` stands for one forward, the
 gradient of one input, and those of the weights that have waited longest; `F1` names the second
-chunk. Microbatches are counted from 0 by each kind of action and chunk. The same list is validated,
-simulated and drawn (simulate.py), and run (runtime.py).
+chunk. Microbatches are counted from 0 by each kind of action and chunk. lowering.py puts sends,
+receives and reductions into the lists, which simulate.py validates and runtime.py runs.
 
 naive          one microbatch at a time: plain inter-layer model parallelism
 gpipe          Huang et al. 2019, arXiv 1811.06965
@@ -31,15 +31,25 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-Op = Literal["F", "B", "I", "W"]
+from phalanx.errors import StrategyError
+
+Op = Literal[
+    "F", "B", "I", "W",
+    "SEND_F", "RECV_F", "SENT_F", "SEND_B", "RECV_B", "SENT_B",
+    "REDUCE",
+]  # fmt: skip
+"""Computes, then messages and the reduction of gradients, see lowering.py."""
 
 
 class Action(NamedTuple):
-    """What a rank does with one microbatch in one stage."""
+    """What a rank does with one microbatch in one stage; its text form is such as `2F0`."""
 
     op: Op
     stage: int
     microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
 
 
 @dataclass(frozen=True)
@@ -49,14 +59,16 @@ class Schedule:
     Attributes:
         kind: its name in a strategy.
         rank_of: stage -> rank.
-        orders: rank -> its actions, in order.
+        orders: rank -> what it computes, in order.
         num_microbatches: of one step.
+        written: rank -> its list with sends and receives, where a file has them.
     """
 
     kind: str
     rank_of: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
     num_microbatches: int
+    written: tuple[tuple[Action, ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -196,18 +208,38 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
     orders: list[tuple[Action, ...]] = []
     for rank in range(p):
         stages = [stage for stage, other in enumerate(rank_of) if other == rank]
-        actions = _unrolled(of.phases(rank, p, most, v), stages, p)
-        orders.append(tuple(each for each in actions if each.microbatch < num_microbatches))
-    return Schedule(kind, tuple(rank_of), tuple(orders), num_microbatches)
+        orders.append(tuple(_unrolled(of.phases(rank, p, most, v), stages, p)))
+    schedule = Schedule(kind, tuple(rank_of), tuple(orders), most)
+    return with_microbatches(schedule, num_microbatches)
+
+
+def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Return the schedule of fewer microbatches: without the actions of those above.
+
+    Raises:
+        StrategyError: it has not as many.
+    """
+    if num_microbatches > schedule.num_microbatches:
+        raise StrategyError(
+            f"schedule {schedule.kind}: a step has {num_microbatches} microbatches; the most that "
+            f"it is written for are {schedule.num_microbatches}"
+        )
+
+    def fewer(order: tuple[Action, ...]) -> tuple[Action, ...]:
+        return tuple(action for action in order if action.microbatch < num_microbatches)
+
+    orders, written = tuple(map(fewer, schedule.orders)), tuple(map(fewer, schedule.written))
+    return Schedule(schedule.kind, schedule.rank_of, orders, num_microbatches, written)
 
 
 def with_whole_backwards(schedule: Schedule) -> Schedule:
     """Return the schedule with B for each I, and nothing for W."""
-    orders = (
-        tuple(a._replace(op="B") if a.op == "I" else a for a in order if a.op != "W")
-        for order in schedule.orders
-    )
-    return dataclasses.replace(schedule, orders=tuple(orders))
+
+    def whole(order: tuple[Action, ...]) -> tuple[Action, ...]:
+        return tuple(a._replace(op="B") if a.op == "I" else a for a in order if a.op != "W")
+
+    orders, written = tuple(map(whole, schedule.orders)), tuple(map(whole, schedule.written))
+    return dataclasses.replace(schedule, orders=orders, written=written)
 
 
 def _unrolled(phases: Iterable[tuple[int, str]], stages: list[int], p: int) -> Iterator[Action]:

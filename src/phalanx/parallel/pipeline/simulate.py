@@ -1,16 +1,28 @@
-"""What a pipeline schedule takes if each action takes as long as it is said to; no torch.
+"""Validate a pipeline schedule, and say how long it takes by the times of its actions; no torch.
 
-Messages take no time. An action begins when its rank is free and what it needs is there.
+Both run the lists of all ranks (lowering.py). Messages take no time: a compute begins when its rank
+is free and what it needs is there.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.errors import StrategyError
+from phalanx.parallel.pipeline.lowering import (
+    COMPUTES,
+    ENDS,
+    RECEIVES,
+    SENDS,
+    lower,
+    messages_of,
+    other_end,
+    other_stage,
+    receive_before,
+)
 from phalanx.parallel.pipeline.schedule import Action, Op, Schedule
 
 UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -50,56 +62,138 @@ class Timeline:
 def simulate(schedule: Schedule, cost: Callable[[Action], float] | None = None) -> Timeline:
     """Return when each action runs if it takes `cost(action)`, by default that of UNITS.
 
+    The ranks run their lists under the rules of NCCL: what one rank sends another passes one queue
+    in the order of the calls, and a send and its receive end when both have begun. The first of a
+    queue hold both ranks up until then; a receive of an activation, which waits for a header, holds
+    its rank up until the send has begun. Lists that end so end over gloo too.
+
     Raises:
-        StrategyError: the schedule is not legal, see `check_complete`, or its ranks wait for each
-            other for ever; it names the action that each of them waits for.
+        StrategyError: the schedule is not legal, see `check_complete`; a message is sent and not
+            received, or the reverse; or the ranks wait for each other for ever: it names the action
+            that each of them waits for.
     """
     check_complete(schedule)
-    cost = cost or (lambda action: UNITS[action.op])
-    last_stage = schedule.num_stages - 1
-    ends: dict[Action, float] = {}
-    lanes: list[list[Span]] = [[] for _ in schedule.orders]
-    left = [list(reversed(order)) for order in schedule.orders]
-    moved = True
-    while moved:
-        moved = False
-        for lane, order in zip(lanes, left, strict=True):
-            while order:
-                needed = [_end(ends, each) for each in _needs(order[-1], last_stage)]
-                ready = [when for when in needed if when is not None]
-                if len(ready) < len(needed):
-                    break
-                action = order.pop()
-                begin = max([0.0, *ready, *(span.end for span in lane[-1:])])
-                ends[action] = begin + cost(action)
-                lane.append(Span(action, begin, ends[action]))
-                moved = True
-    if any(left):
-        waits = ", ".join(f"rank {rank} for {_text(o[-1])}" for rank, o in enumerate(left) if o)
-        raise StrategyError(f"schedule {schedule.kind}: its ranks wait for ever: {waits}")
-    return Timeline(tuple(map(tuple, lanes)))
+    _check_messages(schedule)
+    return _Simulation(schedule, cost or (lambda action: UNITS[action.op])).run()
 
 
-def _needs(action: Action, last_stage: int) -> Iterator[Action]:
-    """Yield what must have run before an action, wherever; of a backward in one form."""
-    op, stage, microbatch = action
-    if op == "F":
-        if stage > 0:
-            yield Action("F", stage - 1, microbatch)
-    elif op == "W":
-        yield Action("I", stage, microbatch)
-    else:
-        yield Action("F", stage, microbatch)
-        if stage < last_stage:
-            yield Action("B", stage + 1, microbatch)
+class _Simulation:
+    """The ranks of a pipeline, each at an action of its list."""
+
+    def __init__(self, schedule: Schedule, cost: Callable[[Action], float]) -> None:
+        self._schedule, self._cost = schedule, cost
+        ranks = range(len(schedule.orders))
+        self._left = [list(reversed(lower(schedule, rank))) for rank in ranks]
+        self._lanes: list[list[Span]] = [[] for _ in ranks]
+        # When each compute has ended, and when each send and receive has begun.
+        self._times: dict[Action, float] = {}
+        # Sender and receiver -> the receives of what is sent, and those that have begun.
+        self._sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+        self._received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+
+    def run(self) -> Timeline:
+        """Run all lists to their ends."""
+        while any([self._advance(rank) for rank in range(len(self._left))]):
+            pass
+        waits = ", ".join(
+            f"rank {rank} at {left[-1]} for {next(self._awaited(left[-1]))}"
+            for rank, left in enumerate(self._left)
+            if left
+        )
+        if waits:
+            raise StrategyError(f"schedule {self._schedule.kind}: its ranks wait for ever: {waits}")
+        return Timeline(tuple(map(tuple, self._lanes)))
+
+    def _advance(self, rank: int) -> bool:
+        """Let a rank go as far as it can; return whether it moved."""
+        left, has_moved = self._left[rank], False
+        while left:
+            action = left[-1]
+            if action.op in SENDS + RECEIVES and action not in self._times:
+                has_moved |= self._begin(rank, action)
+            if any(True for _ in self._awaited(action)):
+                break
+            left.pop()
+            has_moved = True
+            if action.op in COMPUTES:
+                begin = max([self._clock(rank), *(self._times[n] for n in self._needs(action))])
+                self._times[action] = begin + self._cost(action)
+                self._lanes[rank].append(Span(action, begin, self._times[action]))
+        return has_moved
+
+    def _clock(self, rank: int) -> float:
+        lane = self._lanes[rank]
+        return lane[-1].end if lane else 0.0
+
+    def _begin(self, rank: int, message: Action) -> bool:
+        """Put a message into its queue; return whether it could, as a send once it is made."""
+        if any(need not in self._times for need in self._needs(message)):
+            return False
+        self._times[message] = self._clock(rank)
+        line = self._line(message)
+        mine, other = self._sent[line], self._received[line]
+        mine.append(other_end(message)) if message.op in SENDS else other.append(message)
+        at = min(len(mine), len(other)) - 1
+        if 0 <= at and mine[at] != other[at]:
+            raise StrategyError(
+                f"schedule {self._schedule.kind}: rank {line[1]} begins {other[at]} where rank "
+                f"{line[0]} has sent {other_end(mine[at])}; expected receives in the order of the "
+                "sends"
+            )
+        return True
+
+    def _line(self, message: Action) -> tuple[int, int]:
+        """Return sender and receiver of a message."""
+        rank_of = self._schedule.rank_of
+        ends = rank_of[message.stage], rank_of[other_stage(message)]
+        return ends if message.op not in RECEIVES else (ends[1], ends[0])
+
+    def _maker(self, send: Action) -> Action:
+        """Return the compute that makes what a send sends."""
+        if send.op == "SEND_F":
+            return send._replace(op="F")
+        half = send._replace(op="I")
+        return half if half in self._times else send._replace(op="B")
+
+    def _needs(self, action: Action) -> Iterator[Action]:
+        """Yield what must have run, and begun of messages, before a compute runs or a send begins.
+
+        A receive begins at any time.
+        """
+        if action.op in SENDS:
+            yield self._maker(action)
+        if action.op == "W":
+            yield action._replace(op="I")
+        if action.op in ("B", "I"):
+            yield action._replace(op="F")
+        receive = receive_before(action, self._schedule.num_stages - 1)
+        if receive is not None:
+            sender, receiver = self._line(receive)
+            send = other_end(receive)
+            yield from (self._maker(send),) if sender == receiver else (receive, send)
+
+    def _awaited(self, action: Action) -> Iterator[Action]:
+        """Yield what a rank waits for at an action: nothing if it goes on."""
+        yield from (need for need in self._needs(action) if need not in self._times)
+        if action.op in SENDS + RECEIVES:
+            line = self._line(action)
+            is_first = not (self._sent[line] and self._received[line])
+            if (is_first or action.op == "RECV_F") and other_end(action) not in self._times:
+                yield other_end(action)
+        if action.op in ENDS and other_end(action) not in self._times:
+            yield other_end(action)
 
 
-def _end(ends: dict[Action, float], needed: Action) -> float | None:
-    """Return when an action has ended; its gradient comes of B, or of I."""
-    end = ends.get(needed)
-    if end is None and needed.op == "B":
-        return ends.get(needed._replace(op="I"))
-    return end
+def _check_messages(schedule: Schedule) -> None:
+    """Refuse a list from a file in which a send or a receive is missing, doubled or needless."""
+    for rank, listed in enumerate(schedule.written):
+        expected = Counter(m for a in schedule.orders[rank] for m in messages_of(schedule, a))
+        found = Counter(action for action in listed if action.op in SENDS + RECEIVES)
+        for message in (expected - found) + (found - expected):
+            raise StrategyError(
+                f"schedule {schedule.kind}: rank {rank} has {message} {found[message]} times; "
+                f"expected {expected[message]}"
+            )
 
 
 def check_complete(schedule: Schedule) -> None:
@@ -113,8 +207,8 @@ def check_complete(schedule: Schedule) -> None:
         for action in order:
             if schedule.rank_of[action.stage] != rank:
                 raise StrategyError(
-                    f"schedule {schedule.kind}: {_text(action)} is on rank {rank}; stage "
-                    f"{action.stage} is on rank {schedule.rank_of[action.stage]}"
+                    f"schedule {schedule.kind}: {action} is on rank {rank}; stage {action.stage} "
+                    f"is on rank {schedule.rank_of[action.stage]}"
                 )
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
@@ -128,7 +222,7 @@ def check_complete(schedule: Schedule) -> None:
                 )
     if found:
         raise StrategyError(
-            f"schedule {schedule.kind}: {_text(next(iter(found)))} is of no stage or microbatch"
+            f"schedule {schedule.kind}: {next(iter(found))} is of no stage or microbatch"
         )
 
 
@@ -146,28 +240,3 @@ def most_in_flight(schedule: Schedule) -> list[int]:
             peak = max(peak, held)
         most.append(peak)
     return most
-
-
-def draw(schedule: Schedule) -> str:
-    """Return the schedule as text, a lane a rank, a cell a unit of time of UNITS.
-
-    `F3` is the forward of microbatch 3, `B3` its backward; `f3` is that of the second chunk. With
-    more chunks than two, `a` to `z` after the number names the chunk.
-    """
-    lines: list[str] = []
-    chunks = len(schedule.stages_of(0))
-    for rank, lane in enumerate(simulate(schedule).lanes):
-        cells: list[str] = []
-        for action, begin, end in lane:
-            chunk = schedule.stages_of(rank).index(action.stage)
-            cell = f"{action.op}{action.microbatch}"
-            if chunks > 2:
-                cell += chr(ord("a") + chunk)
-            cells += [""] * (int(begin) - len(cells))
-            cells += [cell.lower() if chunk == 1 and chunks == 2 else cell] * int(end - begin)
-        lines.append(" ".join(f"{cell or '.':>2}" for cell in cells).rstrip())
-    return "\n".join(lines)
-
-
-def _text(action: Action) -> str:
-    return f"{action.op} of microbatch {action.microbatch} in stage {action.stage}"

@@ -32,8 +32,10 @@ from phalanx.models.decoder import Decoder
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.pipeline.cut import cut_chain, cut_of, schedule_of
 from phalanx.parallel.pipeline.links import cost_of, links_of
+from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.modules import ModuleStages
-from phalanx.parallel.pipeline.runtime import HEADER_BYTES, Pipeline, sent_after
+from phalanx.parallel.pipeline.runtime import Pipeline
+from phalanx.parallel.pipeline.sizes import HEADER_BYTES
 from phalanx.parallel.pipeline.stage import DecoderStages, Stages
 from phalanx.parallel.reduce import GradientReducer, OuterReducer
 from phalanx.parallel.split import Split, Target
@@ -69,12 +71,12 @@ class PipelineSplit(Split):
         strategy, rank = self.target.strategy, self.target.pp_rank
         schedule = schedule_of(strategy, len(microbatches))
         sizes = {"forward": list[int](), "backward": list[int]()}
+        phases = {"SEND_F": "forward", "SEND_B": "backward"}
         # What a stage of any module sends is known once it runs.
-        for action in schedule.orders[rank] if self._width is not None else ():
-            message = sent_after(action, schedule.num_stages - 1)
-            if message is not None and schedule.rank_of[message.stage] != rank:
-                phase = "backward" if message.is_gradient else "forward"
-                sizes[phase].append(self._message_bytes(*microbatches[action.microbatch]))
+        for action in lower(schedule, rank) if self._width is not None else ():
+            if action.op in phases:
+                size = self._message_bytes(*microbatches[action.microbatch])
+                sizes[phases[action.op]].append(size)
         if (copy := self._tied()) is not None:
             sizes["reduce"] = [self._shard_bytes(copy)]
         return [

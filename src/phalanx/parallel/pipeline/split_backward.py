@@ -19,11 +19,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # Private, of a part that is public; tests/parallel/pipeline/test_split_backward.py pins it.
 from torch.distributed.pipelining._backward import stage_backward_input
+
+from phalanx.parallel.pipeline.awaited import StandIn
 
 Groups = Sequence[dict[str, Any]]
 """What `backward_weights` needs: nodes of the graph, what reached them, and their weights."""
@@ -51,23 +52,9 @@ def backward_input(
         return [{"intermediates": [edge.node], "grads": [tuple(reached)], "params": nodes}]
     gradients = None if gradient is None else [gradient]
     if output._is_view():  # pyright: ignore[reportPrivateUsage]
-        output = cast(Tensor, _NoView.apply(output))  # torch detaches it in place, but no view
+        output = cast(Tensor, StandIn.apply(output))  # torch detaches it in place, but no view
     _, groups = stage_backward_input([output], gradients, [received], iter(weights))
     return groups
-
-
-class _NoView(Function):
-    """A tensor on the same memory that autograd takes for none of another's views."""
-
-    @staticmethod
-    def forward(ctx: Any, view: Tensor) -> Tensor:
-        same = view.new_empty(0)
-        same.data = view.detach()
-        return same
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        return grad_outputs[0]
 
 
 def backward_weights(groups: Groups, weights: Iterable[nn.Parameter]) -> None:

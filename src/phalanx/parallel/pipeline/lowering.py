@@ -1,0 +1,164 @@
+"""Lower a schedule: all that a rank does in a step as one list, of which the runtime is a loop.
+
+An action has a text form, stage, what is done, and microbatch, as in torch.distributed.pipelining:
+
+    2F0 2B0 2I0 2W0   computes (schedule.py); one that takes what another rank sends waits for it
+    2SEND_F0          begins to send the output of stage 2 to the rank of stage 3
+    3RECV_F0          begins to receive it there
+    2SENT_F0          returns when it has been received, and releases it
+    3SEND_B0 2RECV_B0 3SENT_B0   the same for its gradient, from stage 3 to stage 2
+    2REDUCE0          the next backward of stage 2 is its last: its gradients are reduced
+
+Stages of one rank send each other nothing.
+
+[Note: Receives of a pipeline] What one rank sends another passes a queue of its own ([Note: One-way
+groups] in comm/meshes.py): the receives have to begin in the order of the sends. A compute may need
+what was sent later first, as with chunks. So its receive comes with all that are before it:
+
+    rank 0 computes and sends    a ------> b ------> c
+                                 |         |         |
+                                 v         v         v
+    rank 1 receives              RECV a    RECV b    RECV c
+    rank 1 computes                        b    a    c
+    rank 1's list                RECV a  RECV b  b  a  RECV c  c
+
+A receive stands as late as it can, right before the compute that waits for it: the header of an
+activation holds the host up (sizes.py). A sent tensor is kept until the sender knows that it has
+been received, which a message shows that its receiver computed later:
+
+    rank 0   F0 SEND_F0 F1 SEND_F1 RECV_B0 SENT_F0 B0     rank 1 computed F0 before it sent B0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from phalanx.parallel.pipeline.schedule import Action, Op, Schedule
+
+COMPUTES = ("F", "B", "I", "W")
+SENDS = ("SEND_F", "SEND_B")
+RECEIVES = ("RECV_F", "RECV_B")
+ENDS = ("SENT_F", "SENT_B")
+
+_OTHER_END: Final[dict[Op, Op]] = {
+    "SEND_F": "RECV_F", "RECV_F": "SEND_F", "SENT_F": "RECV_F",
+    "SEND_B": "RECV_B", "RECV_B": "SEND_B", "SENT_B": "RECV_B",
+}  # fmt: skip
+
+
+def lower(schedule: Schedule, rank: int) -> tuple[Action, ...]:
+    """Return all actions of a rank, in order, of a schedule that lacks none of its computes."""
+    listed = schedule.written[rank] if schedule.written else _with_messages(schedule, rank)
+    return tuple(_with_reductions(tuple(_with_ends_of_sends(schedule, rank, listed))))
+
+
+def send_after(action: Action, last_stage: int) -> Action | None:
+    """Return the send of what a compute makes, if another stage takes it."""
+    op, stage, microbatch = action
+    if op == "F" and stage < last_stage:
+        return Action("SEND_F", stage, microbatch)
+    if op in ("B", "I") and stage > 0:
+        return Action("SEND_B", stage, microbatch)
+    return None
+
+
+def receive_before(action: Action, last_stage: int) -> Action | None:
+    """Return the receive of what a compute takes, if another stage makes it."""
+    op, stage, microbatch = action
+    if op == "F" and stage > 0:
+        return Action("RECV_F", stage, microbatch)
+    if op in ("B", "I") and stage < last_stage:
+        return Action("RECV_B", stage, microbatch)
+    return None
+
+
+def other_stage(message: Action) -> int:
+    """Return the stage at the other end of a send or a receive."""
+    return message.stage + (1 if message.op in ("SEND_F", "SENT_F", "RECV_B") else -1)
+
+
+def other_end(message: Action) -> Action:
+    """Return the receive of a send, or the send of a receive."""
+    return Action(_OTHER_END[message.op], other_stage(message), message.microbatch)
+
+
+def messages_of(schedule: Schedule, action: Action) -> Iterator[Action]:
+    """Yield the receive and the send that a compute has on its rank: those to other ranks."""
+    last, rank_of = schedule.num_stages - 1, schedule.rank_of
+    for message in (receive_before(action, last), send_after(action, last)):
+        if message is not None and rank_of[other_stage(message)] != rank_of[action.stage]:
+            yield message
+
+
+def _with_messages(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """Yield a rank's computes with sends and receives, see [Note: Receives of a pipeline]."""
+    coming: dict[int, Iterator[Action]] = {}
+    begun: set[Action] = set()
+    for action in schedule.orders[rank]:
+        messages = [*messages_of(schedule, action)]
+        for needed in (each for each in messages if each.op in RECEIVES):
+            source = schedule.rank_of[other_stage(needed)]
+            if source not in coming:
+                coming[source] = _receives_from(schedule, source, rank)
+            while needed not in begun:
+                receive = next(coming[source])
+                begun.add(receive)
+                yield receive
+        yield action
+        yield from (each for each in messages if each.op in SENDS)
+
+
+def _receives_from(schedule: Schedule, source: int, rank: int) -> Iterator[Action]:
+    """Yield the receives of what `source` sends a rank, in the order of its sends."""
+    for action in schedule.orders[source]:
+        for send in messages_of(schedule, action):
+            if send.op in SENDS and schedule.rank_of[other_stage(send)] == rank:
+                yield other_end(send)
+
+
+def _with_ends_of_sends(
+    schedule: Schedule, rank: int, listed: Iterable[Action]
+) -> Iterator[Action]:
+    """Yield a rank's list with the end of each send, as soon as it is known."""
+    # Of each forward, and each backward of an input: where it stands in its rank's order.
+    position = {
+        (action.op == "F", action.stage, action.microbatch): at
+        for order in schedule.orders
+        for at, action in enumerate(order)
+        if action.op != "W"
+    }
+
+    def at_other_end(message: Action) -> tuple[int, int]:
+        """Return the rank and the position of the compute that makes or takes a message."""
+        stage = other_stage(message)
+        at = position[message.op.endswith("F"), stage, message.microbatch]
+        return schedule.rank_of[stage], at
+
+    held: list[Action] = []
+    for action in listed:
+        for needed in messages_of(schedule, action):
+            if needed.op in RECEIVES:
+                source, made_at = at_other_end(needed)
+                ended = [send for send in held if at_other_end(send) < (source, made_at)]
+                for send in ended:
+                    if schedule.rank_of[other_stage(send)] == source:
+                        held.remove(send)
+                        yield _end_of(send)
+        yield action
+        if action.op in SENDS:
+            held.append(action)
+    yield from map(_end_of, held)
+
+
+def _end_of(send: Action) -> Action:
+    return send._replace(op="SENT_F" if send.op == "SEND_F" else "SENT_B")
+
+
+def _with_reductions(listed: tuple[Action, ...]) -> Iterator[Action]:
+    """Yield a rank's list with the reduction of each stage, before its last backward."""
+    last = {action.stage: at for at, action in enumerate(listed) if action.op in ("B", "W")}
+    for at, action in enumerate(listed):
+        if last.get(action.stage) == at:
+            yield action._replace(op="REDUCE")
+        yield action

@@ -1,0 +1,132 @@
+"""Write a schedule as text, and read one from a file. No torch.
+
+A line a rank, its actions between commas, as torch.distributed.pipelining writes its schedules:
+
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+
+A file has either what ranks compute, as here, or sends and receives too (lowering.py), with or
+without SENT and REDUCE. PyTorch writes an empty cell where a rank waits. Empty cells, empty lines
+and lines that begin with # are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast, get_args
+
+from phalanx.errors import StrategyError
+from phalanx.parallel.pipeline.lowering import COMPUTES, RECEIVES, SENDS, lower
+from phalanx.parallel.pipeline.schedule import Action, Op, Schedule
+from phalanx.parallel.pipeline.simulate import simulate
+
+_ACTION = re.compile(
+    rf"([0-9]{{1,6}})({'|'.join(sorted(get_args(Op), reverse=True))})([0-9]{{1,6}})"
+)
+
+_Lines = Sequence[tuple[Action, ...]]
+
+
+def text_of(schedule: Schedule) -> list[str]:
+    """Return a line for each rank: its list, sends, receives and reductions among it."""
+    return [",".join(map(str, lower(schedule, rank))) for rank in range(len(schedule.orders))]
+
+
+@functools.lru_cache
+def read_schedule(path: str, num_ranks: int) -> Schedule:
+    """Return the schedule in a file, which a process reads once.
+
+    Raises:
+        StrategyError: the file cannot be read, is not of `num_ranks` ranks, or has a schedule that
+            is not legal or does not end; see `simulate`.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise StrategyError(f"schedule {path}: cannot read the file: {reason}") from None
+    lines = [
+        (number, line)
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.startswith("#")
+    ]
+    if len(lines) != num_ranks:
+        raise StrategyError(
+            f"schedule {path}: the file has {len(lines)} lines of actions; expected {num_ranks}, "
+            "one for each rank of pp"
+        )
+    listed = [_actions(path, number, line) for number, line in lines]
+    schedule = _schedule(path, listed)
+    simulate(schedule)
+    _check_derived(schedule, listed)
+    return schedule
+
+
+def _actions(path: str, number: int, line: str) -> tuple[Action, ...]:
+    """Return the actions of a line."""
+    found: list[Action] = []
+    for word in filter(None, map(str.strip, line.split(","))):
+        match = _ACTION.fullmatch(word)
+        if match is None:
+            raise StrategyError(
+                f"schedule {path}, line {number}: cannot read {word[:40]!r}; expected a stage, one "
+                f"of {', '.join(get_args(Op))}, and a microbatch, such as 2F0"
+            )
+        stage, op, microbatch = match.groups()
+        found.append(Action(cast(Op, op), int(stage), int(microbatch)))
+    return tuple(found)
+
+
+def _schedule(path: str, listed: _Lines) -> Schedule:
+    """Return the schedule of the lists of all ranks, if stages and microbatches have no gaps."""
+    orders = tuple(tuple(a for a in actions if a.op in COMPUTES) for actions in listed)
+    every = [action for order in orders for action in order]
+    counts = {
+        "stage": {action.stage for action in every},
+        "microbatch": {action.microbatch for action in every},
+    }
+    for what, numbers in counts.items():
+        missing = next(n for n in itertools.count() if n not in numbers)
+        if missing != len(numbers) or not numbers:
+            raise StrategyError(
+                f"schedule {path}: no rank computes {what} {missing}; expected each from 0 to "
+                f"{max(numbers, default=0)}"
+            )
+    ranks = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    rank_of = tuple(ranks[stage] for stage in range(len(ranks)))
+    _check_ranks(path, rank_of, len(orders))
+    is_whole = any(action.op in SENDS + RECEIVES for actions in listed for action in actions)
+    ops = COMPUTES + SENDS + RECEIVES
+    written = (tuple(tuple(a for a in actions if a.op in ops) for actions in listed),)
+    return Schedule(path, rank_of, orders, len(counts["microbatch"]), *written[:is_whole])
+
+
+def _check_ranks(path: str, rank_of: Sequence[int], num_ranks: int) -> None:
+    """Refuse a rank without a stage, and stages whose ranks have no queue between them."""
+    for rank in range(num_ranks):
+        if rank not in rank_of:
+            raise StrategyError(f"schedule {path}: rank {rank} computes no stage; expected one")
+    for stage, (one, other) in enumerate(itertools.pairwise(rank_of)):
+        if (one - other) % num_ranks not in (0, 1, num_ranks - 1):
+            raise StrategyError(
+                f"schedule {path}: stage {stage} is on rank {one}, and stage {stage + 1} on rank "
+                f"{other}; expected the same rank or a neighbour of it"
+            )
+
+
+def _check_derived(schedule: Schedule, listed: _Lines) -> None:
+    """Refuse SENT and REDUCE that stand elsewhere than lowering puts them."""
+    for rank, actions in enumerate(listed):
+        if all(action.op in COMPUTES + SENDS + RECEIVES for action in actions):
+            continue
+        for found, expected in itertools.zip_longest(actions, lower(schedule, rank)):
+            if found != expected:
+                raise StrategyError(
+                    f"schedule {schedule.kind}: rank {rank} has {found or 'nothing'} where "
+                    f"{expected or 'nothing'} is expected; leave SENT and REDUCE out, and they are "
+                    "put where they belong"
+                )
