@@ -17,7 +17,7 @@ from phalanx.cli import verify
 from phalanx.cli.main import main
 from phalanx.cli.verify import beside
 from phalanx.config.load import load_config
-from phalanx.parallel.pipeline.runtime import HEADER_BYTES
+from phalanx.parallel.pipeline.sizes import HEADER_BYTES
 from phalanx.strategy import Strategy
 from phalanx.verify.cases import awkward_shapes, splits, with_three
 from phalanx.verify.settings import VerifyConfig
