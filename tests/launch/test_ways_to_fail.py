@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -68,6 +69,12 @@ ALONE = {
 }
 """The exit code of `python SCRIPT`, by the way in which it fails."""
 
+OURS = {
+    "an error": r"^rank \d failed:\n(.*\n)*ValueError: an error$",
+    "a wrong strategy": r"^rank \d: .*pp2",
+}
+"""What we say of some ways under torchrun; of the others nobody is left to speak."""
+
 ON_ONE_RANK = [
     *("an error", "a network's words", "a wordless error", "no memory", "sys.exit", "a text"),
     *("raise SystemExit", "os._exit", "Ctrl-C of its own", "killed", "aborted", "a bad address"),
@@ -93,6 +100,17 @@ OF_A_DECODER = {
 }
 """Ways of `phalanx train`, which trains a model of its own."""
 
+DECODER = """
+import sys
+import phalanx
+from phalanx.config import TrainConfig
+from phalanx.config.load import load_config
+if __name__ == "__main__":
+    phalanx.train_decoder(load_config(sys.argv[1:], TrainConfig).config)
+    print("is done")
+"""
+"""A script that trains what `phalanx train` would."""
+
 OF_A_COMMAND = {
     "train --optimizer.rl 1": 2,
     "train --data /no/such/folder": 2,
@@ -106,7 +124,8 @@ OF_A_COMMAND = {
 }
 
 PROGRAM = """
-import json, os, sys
+import json, os, signal, sys
+from multiprocessing import util
 import phalanx, phalanx.script.run, phalanx.script.trainer, phalanx.train.loop, phalanx.train.run
 from phalanx.launch import exit_code
 ranks, codes, words = {}, {}, []
@@ -139,6 +158,25 @@ if "WHICH" in environment:
     sys.path.insert(0, environment["HERE"])
     import ways_to_fail
     phalanx.train.run.train_rank = ways_to_fail.train_rank
+start = util.spawnv_passfds
+def start_or_fork(path, words, descriptors):
+    if "forkserver" not in words[-1]:
+        return start(path, words, descriptors)
+    if pid := os.fork():
+        return pid
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
+        try:
+            os.close(descriptor)
+        except OSError:
+            pass
+    try:
+        exec(words[-1], {})
+    finally:
+        os._exit(0)
+util.spawnv_passfds = start_or_fork
 exit_code.watch_if_rank()
 sys.argv = words
 if words[0] == "phalanx":
@@ -146,7 +184,8 @@ if words[0] == "phalanx":
     sys.exit(main())
 exec(compile(open(words[0]).read(), words[0], "exec"))
 """
-"""Starts each process as a fork that ends as Python ends a program, so that torch is loaded once.
+"""Starts each process as a fork that ends as Python ends a program, so that torch is loaded once;
+so is the server of its ranks.
 """
 
 
@@ -209,6 +248,26 @@ def test_a_script_by_python_and_as_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "code"),
+    [("an error", 1), ("a wrong strategy", 2), ("sys.exit", 3), ("os._exit", 5), ("killed", -9)],
+)
+def test_torchrun_ends_by_1_and_its_summary_has_the_code_of_the_script(
+    way: str, code: int, tmp_path: Path
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, SCRIPT, way, "all", str(tmp_path)],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert re.search(rf"exitcode *: {code} ", done.stderr), done.stderr
+    assert ALONE[way] == (code if code > 0 else SIGNAL)
+    if way in OURS:
+        assert re.search(OURS[way], done.stderr, re.MULTILINE), done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(2500)
 @pytest.mark.parametrize("which", ["all", "one"])
 def test_a_script_by_phalanx_run(which: str, tmp_path: Path) -> None:
@@ -255,14 +314,18 @@ def test_a_wrong_request_by_the_command_and_as_under_torchrun(tmp_path: Path) ->
 @pytest.mark.timeout(2500)
 @pytest.mark.parametrize("which", ["all", "one"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_decoder_by_the_command_and_as_under_torchrun(
-    num_ranks: int, which: str, tmp_path: Path
+@pytest.mark.parametrize("by", ["the command", "a script"])
+def test_a_decoder_by_itself_and_as_under_torchrun(
+    by: str, num_ranks: int, which: str, tmp_path: Path
 ) -> None:
     """Of its ways some are those of a signal to all, or of the output of the first rank."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {n} of a text\n" for n in range(900)))
+    script = tmp_path / "script.py"
+    script.write_text(DECODER)
     command = [
-        *("phalanx", "train", "--steps=5", f"--data={text}", "--device=cpu", "--threads=1"),
+        *(["phalanx", "train"] if by == "the command" else [str(script)]),
+        *("--steps=5", f"--data={text}", "--device=cpu", "--threads=1"),
         *("--shape.num-layers=1", "--shape.hidden=32", "--shape.num-heads=2", "--save-every=1"),
         *("--shape.head-dim=16", "--shape.ffn=64", "--shape.vocab-size=300", "--strategy=dp2"),
         *("--corpus.seq-len=16", f"--corpus.cache={tmp_path / 'cache'}"),

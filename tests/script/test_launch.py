@@ -264,6 +264,14 @@ def test_without_a_launcher_a_script_that_asks_saves_too(tmp_path: Path) -> None
     assert "the script is asked to stop" in told
 
 
+def test_without_a_launcher_a_mistake_is_told_in_one_message(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import phalanx\nphalanx.init().clip(1.0)")
+    words, told = output_of(sys.executable, str(script), code=2)
+    assert words == ""
+    assert re.search(rf"^phalanx: clip: no model is prepared.*\nat {script}:2$", told), told
+
+
 @pytest.mark.slow
 def test_a_script_that_asks_saves_when_torchrun_is_to_end(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

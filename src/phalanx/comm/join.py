@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -56,6 +57,8 @@ def join(
     check_files({}, num_ranks, device)
     # Named, NCCL connects at once, and the groups of the axes are split from this one.
     device_id = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
+    # torch's own hook, set there, keeps back what ours prints before it ends the process.
+    hook = sys.excepthook
     with within_limits(f"rank {rank} cannot join the job"), lazily_connected():
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -66,6 +69,7 @@ def join(
             timeout=timedelta(seconds=timeout_s),
             device_id=device_id,
         )
+    sys.excepthook = hook
     dist.barrier()  # see [Note: Connections]
 
 

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from phalanx.errors import ConfigError, Interrupted, PhalanxError, ScriptError, 
 from phalanx.launch import exit_code, signals, slurm, torchrun
 from phalanx.launch.agreement import check_same
 from phalanx.launch.pulse import PULSE
+from phalanx.launch.rank import READER_LEFT, is_reader_gone, reader_has_left
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.supervisor import tell
 
@@ -98,15 +99,18 @@ def attach(
     return device
 
 
-def tell_in_one_message(mistake_of: Callable[[BaseException], PhalanxError | None]) -> None:
-    """Have a PhalanxError that nobody catches end this process as it ends a job: by one message.
+def tell_in_one_message(
+    mistake_of: Callable[[BaseException], PhalanxError | None] | None = None,
+) -> None:
+    """Have an error of ours that nobody catches end this process as it ends a job: by one message.
 
-    A program that has an excepthook of its own keeps it.
+    That is a PhalanxError, or an Interrupted. A program that has an excepthook of its own keeps it.
 
     Args:
         mistake_of: an error of another kind -> the PhalanxError that says more, if there is one.
     """
-    _readers[:] = [mistake_of]
+    if mistake_of is not None:
+        _readers[:] = [mistake_of]
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _tell_ours
 
@@ -120,10 +124,13 @@ def _tell_ours(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     error = as_mistake(error)
-    if not isinstance(error, PhalanxError):
+    if not isinstance(error, (PhalanxError, Interrupted)):
         sys.__excepthook__(kind, error, trace)
         return
-    add_line(error)
+    if isinstance(error, PhalanxError):
+        add_line(error)
+    if is_reader_gone(error) and reader_has_left():
+        raise SystemExit(READER_LEFT)
     tell(message_of(error))
     raise SystemExit(error.exit_code)
 
@@ -144,6 +151,12 @@ def add_line(error: PhalanxError, path: str = "") -> None:
         trace = trace.tb_next
     if found:
         error.add_note(found)
+
+
+def leave_at_end() -> None:
+    """Have this process's own end, or its error, be the end of its part of a job to come."""
+    if not _attached:
+        _attached.append(_Attached(nullcontext()))
 
 
 def judged(error: Exception) -> BaseException:
@@ -231,6 +244,8 @@ class _Attached:
             torchrun.leave_failed(self.judged(error))
 
     def _on_end(self) -> None:
+        import torch.distributed as dist
+
         from phalanx.comm.together import barrier
 
         code = exit_code.known()
@@ -241,7 +256,8 @@ class _Attached:
         if not code:
             try:
                 check_end()
-                barrier()
+                if dist.is_initialized():
+                    barrier()
             except Exception as error:
                 torchrun.leave_failed(self.judged(error))
             self._job.__exit__(None, None, None)

@@ -16,7 +16,7 @@ from phalanx.config import TrainConfig
 from phalanx.config.schema import RunConfig
 from phalanx.data.survey import Progress
 from phalanx.errors import Interrupted, TrainingError
-from phalanx.launch import slurm
+from phalanx.launch import attach, slurm
 from phalanx.launch.local import prepare_server, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.torchrun import run_here
@@ -43,7 +43,10 @@ def train(
     Raises:
         PhalanxError: the configuration, the data or the run is at fault.
     """
+    attach.tell_in_one_message()
     slurm.adopt()
+    if is_under_torchrun():
+        attach.leave_at_end()
     return run(settle(config), announce, progress)
 
 
