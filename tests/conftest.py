@@ -54,6 +54,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forkserver.ensure_running()
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Compute on one thread: of small operators several wait for one another longer than they work.
+
+    Ranks have as many as their job says.
+    """
+    import torch  # not in the process that only deals the tests out
+
+    torch.set_num_threads(1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     WARM.is_off = item.get_closest_marker("fresh_ranks") is not None

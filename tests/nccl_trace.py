@@ -48,6 +48,8 @@ CREATES = {
 
 _MARK = "is_on_the_host"
 
+_WITHOUT_TENSORS = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
+
 
 def _is_on_host(tensor: Any) -> bool:
     return getattr(tensor, _MARK, False)
@@ -61,8 +63,8 @@ class HostTensors(TorchFunctionMode):
         name, result = getattr(func, "__name__", ""), func(*args, **kwargs)
         if name == "cpu":  # which a GPU job would copy
             result = result.view(result.shape)
-        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        if name != "to":  # what is written in place stays where it is
+        made = _tensors(result)
+        if made and name != "to":  # what is written in place stays where it is
             made = [each for each in made if not any(each is given for given in args)]
         is_here = bool(made) and self._is_of_host(name, args, kwargs)
         for each in made:
@@ -76,10 +78,21 @@ class HostTensors(TorchFunctionMode):
         given = [*args[1:], *kwargs.values()] if name == "to" else [kwargs.get("device")]
         if any(isinstance(each, torch.device | str) for each in given):
             return False
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [*_tensors(args), *_tensors(kwargs)]
         if name == "tensor" or (name in CREATES and not tensors):
             return True
         return bool(tensors) and all(map(_is_on_host, tensors))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a value; most values are one or hold none, and are told at once."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if value is None or isinstance(value, _WITHOUT_TENSORS):
+        return []
+    if type(value) in (tuple, list):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 class _Awaited(dist.Work):

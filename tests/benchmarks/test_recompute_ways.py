@@ -1,7 +1,6 @@
 """The four ways of recomputation as they are taught: exact, counted, and of the order they say."""
 
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,6 @@ WAYS: dict[str, Any] = runpy.run_path(
 
 def gradients(model: Decoder) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_every_way_is_exact_and_runs_blocks_as_often_as_arithmetic_says() -> None:

@@ -1,19 +1,10 @@
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import phalanx.cli.bench as bench
 from phalanx.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def restore_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def last_line(text: str) -> dict[str, object]:

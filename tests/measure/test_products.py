@@ -1,19 +1,10 @@
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from phalanx.errors import ConfigError
 from phalanx.measure.products import MatmulPoint, checked_device, measure_matmul, quick_ceiling
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_rate_is_flops_over_time() -> None:

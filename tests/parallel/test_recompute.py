@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,15 +48,6 @@ SHAPES = {
     "no dropout": dataclasses.replace(LLAMA, dropout=0.0, tied=False),
 }
 POLICIES = ("full", "every/2", "every/5", "sqrt", "selective")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Many small operators: threads would wait for one another longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def policy(text: str) -> Recompute:

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -47,15 +46,6 @@ POLICIES = {
     text: Strategy.parse(f"recompute:{text}").recompute
     for text in ("none", "full", "every/2", "every/3", "sqrt", "selective")
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Many small operators: threads would wait for one another longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def counted_by_torch(
