@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forked_torchrun import run_script as run_script_alone
 from marks import by_hand
 from phalanx.cli.bench import measure
 from phalanx.errors import ConfigError, StrategyError
@@ -285,7 +286,7 @@ def process(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_script_ends_with_one_sentence_and_2() -> None:
-    done = process("--ranks", "1")
+    done = run_script_alone(str(SCRIPT), "--ranks", "1")
     expected = "phalanx: ranks is 1; expected at least 2; the nearest is 2\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from marks import by_hand
 from phalanx.comm import exchange
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
@@ -239,13 +240,13 @@ def measure(
 CASES = [
     ("dp2", 2, torch.bfloat16),
     ("dp2:naive", 1, None),
-    ("fsdp2:zero1", 2, None),
+    by_hand("fsdp2:zero1", 2, None),
     ("fsdp2:zero1", 2, torch.bfloat16),
     ("fsdp2:zero2", 1, None),
-    ("fsdp4:zero2", 2, torch.bfloat16),
+    by_hand("fsdp4:zero2", 2, torch.bfloat16),
     ("fsdp2", 1, torch.bfloat16),
-    ("fsdp4", 2, None),
-    ("dp2,fsdp2:zero2", 2, None),
+    by_hand("fsdp4", 2, None),
+    by_hand("dp2,fsdp2:zero2", 2, None),
     ("dp2,fsdp2", 2, torch.bfloat16),
 ]
 

@@ -99,16 +99,16 @@ def measure(
 
 
 @pytest.mark.parametrize(
-    "text", ["none", "full", by_hand("every/2"), "every/3", "sqrt", "selective"]
+    "text", ["none", "full", by_hand("every/2"), by_hand("every/3"), "sqrt", "selective"]
 )
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", [by_hand("float32"), "bfloat16"])
 @pytest.mark.parametrize("name", [by_hand(n) if n in ("llama", "gpt2") else n for n in SHAPES])
 def test_predicted_within_5_percent(name: str, precision: str, text: str) -> None:
     check(SHAPES[name], precision, text, has_documents=False)
 
 
 @pytest.mark.parametrize("text", ["none", "selective"])
-@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("precision", [by_hand("float64"), "float32", "bfloat16"])
 def test_predicted_within_5_percent_with_documents(precision: str, text: str) -> None:
     check(SHAPES["llama, grouped, dropout"], precision, text, has_documents=True)
     check(SHAPES["gemma3"], precision, text, has_documents=True)

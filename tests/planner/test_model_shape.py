@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from marks import by_hand
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import row_keys
@@ -82,8 +83,8 @@ def test_forward_alone_equals_what_torch_counts() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["grouped queries", "gpt2", "olmo2"])
+@pytest.mark.parametrize("dropout", [by_hand(0.0), 0.1])
+@pytest.mark.parametrize("name", ["grouped queries", "gpt2", by_hand("olmo2")])
 def test_recomputed_flops_equal_those_that_torch_counts(
     name: str, dropout: float, policy: str
 ) -> None:

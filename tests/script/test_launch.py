@@ -339,6 +339,7 @@ def test_what_cannot_be_run_is_refused(
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_script_runs_on_two_hosts(switch: str, printed: str) -> None:
     """Two network namespaces, each with a torchrun of its own."""
     torchrun = (

@@ -118,7 +118,7 @@ def check_parity(subtests: pytest.Subtests, pairs: Sequence[tuple[Case, Strategy
     ("strategies", "accumulations"),
     [
         (("dp2", "fsdp2"), (3,)),
-        (OF_TWO_AXES[2:], (3,)),
+        by_hand(OF_TWO_AXES[2:], (3,)),
         by_hand([text for text in OF_TWO if text not in ("dp2", "fsdp2")], (3,)),
         by_hand(OF_TWO_AXES[:2], (3,)),
         by_hand(OF_TWO, (1,)),
@@ -159,7 +159,9 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     }
 
 
-@pytest.mark.parametrize("texts", jobs("dp2", "fsdp3", "fsdp2:zero1"))
+@pytest.mark.parametrize(
+    "texts", [*jobs("fsdp3"), *jobs("dp2", "fsdp2:zero1", marks=pytest.mark.slow)]
+)
 def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     strategies = [Strategy.parse(text) for text in texts]
     check_parity(subtests, [(case_of(GPT2, 2, 9, s.data_ranks), s) for s in strategies])
@@ -169,8 +171,9 @@ def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> 
 @pytest.mark.parametrize(
     ("llama", "gpt2"),
     [
-        (("dp2,recompute:sqrt", "fsdp2,recompute:selective"), ()),
+        (("dp2,recompute:sqrt",), ()),
         by_hand(("dp2,recompute:full", "fsdp2,recompute:every/3"), ()),
+        by_hand(("fsdp2,recompute:selective",), ()),
         by_hand((), ("dp2,recompute:selective", "fsdp2,recompute:full")),
         by_hand(("dp2,fsdp2:zero2,recompute:sqrt",), ()),
     ],
@@ -205,9 +208,10 @@ def tensor_pairs(
 @pytest.mark.parametrize(
     "texts",
     [
-        *jobs("tp2", WHOLE, *TENSOR[2:]),
+        *jobs("tp2", WHOLE, "tp4:2d", "tp8:2.5d/2"),
         *jobs(
             *(
+                "tp8:3d",
                 "tp4",
                 "fsdp2,tp2",
                 "dp2,tp2",
@@ -228,7 +232,7 @@ def test_tensor_layouts(texts: Sequence[str], subtests: pytest.Subtests) -> None
 
 @pytest.mark.parametrize(
     "texts",
-    [*jobs("tp2", WHOLE), *jobs("tp4", *TENSOR[2:], marks=pytest.mark.slow)],
+    [*jobs("tp2"), *jobs(WHOLE, "tp4", *TENSOR[2:], marks=pytest.mark.slow)],
 )
 def test_tensor_layouts_of_the_gpt2_family(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     """Norms with a mean, biases, a table of positions, an output projection of its own."""
@@ -241,7 +245,7 @@ def test_shards_of_tp_that_fsdp_splits_unevenly(subtests: pytest.Subtests) -> No
     check_parity(subtests, tensor_pairs(shape, ["fsdp3,tp2"]))
 
 
-@pytest.mark.parametrize("texts", [*jobs("tp2", WHOLE), *jobs("tp4:2d", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("texts", [*jobs("tp2"), *jobs(WHOLE, "tp4:2d", marks=pytest.mark.slow)])
 def test_tensor_layouts_with_norms_of_queries_and_keys(
     texts: Sequence[str], subtests: pytest.Subtests
 ) -> None:
@@ -265,7 +269,8 @@ def test_tensor_layouts_beside_each_stage_of_sharding(
 @pytest.mark.parametrize(
     ("texts", "num_layers"),
     [
-        (("tp2,recompute:full", f"{WHOLE},recompute:full"), 2),
+        (("tp2,recompute:full",), 2),
+        by_hand((f"{WHOLE},recompute:full",), 2),
         by_hand(("fsdp2,tp2,recompute:sqrt",), 4),
         by_hand(("tp2,recompute:every/3",), 4),  # of which the last segment is short
         by_hand(("tp4:2d,recompute:selective",), 1),
@@ -298,7 +303,10 @@ def test_context_kinds(texts: Sequence[str], subtests: pytest.Subtests) -> None:
 
 @pytest.mark.parametrize(
     "texts",
-    [*jobs(*CONTEXT), *jobs("cp2:ulysses,tp2", "fsdp2:zero1,cp2", marks=pytest.mark.slow)],
+    [
+        *jobs("cp2"),
+        *jobs("cp2:ulysses", "cp2:ulysses,tp2", "fsdp2:zero1,cp2", marks=pytest.mark.slow),
+    ],
 )
 def test_context_kinds_of_the_gpt2_family(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     """A table of positions, of which padding asks for none beyond the row."""
@@ -308,7 +316,8 @@ def test_context_kinds_of_the_gpt2_family(texts: Sequence[str], subtests: pytest
 @pytest.mark.parametrize(
     "texts",
     [
-        ["cp2,recompute:full", "cp2:ulysses,recompute:selective"],
+        ["cp2,recompute:full"],
+        by_hand(["cp2:ulysses,recompute:selective"]),
         by_hand(["cp2,recompute:selective", "cp2:ulysses,recompute:full"]),
         by_hand(["cp2,tp2,recompute:full", "cp2:ulysses,tp2,recompute:selective"]),
     ],
@@ -322,8 +331,9 @@ def test_context_kinds_beside_recomputation(
 @pytest.mark.parametrize(
     "texts",
     [
-        *jobs("tp2", "cp2"),
+        *jobs("cp2"),
         *jobs(
+            "tp2",
             "fsdp2,recompute:full",
             "cp2:ulysses",
             "tp4:2d",

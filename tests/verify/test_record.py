@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 from mutants import on_rank, planted
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from marks import by_hand
 from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -20,12 +23,13 @@ from phalanx.strategy import Strategy
 from phalanx.verify import record
 from phalanx.verify.record import full_tensors
 
-# Of eight ranks the last have no rows of some, and 68 rows over two and then four are uneven.
+# Of eight ranks the last have no rows of some, and 66 rows over two and then two are uneven.
 SHAPE = ModelShape(
-    vocab_size=68, num_layers=1, hidden=32, num_heads=8, num_kv_heads=4, head_dim=4, ffn=48,
+    vocab_size=66, num_layers=1, hidden=32, num_heads=8, num_kv_heads=4, head_dim=4, ffn=48,
     max_seq_len=32, tied=True,
 )  # fmt: skip
-LAYOUTS = (
+OF_FOUR = ("fsdp2,tp2", "tp4", "tp4:2d")
+OF_EIGHT = (
     *("fsdp8", "fsdp4,tp2", "dp2,fsdp2,tp2", "fsdp2,tp4:2d"),
     *("tp8", "tp8:2.5d/2", "tp8:3d"),
 )
@@ -42,7 +46,7 @@ class Fused(nn.Module):
 
 def split_in(text: str) -> nn.Module:
     strategy, roles = Strategy.parse(text), None
-    if text == "tp8":
+    if text in ("tp4", "tp8"):
         model: nn.Module = Fused()
         roles = {"net": "branch", "net.0": "column/2", "net.2": "row"}
     else:
@@ -52,14 +56,14 @@ def split_in(text: str) -> nn.Module:
     return model
 
 
-def differing_on_ranks() -> tuple[list[str], bool, list[str]]:
+def differing_on_ranks(layouts: Sequence[str]) -> tuple[list[str], bool, list[str]]:
     """Return what differs, whether a weight was fused, and what lacks a part that none brings."""
     # It warns that it gathers axis by axis.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     found: list[str] = []
     fused = False
     lacking: list[str] = []
-    for text in LAYOUTS:
+    for text in layouts:
         comm = Ranks(Strategy.parse(text))
         named = dict(split_in(text).named_parameters())
         due = {
@@ -76,8 +80,11 @@ def differing_on_ranks() -> tuple[list[str], bool, list[str]]:
     return found, fused, lacking
 
 
-def test_full_tensors_are_those_of_pytorch_and_what_none_brings_is_nan() -> None:
-    found, fused, lacking = run_ranks(differing_on_ranks, 8)[0]
+@pytest.mark.parametrize(("num_ranks", "layouts"), [(4, OF_FOUR), by_hand(8, OF_EIGHT)])
+def test_full_tensors_are_those_of_pytorch_and_what_none_brings_is_nan(
+    num_ranks: int, layouts: Sequence[str]
+) -> None:
+    found, fused, lacking = run_ranks(differing_on_ranks, num_ranks, layouts, threads=1)[0]
     assert not found
     assert fused
-    assert lacking == list(LAYOUTS)
+    assert lacking == list(layouts)

@@ -197,7 +197,7 @@ TWICE = ["llama, tied", "bert, masked"]
         by_hand("tp4:2d", [name for name in make_cases() if name not in FAMILIES]),
         by_hand("tp8:2.5d/2", FAMILIES),
         by_hand("tp8:3d", FAMILIES),
-        ("dp2,tp2", ["gpt2"]),
+        by_hand("dp2,tp2", ["gpt2"]),
         by_hand("dp2,tp2", ["bert, both heads"]),
         by_hand("fsdp2,tp2", ["gpt2"]),
         by_hand("fsdp2,tp2", ["bert, both heads"]),
