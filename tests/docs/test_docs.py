@@ -10,7 +10,11 @@ from forked_torchrun import run_script
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = [
-    pytest.param(code, id=f"{path.name}-{number}")
+    pytest.param(
+        code,
+        id=f"{path.name}-{number}",
+        marks=[pytest.mark.slow] if "time.perf_counter" in code else [],  # it measures
+    )
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]

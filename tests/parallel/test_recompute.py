@@ -273,11 +273,14 @@ def sharded_step(comm: Ranks, text: str) -> tuple[list[Tensor], dict[str, int]]:
     return [total, *(grad.full_tensor() for grad in gradients(model))], gathers  # type: ignore[attr-defined]
 
 
-def test_under_fsdp2_each_block_is_gathered_once_in_backward() -> None:
+@pytest.mark.parametrize(
+    "texts", [["full", "selective"], by_hand(["none", "every/2", "every/5"])], ids=" ".join
+)
+def test_under_fsdp2_each_block_is_gathered_once_in_backward(texts: list[str]) -> None:
     alone = build(LLAMA, torch.float64, "none")
     loss = loss_of(alone, torch.arange(4))
     loss.backward()
-    for steps in run_ranks(sharded_steps, 2, ["none", "full", "every/2", "every/5", "selective"]):
+    for steps in run_ranks(sharded_steps, 2, texts):
         for found, gathers in steps:
             for a, b in zip(found, [loss.detach(), *gradients(alone)], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)

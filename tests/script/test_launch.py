@@ -51,6 +51,7 @@ def test_one_process_prints_what_the_plain_script_does(printed: str) -> None:
     assert forked(run_script_alone(str(TOY / "distributed.py")))[0] == printed
 
 
+@pytest.mark.slow
 def test_processes_of_the_command_print_it_once(printed: str) -> None:
     command = ["-m", "phalanx", "run", str(TOY / "distributed.py"), "--threads", "1"]
     assert forked(run_script_alone(*command, "--strategy", "fsdp3:zero1"))[0] == printed

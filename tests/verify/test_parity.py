@@ -171,9 +171,9 @@ def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> 
 @pytest.mark.parametrize(
     ("llama", "gpt2"),
     [
-        (("dp2,recompute:sqrt",), ()),
+        (("fsdp2,recompute:sqrt",), ()),
+        by_hand(("dp2,recompute:sqrt", "fsdp2,recompute:selective"), ()),
         by_hand(("dp2,recompute:full", "fsdp2,recompute:every/3"), ()),
-        by_hand(("fsdp2,recompute:selective",), ()),
         by_hand((), ("dp2,recompute:selective", "fsdp2,recompute:full")),
         by_hand(("dp2,fsdp2:zero2,recompute:sqrt",), ()),
     ],
@@ -208,9 +208,10 @@ def tensor_pairs(
 @pytest.mark.parametrize(
     "texts",
     [
-        *jobs("tp2", WHOLE, "tp4:2d", "tp8:2.5d/2"),
+        *jobs(WHOLE, "tp4:2d", "tp8:2.5d/2"),
         *jobs(
             *(
+                "tp2",
                 "tp8:3d",
                 "tp4",
                 "fsdp2,tp2",
@@ -245,7 +246,8 @@ def test_shards_of_tp_that_fsdp_splits_unevenly(subtests: pytest.Subtests) -> No
     check_parity(subtests, tensor_pairs(shape, ["fsdp3,tp2"]))
 
 
-@pytest.mark.parametrize("texts", [*jobs("tp2"), *jobs(WHOLE, "tp4:2d", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("texts", jobs("tp2", WHOLE, "tp4:2d"))
 def test_tensor_layouts_with_norms_of_queries_and_keys(
     texts: Sequence[str], subtests: pytest.Subtests
 ) -> None:
@@ -290,8 +292,8 @@ CONTEXT = ("cp2", "cp2:ulysses")
 @pytest.mark.parametrize(
     "texts",
     [
-        *jobs(*CONTEXT, "fsdp2,cp2:ulysses"),
-        *jobs("cp3", "dp2,cp2", "cp2,tp2", marks=pytest.mark.slow),
+        *jobs("fsdp2,cp2:ulysses"),
+        *jobs(*CONTEXT, "cp3", "dp2,cp2", "cp2,tp2", marks=pytest.mark.slow),
         *jobs("cp4", "cp4:ulysses", marks=pytest.mark.slow),
         *jobs("fsdp2,cp2,tp2", "fsdp2:zero1,cp2,tp2:megatron", marks=pytest.mark.slow),
         *jobs("cp8:ulysses", "cp2,tp4:2d", "cp2:ulysses,tp4:2d", marks=pytest.mark.slow),

@@ -64,10 +64,10 @@ def kept_on_rank(cases: Sequence[Case]) -> list[int]:
     return found
 
 
-def test_kept_within_5_percent(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("text", ["cp2", by_hand("cp2:ulysses")])
+def test_kept_within_5_percent(text: str, subtests: pytest.Subtests) -> None:
     cases = [
         (text + more, shape, precision, has_documents)
-        for text in ("cp2", "cp2:ulysses")
         for shape, precision, has_documents, more in (
             (LLAMA, "float32", False, ""),
             (LLAMA, "bfloat16", True, ""),

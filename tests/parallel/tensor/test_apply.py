@@ -53,7 +53,7 @@ def parts_made(text: str) -> tuple[int, list[tuple[str, list[int], Tensor]], dic
 @pytest.mark.parametrize(
     "text, num_parts",
     [
-        ("tp2", 2), ("dp2,tp4", 4), ("tp4:2d", 4), by_hand("tp8:2.5d/2", 4),
+        ("tp2", 2), by_hand("dp2,tp4", 4), ("tp4:2d", 4), by_hand("tp8:2.5d/2", 4),
         by_hand("tp8:3d", 8), by_hand("fsdp2,tp4:2d", 8),
     ],
 )  # fmt: skip

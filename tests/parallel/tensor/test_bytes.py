@@ -30,7 +30,7 @@ ROWS, LENGTH = 16, 32  # which all degrees divide
 LAYOUTS = [
     ("tp2", 2, 2),
     ("tp2:megatron", 2, 5 / 3),
-    ("tp4", 4, 4),
+    by_hand("tp4", 4, 4),
     ("tp4:2d", 4, 4),
     by_hand("tp8:2.5d/2", 4, 8),
     by_hand("tp8:3d", 8, 8),

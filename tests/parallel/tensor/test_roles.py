@@ -135,7 +135,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("text", [
-    "tp2", "tp4:2d", by_hand("dp2,tp2"), by_hand("tp8:2.5d/2"), by_hand("tp8:3d"),
+    "tp2", by_hand("tp4:2d"), by_hand("dp2,tp2"), by_hand("tp8:2.5d/2"), by_hand("tp8:3d"),
 ])  # fmt: skip
 def test_a_module_of_ones_own(text: str) -> None:
     strategy = Strategy.parse(text)

@@ -182,7 +182,7 @@ def run_split(text: str, names: list[str]) -> list[Verdict]:
 
 
 FAMILIES = ["llama", "gpt2", "bert, both heads"]
-TWICE = ["llama, tied", "bert, masked"]
+TWICE = ["llama, tied", "bert, masked", "bert, classes", "llama, its own norms"]
 """What another strategy has too, or another model of the library."""
 
 
@@ -249,8 +249,14 @@ MAKERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        *((family, "sdpa") for family in MAKERS),
+        ("bert", "eager"),
+        *(by_hand(family, "eager") for family in MAKERS if family != "bert"),
+    ],
+)
 def test_masks_and_positions_are_those_it_makes_itself(
     family: str, attention: str, subtests: pytest.Subtests
 ) -> None:
