@@ -59,7 +59,9 @@ def split_in(text: str) -> nn.Module:
 def differing_on_ranks(layouts: Sequence[str]) -> tuple[list[str], bool, list[str]]:
     """Return what differs, whether a weight was fused, and what lacks a part that none brings."""
     # It warns that it gathers axis by axis.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    of_torch = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = of_torch.level
+    of_torch.setLevel(logging.ERROR)
     found: list[str] = []
     fused = False
     lacking: list[str] = []
@@ -77,6 +79,7 @@ def differing_on_ranks(layouts: Sequence[str]) -> tuple[list[str], bool, list[st
         with planted((record, "_brings", lambda right: on_rank(1, lambda *_: False, right))):
             if any(tensor.isnan().any() for tensor in full_tensors(named, comm).values()):
                 lacking.append(text)
+    of_torch.setLevel(before)  # ranks that stay begin the next job with it
     return found, fused, lacking
 
 
