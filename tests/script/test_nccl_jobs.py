@@ -144,7 +144,7 @@ def found_of_a_number_of_the_host() -> str:
 
 def test_a_number_of_the_host_is_found() -> None:
     for found in run_ranks(found_of_a_number_of_the_host, 2, threads=1):
-        assert found.startswith("NCCL takes no tensor of the host: all_reduce sum of float64[2]")
+        assert found.startswith("NCCL takes no tensor of the host: all_reduce sum of float64[1x2]")
 
 
 def fitted(strategies: Sequence[str], out: Path) -> list[list[float]]:
