@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from phalanx.script.trainer import Options as Options
     from phalanx.script.trainer import Trainer as Trainer
     from phalanx.strategy import Strategy as Strategy
+    from phalanx.train.callback import Callback as Callback
     from phalanx.train.report.summary import Summary as Summary
     from phalanx.train.run import train as train_decoder
     from phalanx.verify.harness import verify as verify_strategy
 
 __all__ = [
+    "Callback",
     "DistributedOptimizer",
     "Options",
     "Run",
@@ -52,6 +54,7 @@ def __getattr__(name: str) -> Any:
     # The functions cannot be called phalanx.train and phalanx.verify: those are the packages that
     # hold them, and importing any part of a package sets its name here.
     homes = {
+        "Callback": ("phalanx.train.callback", "Callback"),
         "Strategy": ("phalanx.strategy", "Strategy"),
         "Summary": ("phalanx.train.report.summary", "Summary"),
         "TrainConfig": ("phalanx.config", "TrainConfig"),

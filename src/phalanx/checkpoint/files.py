@@ -106,17 +106,21 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
         _remove(removed)
 
 
-def remove_older(run: Path, keep: int | None) -> None:
+def remove_older(run: Path, keep: int | None, best: int | None = None) -> None:
     """Remove those whole checkpoints of a run that later ones replace.
 
-    Those are the passing ones, unless one is the latest, and the others but for the last `keep`.
+    Those are the passing ones, unless one is the latest, and the others but for the last `keep`;
+    not the one after `best` steps.
     One that cannot be removed is no reason to end a run: the next save tries again.
     """
-    whole = list(manifest.whole(run).values())
+    found = manifest.whole(run)
+    whole = list(found.values())
     passing = manifest.passing(run)
     lasting = [folder for folder in whole if folder not in passing]
     older = [folder for folder in passing if folder != whole[-1]]
     for folder in older + ([] if keep is None else lasting[:-keep]):
+        if best is not None and folder == found.get(best):
+            continue
         removed = folder.with_name(folder.name + manifest.REMOVED)
         with suppress(OSError):
             folder.rename(removed)

@@ -68,6 +68,8 @@ class Manifest:
         first_epoch: number of the epoch at which that order begins.
         settings: other settings of the run that a resumed run keeps, by name.
         script: where a training script stands; None for a run of `phalanx train`.
+        registered: states of registered objects by their names, see checkpoint/registered.py.
+        best: which evaluation was the best so far, see train/best.py; None if none was looked for.
         scaler: state of the scaler of the loss, or None if the precision needs none.
         has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one
             with weights alone can only begin a run.
@@ -87,6 +89,8 @@ class Manifest:
     first_epoch: int = 0
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     script: ScriptStanding | None = None
+    registered: dict[str, Any] = field(default_factory=dict[str, Any])
+    best: dict[str, Any] | None = None
     scaler: dict[str, float] | None = None
     has_optimizer: bool = True
     is_passing: bool = False

@@ -53,6 +53,7 @@ class _Save(NamedTuple):
     infos: dict[str, TensorInfo]
     pieces: Iterable[torch.Tensor]
     replaces: bool
+    best: int | None
 
 
 class Saver:
@@ -147,7 +148,8 @@ class Saver:
         pieces = in_pieces(tensors) if copied is None else copied
         self._final = manifest.folder_of(self.run, about.steps_done)
         partial = partial_of(self._final)
-        save = _Save(self._final, partial, about, self._plan, infos, pieces, replaces)
+        best = None if about.best is None else about.best["step"]
+        save = _Save(self._final, partial, about, self._plan, infos, pieces, replaces, best)
         self._progress.begin()
         self._thread = threading.Thread(
             target=self._write,
@@ -290,7 +292,7 @@ class Saver:
             progress.conclude("failed", str(failure))
             raise failure from error
         progress.conclude("published")
-        remove_older(self.run, self.keep)
+        remove_older(self.run, self.keep, save.best)
 
 
 def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum]]:

@@ -37,7 +37,7 @@ class ScriptStanding:
         loaders: of each loader.
         schedulers: state of each schedule, see phalanx.script.states.
         groups: of each optimizer the settings of each of its parameter groups, likewise.
-        registered: states of registered objects by their names, see phalanx.script.registered.
+        registered: as the manifest's, of a checkpoint of an earlier version; else empty.
     """
 
     draws: str

@@ -3,7 +3,7 @@
     model.<name>                parameters and kept buffers, by the model's own names
     optimizer.<name>.<key>      the optimizer's state of the parameter <name>, such as exp_avg
     generators.<device>         states of torch's generators, a row for each rank
-    registered.<name>...        what a script has registered, see phalanx.script.registered
+    registered.<name>...        what a script has registered, see phalanx.checkpoint.registered
 
 Nothing is said of who held what: a tensor that was split (DTensor), or held whole by every rank, is
 one tensor under one name. A tie has the first of its names.

@@ -138,6 +138,11 @@ class RunConfig:
     keep_checkpoints: Annotated[int | None, Use.LAW, Range(1)] = None
     """Of the checkpoints after every `save_every` steps and at the end, how many to keep, the
     latest; all of them if unset."""
+    best: Annotated[str | None, Use.LAW] = None
+    """Measure of the evaluations whose best checkpoint is kept, whatever else is removed: min:loss,
+    or min: or max: and the name of a metric, such as max:accuracy; none if unset."""
+    patience: Annotated[int | None, Use.LAW, Range(1)] = None
+    """Evaluations without a better one, by `best` or else min:loss, after which the run ends."""
     nonfinite: Annotated[Literal["stop", "skip"], Use.LAW] = "stop"
     """What all ranks do on a loss or gradient that is not finite: end the run, or skip the step."""
     debug_comm: Annotated[bool, Use.LAW] = False

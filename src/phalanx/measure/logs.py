@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -128,14 +128,23 @@ class LiveDisplay:
 class RunLog:
     """Writes the records of one run and shows them. Use it as a context, or call `close`."""
 
-    def __init__(self, folder: Path, console: Console, total_steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        console: Console,
+        total_steps: int,
+        log: Callable[[str, Mapping[str, Any]], object] | None = None,
+    ) -> None:
         """Open the files, and make the run's folder if it does not exist.
+
+        `log` is given the kind and the values of each record too.
 
         Raises:
             ConfigError: the folder cannot be written.
             CheckpointError: a record would be written through a link, to somewhere else.
         """
         self.folder = folder
+        self._log = log
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / "tensorboard").is_symlink():
@@ -194,6 +203,8 @@ class RunLog:
             self._file.flush()
         except OSError as error:
             raise self._unwritten(METRICS_FILE, error) from error
+        if self._log is not None:
+            self._log(kind, values_of(values))
 
     def _draw(self, curve: str, value: float, step: int) -> None:
         """Add a point to a curve of TensorBoard."""

@@ -14,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.checkpoint import manifest, state
+from phalanx.checkpoint.encoding import encoded
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.registered import Parts, Registered
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.standing import LoaderStanding, ScriptStanding
 from phalanx.checkpoint.state import Together
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
-from phalanx.script.registered import Parts, Registered
-from phalanx.script.states import encoded, load_scheduler, load_settings, settings_of
+from phalanx.script.states import load_scheduler, load_settings, settings_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Standing:
         loaders: `RankLoader.state` of each.
         schedulers: the schedules themselves.
         scaler: state of the scaler of the loss; None if there is none.
+        best: as the manifest's.
         num_steps: steps that the run was to take; None if only its script knows.
         is_passing: whether the next checkpoint replaces this one.
     """
@@ -46,6 +48,7 @@ class Standing:
     loaders: Sequence[LoaderStanding]
     schedulers: Sequence[Any]
     scaler: dict[str, float] | None = None
+    best: dict[str, Any] | None = None
     num_steps: int | None = None
     is_passing: bool = False
 
@@ -98,7 +101,6 @@ def begin(
                 tuple(settings_of(group, type(each).__name__) for group in each.param_groups)
                 for each in optimizers
             ),
-            registered=parts.plain,
         )
         return script, parts
 
@@ -110,6 +112,7 @@ def begin(
         strategy=standing.strategy,
         shape={},
         stream={},
+        best=standing.best,
         scaler=standing.scaler,
         is_passing=standing.is_passing,
     )
@@ -124,7 +127,7 @@ def begin(
             f"{error}; the weights alone are saved there, and run.load_state_dict takes them"
         ) from error
     objects.warn_of_others(parts)
-    whole = dataclasses.replace(about, script=script)
+    whole = dataclasses.replace(about, script=script, registered=parts.plain)
     saver.begin(model, together, whole, parts.tensors, replaces=True)
     return final
 
@@ -164,7 +167,7 @@ def load(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     standing: Standing,
-    registered: Registered | None = None,
+    objects: Registered | None = None,
 ) -> tuple[Path, Standing] | None:
     """Load the latest checkpoint, if there is one; every rank calls this together.
 
@@ -198,6 +201,7 @@ def load(
     where, about = found
     script = about.script
     assert script is not None, "it has been found"
+    registered = about.registered or script.registered
     for what in ("loaders", "schedulers"):
         was, is_now = len(getattr(script, what)), len(getattr(standing, what))
         if was != is_now:
@@ -212,22 +216,20 @@ def load(
         draws=from_text(script.draws),
         loaders=script.loaders,
         scaler=about.scaler,
+        best=about.best,
     )
     for optimizer, groups in zip(optimizers, script.groups, strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             load_settings(optimizer, group, settings)
-    together = Together(optimizers)
-    objects = registered or Registered()
-    tensors = state.load(
-        where, model, together, lambda index: objects.room(script.registered, index)
-    )
+    together, objects = Together(optimizers), objects or Registered()
+    tensors = state.load(where, model, together, lambda index: objects.room(registered, index))
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter in together.state:
                 optimizer.state[parameter] = together.state[parameter]
     for scheduler, saved in zip(standing.schedulers, script.schedulers, strict=True):
         load_scheduler(scheduler, saved)
-    objects.load(script.registered, tensors)
+    objects.load(registered, tensors)
     return where, stood
 
 

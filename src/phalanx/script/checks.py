@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.checkpoint.dry_step import DRY_SHAPE, dry_state
+from phalanx.checkpoint.encoding import encoded
 from phalanx.comm.together import gather_objects
 from phalanx.config.fields import (
     SEED,
@@ -31,10 +32,9 @@ from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.launch.agreement import check_same
 from phalanx.script.optimizer import check_kind
-from phalanx.script.states import encoded
 from phalanx.train.objective import Objective
 
-_FOREIGN = ("objective", "data", "validation")
+_FOREIGN = ("objective", "data", "validation", "callbacks", "log")
 """Values of types that no setting has."""
 
 _OF_A_HOST = ("threads", "timeout_s")

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import gather_objects
@@ -52,7 +53,6 @@ from phalanx.script.order import Draws
 from phalanx.script.own_rows import OwnRows
 from phalanx.script.prepare import check_model
 from phalanx.script.reading import Reading
-from phalanx.script.registered import Registered
 from phalanx.script.user_step import State, UserStep
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import (

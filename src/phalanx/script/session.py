@@ -38,6 +38,8 @@ from phalanx.script.order import Draws
 from phalanx.script.stages import cut_by_flops
 from phalanx.script.sums import Sums
 from phalanx.strategy import Strategy
+from phalanx.train.best import Best
+from phalanx.train.callback import Called, Extras
 from phalanx.train.loop import Stopped, train
 from phalanx.train.precision import resolve
 from phalanx.train.report.summary import Summary
@@ -84,6 +86,7 @@ class ModuleSession(Session):
         self.trainer, self.strategy, self.config = trainer, strategy, options
         self.unit = trainer.unit
         self._command, self._is_resumed = command, options.resume
+        self.best, self.log = Best.of(options), trainer.log
         self.saver = Saver(
             self.out,
             keep=options.keep_checkpoints,
@@ -140,6 +143,7 @@ class ModuleSession(Session):
             scaler=torch.amp.GradScaler("cuda") if self._autocast == torch.float16 else None,
             nonfinite=self.config.nonfinite,
         )
+        self.called = Called(Extras(trainer.callbacks, trainer.log), model)
         if can_be_keyed(strategy):
             key_dropouts(model, trainer.seed, self._place)
         if self._is_resumed:
@@ -263,6 +267,7 @@ class ModuleSession(Session):
             loaders=[self.loader.state()],
             schedulers=[] if self.scheduler is None else [self.scheduler],
             scaler=self.step.scaler.state_dict() or None,
+            best=None if self.best is None else self.best.state(),
             num_steps=self.num_steps,
             is_passing=False,
         )
@@ -270,10 +275,12 @@ class ModuleSession(Session):
     @override
     def begin_save(self, *, is_passing: bool = False) -> None:
         standing = dataclasses.replace(self._standing(), is_passing=is_passing)
-        checkpoint.begin(self.saver, self.step.model, [self.optimizer], standing)
+        objects = self.called.registered
+        checkpoint.begin(self.saver, self.step.model, [self.optimizer], standing, objects)
 
     def _resume(self) -> None:
-        found = checkpoint.load(self.out, self.step.model, [self.optimizer], self._standing())
+        standing, objects = self._standing(), self.called.registered
+        found = checkpoint.load(self.out, self.step.model, [self.optimizer], standing, objects)
         if found is None:
             raise CheckpointError(f"cannot go on from {self.out}: there is no checkpoint in it")
         stood = found[1]
@@ -281,6 +288,8 @@ class ModuleSession(Session):
         if stood.scaler is not None:
             self.step.scaler.load_state_dict(stood.scaler)
         self.loader.set_state(stood.loaders[0])
+        if self.best is not None:
+            self.best.load(stood.best)
 
     def _place(self) -> Place | None:
         number = self.step.run.microbatch

@@ -8,22 +8,17 @@ before anything of it is written.
 from __future__ import annotations
 
 import inspect
-import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
 from phalanx.checkpoint.dry_step import DRY_SHAPE, dry_state
-from phalanx.checkpoint.foreign import brief, check_plain
+from phalanx.checkpoint.encoding import decoded, encoded
+from phalanx.checkpoint.foreign import brief
 from phalanx.errors import CheckpointError
-
-_PAIRS: Final = "pairs"
-_COUNTER: Final = "counter"
-"""The only names of the objects that stand for mappings JSON does not have."""
 
 _COUNTS: Final = ("last_epoch", "_step_count")
 """Steps of a schedule of torch: whole numbers that each of its states has."""
@@ -33,49 +28,6 @@ _OF_SCHEDULES: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_
 
 _RATES: Final = ("lr", *_OF_SCHEDULES)
 """Settings that are at least 0."""
-
-
-def encoded(value: Any, what: str) -> Any:
-    """Return a value as JSON has it.
-
-    Mappings with keys that are no text, counters, tuples and tensors of one number are taken too.
-
-    Args:
-        value: the value.
-        what: it is the state of, for a message.
-
-    Raises:
-        CheckpointError: it holds what JSON has not, or is nested too deeply to be read again.
-    """
-    try:
-        made = json.loads(json.dumps(_encoded(value)))
-        check_plain([[[made]]])  # as deep as a manifest holds it
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot save the state of {what}: {error}; expected numbers, text, lists and "
-            "mappings of them"
-        ) from error
-    return made
-
-
-def decoded(value: Any) -> Any:
-    """Return what `encoded` was given, tuples as lists.
-
-    Raises:
-        ValueError: it was given nothing like it.
-    """
-    if isinstance(value, list):
-        return [decoded(each) for each in cast("list[Any]", value)]
-    if not isinstance(value, dict):
-        return value
-    entries = cast("dict[str, Any]", value)
-    if {*entries} not in ({_PAIRS}, {_COUNTER}):
-        return {name: decoded(each) for name, each in entries.items()}
-    ((kind, pairs),) = entries.items()
-    if not isinstance(pairs, list):
-        raise ValueError(f"its {kind} are {brief(pairs)}")
-    found = {key: decoded(each) for key, each in cast("list[Any]", pairs)}
-    return Counter(found) if kind == _COUNTER else found
 
 
 def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
@@ -156,19 +108,6 @@ def _check_taken(
     after = dry_state(optimizer, {**group, **settings})
     if after is None and dry_state(optimizer, group) is not None:
         raise ValueError("it cannot step with them")
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        entries = cast("Mapping[Any, Any]", value)
-        is_named = all(isinstance(key, str) for key in entries)
-        if is_named and not isinstance(value, Counter) and {*entries} not in ({_PAIRS}, {_COUNTER}):
-            return {key: _encoded(each) for key, each in entries.items()}
-        pairs = [[key, _encoded(each)] for key, each in entries.items()]
-        return {_COUNTER if isinstance(value, Counter) else _PAIRS: pairs}
-    if isinstance(value, list | tuple):
-        return [_encoded(each) for each in cast("Sequence[Any]", value)]
-    return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
 
 
 def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from typing_extensions import override
 
+from phalanx.errors import ScriptError
 from phalanx.models.attention import to_device
 from phalanx.script.checks import check_count
 from phalanx.script.deal import Spare
@@ -32,6 +34,8 @@ class Sums(Objective):
         self._autocast = autocast
         self._device = device
         self._is_checked = False
+        self._metric_sums: Any = getattr(objective, "metric_sums", None)
+        self.metric_sums = None if self._metric_sums is None else self._checked_sums
 
     @override
     def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
@@ -47,6 +51,19 @@ class Sums(Objective):
         if not isinstance(count, torch.Tensor):  # filled in on the device: no copy is waited for
             count = loss.new_full((), count, dtype=torch.int64)
         return torch.where(to_device(count, loss.device) > 0, loss, 0.0)
+
+    def _checked_sums(self, model: nn.Module, microbatch: Any) -> Mapping[str, Any]:
+        """Return the sums of the objective's metrics, see `Objective`; of spare rows they are 0."""
+        is_spare = isinstance(microbatch, Spare)
+        with self._precision():
+            found = self._metric_sums(model, microbatch.rows if is_spare else microbatch)
+        if not isinstance(found, Mapping):
+            raise ScriptError(
+                f"Objective.metric_sums returns a {type(found).__name__}; expected sums by names, "
+                "such as {'accuracy': (labels == y).sum()}"
+            )
+        pairs = cast("Mapping[str, Any]", found).items()
+        return {name: (0, 0) for name, _ in pairs} if is_spare else dict(pairs)
 
     @override
     def num_valid(self, microbatch: Any) -> int | torch.Tensor:

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +35,7 @@ from phalanx.script.arguments import check_job, check_python, not_ending
 from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.session import resume_text, train_module
 from phalanx.strategy import Strategy
+from phalanx.train.callback import Callback, Log
 from phalanx.train.job.request import choose_device
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective
@@ -94,6 +95,10 @@ class Trainer:
         batch_norm: over what BatchNorm takes its statistics, see `Run.prepare`.
         roles: patterns of module names to roles for tp, see docs/tensor.md.
         unit: what the objective counts, for the records.
+        callbacks: called after steps and evaluations, by names; see `phalanx.Callback`. One with
+            `state_dict` is saved and resumed with the run.
+        log: called on the first rank with each record, its kind and its values, beside the run's
+            own files: a few lines bring them to any other logger.
     """
 
     build: Callable[[], nn.Module]
@@ -114,6 +119,8 @@ class Trainer:
     batch_norm: Statistics | None = None
     roles: Mapping[str, str] | None = None
     unit: str = "samples"
+    callbacks: Mapping[str, Callback] = field(default_factory=dict[str, Callback])
+    log: Log | None = None
 
     def train(self, strategy: str | Strategy = "dp1", options: Options | None = None) -> Summary:
         """Train on as many processes of this host as the strategy needs.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.comm.together import gather_objects
 from phalanx.train.notice import said_if_long
-from phalanx.train.session import Session
+
+if TYPE_CHECKING:
+    from phalanx.train.session import Session
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ def evaluate(session: Session) -> Evaluation | None:
     def forward(batch: Any) -> torch.Tensor:
         return step.objective.loss_sum(step.model, batch, 0)
 
+    metrics = _Metrics(session)
     modes = {module: module.training for module in step.model.modules()}
     step.model.eval()
     with said_if_long("evaluating"):
@@ -49,9 +55,50 @@ def evaluate(session: Session) -> Evaluation | None:
             loss_sum = step.run.infer(batch, forward)
             totals[0] += 0 if loss_sum is None else loss_sum  # the last stage of a pipeline has it
             totals[1] += step.objective.num_valid(batch)
+            metrics.take(batch)
     for module, is_training in modes.items():  # some may be frozen in eval()
         module.training = is_training
     comm.all_reduce(totals[:1], "loss")
     comm.all_reduce(totals[1:], "data")
     loss_sum, num_valid = totals.tolist()
-    return Evaluation(step.steps_done, loss_sum / max(num_valid, 1), session.scores(loss_sum))
+    scores = {**session.scores(loss_sum), **metrics.values()}
+    return Evaluation(step.steps_done, loss_sum / max(num_valid, 1), scores)
+
+
+class _Metrics:
+    """Adds up what an objective measures beside its loss; see `Objective`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._sums_of = getattr(session.step.objective, "metric_sums", None)
+        self._totals: dict[str, torch.Tensor] = {}
+
+    def take(self, batch: Any) -> None:
+        """Measure a batch; every rank calls this together."""
+        if self._sums_of is not None:
+            self._session.step.run.infer(batch, self._forward)
+
+    def _forward(self, batch: Any) -> torch.Tensor:
+        """Add the sums of a batch; of stages of a pipeline, the last comes to its end."""
+        session = self._session
+        objective, device = session.step.objective, session.comm.device
+        assert self._sums_of is not None
+        for name, found in self._sums_of(session.step.model, batch).items():
+            pair = found if isinstance(found, tuple) else (found, objective.num_valid(batch))
+            pair = [torch.as_tensor(each).detach().to(device, torch.float64) for each in pair]
+            zeros = torch.zeros(2, dtype=torch.float64, device=device)
+            self._totals[name] = self._totals.get(name, zeros) + torch.stack(pair)
+        return torch.zeros((), device=device)
+
+    def values(self) -> dict[str, float]:
+        """Return the mean of each over all ranks; every rank calls this together."""
+        if self._sums_of is None:
+            return {}
+        comm = self._session.comm
+        names = list(dict.fromkeys(itertools.chain(*gather_objects(list(self._totals)))))
+        zeros = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        totals = torch.stack([zeros, *(self._totals.get(name, zeros) for name in names)])
+        rows = comm.all_reduce(totals, "loss").tolist()[1:]
+        return {
+            n: s / count if count else math.nan for n, (s, count) in zip(names, rows, strict=True)
+        }

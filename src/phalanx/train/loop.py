@@ -45,7 +45,7 @@ def train(session: Session) -> Summary | Stopped:
         doing = PULSE.doing("the work between two steps")
         with doing, PULSE.heeding(), _checked(session), step.watched(PULSE.phase):
             stop_signal = take_steps(session, records)
-        if stop_signal and step.steps_done < session.num_steps:
+        if stop_signal:
             done = f"step {step.steps_done} of {session.num_steps} is done"
             outcome = Stopped(stop_signal, f"{done}; {PULSE.advice()}")
         else:
@@ -88,9 +88,10 @@ def take_steps(session: Session, records: Watcher) -> int:
     """Take all steps, evaluate and save; return the signal that ended them early, or 0."""
     step, config, num_steps = session.step, session.config, session.num_steps
     pace = Pace(60 * config.save_every_minutes, session.is_first)
+    is_over = session.best is not None and session.best.is_over
     with compiling(config.compile):
         _evaluate(session, records)
-    while step.steps_done < num_steps and not pace.stop_signal:
+    while step.steps_done < num_steps and not pace.stop_signal and not is_over:
         with PULSE.doing(f"data of step {step.steps_done + 1}"):
             with records.watching_data():
                 microbatches = session.next_microbatches()
@@ -101,23 +102,31 @@ def take_steps(session: Session, records: Watcher) -> int:
         PULSE.steps_done = done = step.steps_done
         session.saver.poll()
         pace.after_step(can_save=not session.saver.is_writing)
-        is_last = done == num_steps
-        is_saved = is_last or _is_due(done, config.save_every)
-        is_passing = not is_saved and (pace.is_save_due or pace.stop_signal > 0)
-        if is_last or (_is_due(done, config.eval_every) and not pace.stop_signal):
-            _evaluate(session, records)
+        is_over = session.called.step(done, result) or done == num_steps
+        is_best = False
+        if is_over or (_is_due(done, config.eval_every) and not pace.stop_signal):
+            is_best, is_asked = _evaluate(session, records)
+            is_over = is_over or is_asked
+        is_saved = is_over or _is_due(done, config.save_every)
+        is_passing = is_best or pace.is_save_due or pace.stop_signal > 0
         if is_saved or is_passing:
             with PULSE.doing(f"beginning the checkpoint after step {done}"):
-                session.begin_save(is_passing=is_passing)
+                session.begin_save(is_passing=not is_saved)
             pace.saved()
     with PULSE.doing("writing the last checkpoint"):
         session.saver.finish()
-    return pace.stop_signal
+    return 0 if is_over else pace.stop_signal
 
 
-def _evaluate(session: Session, records: Watcher) -> None:
+def _evaluate(session: Session, records: Watcher) -> tuple[bool, bool]:
+    """Evaluate; return whether it is the best so far, and whether the run is to end by it."""
     with PULSE.doing(f"evaluation after step {session.step.steps_done}"):
-        records.evaluation(evaluate(session))
+        records.evaluation(found := evaluate(session))
+        if found is None:
+            return False, False
+        is_asked = session.called.evaluation(found)
+    is_best = session.best is not None and session.best.take(found)
+    return is_best, is_asked or (session.best is not None and session.best.is_over)
 
 
 @contextmanager

@@ -20,7 +20,16 @@ from phalanx.models.random import row_keys
 
 
 class Objective(Protocol):
-    """How a microbatch becomes a loss. An objective is pickled on its way to the ranks."""
+    """How a microbatch becomes a loss. An objective is pickled on its way to the ranks.
+
+    It may have a method more, which evaluations call in eval mode, once a batch:
+
+        def metric_sums(self, model, microbatch) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]
+
+    It returns sums over the rows by the names of the metrics. A metric is the sum over all rows and
+    ranks / the sum of `num_valid`, or of the count that stands beside it. Its call of the model is
+    a second forward.
+    """
 
     def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
         """Return the sum of the losses of the microbatch's valid tokens, a 0-d tensor."""

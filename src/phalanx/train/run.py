@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from phalanx.launch import attach, slurm
 from phalanx.launch.local import prepare_server, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.torchrun import run_here
+from phalanx.train.callback import Callback, Extras, Log
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resolve import Job, complete, facts_of
 from phalanx.train.job.run_folder import claim
@@ -28,17 +30,25 @@ from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
 from phalanx.train.text import TextSession
 
+NOTHING = Extras()
+"""No callback, and no other logger."""
+
 Announce = Callable[[Job], None]
 """Told the job before its first step."""
 
 
 def train(
-    config: TrainConfig, announce: Announce | None = None, progress: Progress | None = None
+    config: TrainConfig,
+    announce: Announce | None = None,
+    progress: Progress | None = None,
+    *,
+    callbacks: Mapping[str, Callback] = MappingProxyType({}),
+    log: Log | None = None,
 ) -> Summary:
     """Train as `config` says: start the processes, or join those that torchrun started.
 
     `announce` is called once in the job, under torchrun by rank 0; `progress` now and then while
-    the data is prepared.
+    the data is prepared; for `callbacks` and `log` see `phalanx.Trainer`.
 
     Raises:
         PhalanxError: the configuration, the data or the run is at fault.
@@ -47,18 +57,23 @@ def train(
     slurm.adopt()
     if is_under_torchrun():
         attach.leave_at_end()
-    return run(settle(config), announce, progress)
+    extras = Extras(dict(callbacks), log)
+    extras.check()
+    return run(settle(config), announce, progress, extras)
 
 
 def run(
-    request: Request, announce: Announce | None = None, progress: Progress | None = None
+    request: Request,
+    announce: Announce | None = None,
+    progress: Progress | None = None,
+    extras: Extras = NOTHING,
 ) -> Summary:
     """Train as is settled; see `train`."""
     if is_under_torchrun():
         return run_here(
             lambda: complete(request, progress),
             facts_of,
-            functools.partial(_train_here, announce),
+            functools.partial(_train_here, announce, extras),
             device=request.config.device,
             threads=request.config.threads,
             timeout_s=request.config.timeout_s,
@@ -67,10 +82,10 @@ def run(
     job = complete(request, progress)
     if announce is not None:
         announce(job)
-    return start(job)
+    return start(job, extras)
 
 
-def start(job: Job) -> Summary:
+def start(job: Job, extras: Extras = NOTHING) -> Summary:
     """Start the ranks of a resolved job on this host and wait for the summary.
 
     Raises:
@@ -80,12 +95,13 @@ def start(job: Job) -> Summary:
     job = claim(job)
     resume_by = f"phalanx train --resume {shlex.quote(str(job.out))}"
     advice = functools.partial(how_to_resume, job.out, resume_by)
-    return summary_of(train_rank, job.strategy.num_ranks, job, config=job.config, advice=advice)
+    num_ranks = job.strategy.num_ranks
+    return summary_of(train_rank, num_ranks, job, extras, config=job.config, advice=advice)
 
 
-def train_rank(job: Job) -> Summary | Stopped:
+def train_rank(job: Job, extras: Extras = NOTHING) -> Summary | Stopped:
     """Train on this rank, with the others of the job."""
-    return train_session(TextSession(job))
+    return train_session(TextSession(job, extras))
 
 
 def summary_of(
@@ -139,10 +155,10 @@ def _finished(outcome: Summary | Stopped) -> Summary:
     return outcome
 
 
-def _train_here(announce: Announce | None, job: Job) -> Summary:
+def _train_here(announce: Announce | None, extras: Extras, job: Job) -> Summary:
     # A folder named after the time must have one name.
     out = on_first_rank(lambda: claim(job).out, f"cannot write to {job.out}")
     job = dataclasses.replace(job, out=out)
     if announce is not None and dist.get_rank() == 0:
         announce(job)
-    return _finished(train_rank(job))
+    return _finished(train_rank(job, extras))

@@ -23,6 +23,8 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.planner.model_shape import Flops
 from phalanx.strategy import Strategy
+from phalanx.train.best import Best
+from phalanx.train.callback import Called, Log
 from phalanx.train.step import Step, StepResult
 
 
@@ -37,6 +39,9 @@ class Session(ABC):
         step: takes the steps.
         saver: saves the checkpoints.
         unit: what the mean loss is over: "tokens" or "samples", say.
+        called: the callbacks.
+        log: is given each record, if it is set.
+        best: judges the evaluations; None if they are not judged.
     """
 
     comm: Ranks
@@ -46,6 +51,9 @@ class Session(ABC):
     step: Step
     saver: Saver
     unit: str
+    called: Called
+    log: Log | None
+    best: Best | None
 
     @property
     def is_first(self) -> bool:

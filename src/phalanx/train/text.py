@@ -39,6 +39,8 @@ from phalanx.parallel.plan import plan_decoder
 from phalanx.planner.activations import activations
 from phalanx.planner.model_shape import Flops, num_parameters, step_flops
 from phalanx.planner.stages import held_of
+from phalanx.train.best import Best
+from phalanx.train.callback import Called, Extras
 from phalanx.train.job.resolve import Job, manifest_of
 from phalanx.train.job.run_folder import check_unused, keep_origin
 from phalanx.train.notice import said_if_long
@@ -68,7 +70,7 @@ class TextSession(Session):
 
     unit = "tokens"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, extras: Extras | None = None) -> None:
         """Build everything on this rank, and load the checkpoint that the job resumes.
 
         Raises:
@@ -110,6 +112,8 @@ class TextSession(Session):
             scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
             nonfinite=config.nonfinite,
         )
+        extras = extras or Extras()
+        self.called, self.log, self.best = Called(extras, model), extras.log, Best.of(config)
         self._load()
         if config.compile:
             compile_blocks(model)
@@ -125,7 +129,14 @@ class TextSession(Session):
             return
         folder, about = self.job.start
         with said_if_long(f"reading {folder}"):
-            state.load(folder, self.model, self.step.optimizer)
+            objects = self.called.registered
+            tensors = state.load(
+                *(folder, self.model, self.step.optimizer),
+                lambda index: objects.room(about.registered, index),
+            )
+            objects.load(about.registered, tensors)
+        if self.best is not None:
+            self.best.load(about.best)
         if about.scaler is not None:
             self.step.scaler.load_state_dict(about.scaler)
 
@@ -168,8 +179,15 @@ class TextSession(Session):
     def begin_save(self, *, is_passing: bool = False) -> None:
         scaler = self.step.scaler.state_dict() or None  # empty where it is not enabled
         done = (self.step.steps_done, self.loader.consumed)
-        about = manifest_of(self.job, *done, scaler=scaler, is_passing=is_passing)
-        self.saver.begin(self.model, self.step.optimizer, about)
+        parts = self.called.registered.parts()
+        about = manifest_of(
+            *(self.job, *done),
+            scaler=scaler,
+            is_passing=is_passing,
+            registered=parts.plain,
+            best=None if self.best is None else self.best.state(),
+        )
+        self.saver.begin(self.model, self.step.optimizer, about, parts.tensors)
 
     @property
     @override

@@ -82,7 +82,7 @@ class Records:
         self._watching = ExitStack()
         self.log: RunLog | None = None
         if session.is_first:
-            self.log = RunLog(session.out, console, session.num_steps)
+            self.log = RunLog(session.out, console, session.num_steps, session.log)
             self.log.note("environment", environment())
             self.log.note("config", session.settings())
             for line in session.remarks():

@@ -83,6 +83,8 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
         for name, value in after.metrics.items():
             words.append(f"{name} {before.metrics[name]:.4f} -> {value:.4f}")
         yield "validation", ", ".join(words)
+    if summary.best is not None:
+        yield "best", summary.best
     if summary.loss is not None:
         unit = "nats a token " if summary.unit == "tokens" else ""
         yield "loss", f"{summary.loss:.4f} {unit}in the last step"

@@ -37,6 +37,7 @@ class Summary:
         losses: training loss of each of the latest steps of this process, 10,000 at most; of text
             in nats a token.
         evaluations: those on validation data, in their order.
+        best: which of them is the best, in words; None if they were not judged.
         sent: what one rank sends in one step, as the ledger counted it.
         sent_text: what HSDP sends within its groups and across them; None for other strategies.
         memory: what one rank holds in one step.
@@ -58,6 +59,7 @@ class Summary:
     units_per_s: float | None
     losses: list[float]
     evaluations: list[Evaluation]
+    best: str | None
     sent: list[Entry]
     sent_text: str | None
     memory: MemoryReport | None
@@ -135,6 +137,7 @@ def summarize_run(records: Records) -> Summary:
         units_per_s=None if wall_s is None else records.median_units / wall_s,
         losses=list(records.losses),
         evaluations=records.evaluations,
+        best=None if session.best is None else session.best.text(),
         sent=records.entries,
         sent_text=session.sent_text(records.entries),
         memory=memory,

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from phalanx.checkpoint.encoding import decoded, encoded
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.tensor_file import NAMES
 from phalanx.comm.together import gather_objects
 from phalanx.errors import CheckpointError, ScriptError
-from phalanx.script.states import decoded, encoded
 
 PREFIX: Final = "registered."
 """What the names of their tensors begin with."""
