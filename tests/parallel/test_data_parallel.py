@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.comm.comm import Ranks
+from phalanx.comm.comm import Counting, Ranks
 from phalanx.comm.ledger import Entry, Ledger
-from phalanx.errors import TrainingError
+from phalanx.errors import StrategyError, TrainingError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
 from phalanx.parallel import data
@@ -201,3 +201,29 @@ def test_a_gradient_that_comes_after_its_reduction_is_refused() -> None:
     torch.testing.assert_close(naive, right)
     for words in run_ranks(reduce_shared, 2, True, "bucketed", threads=1):
         assert "reduction over dp had begun" in words and "use_reentrant=False" in words
+
+
+class Linked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("links", torch.eye(2).to_sparse())
+
+
+def test_a_sparse_buffer_is_refused_by_name() -> None:
+    with pytest.raises(StrategyError, match="the buffer 'links' is a torch"):
+        data.apply(Linked(), Counting({"dp": 2}))
+
+
+def test_a_sparse_gradient_without_a_sparse_module_is_made_dense() -> None:
+    found: dict[bool, torch.Tensor] = {}
+    for sparse in (True, False):
+        model = nn.Linear(2, 5, bias=False)
+        reducer = data.BucketedReducer(list(model.parameters()), Counting({"dp": 2}))
+        for numbers, last in (([0, 3, 3], []), ([1, 3], reducer.parameters)):
+            reducer.before_backward(last)
+            rows = nn.functional.embedding(torch.tensor(numbers), model.weight, sparse=sparse)
+            (rows * torch.arange(2)).sum().backward()
+        reducer.finish()
+        assert model.weight.grad is not None
+        found[sparse] = model.weight.grad
+    assert torch.equal(found[True], found[False])

@@ -33,7 +33,7 @@ from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
 from phalanx.errors import TrainingError
-from phalanx.parallel.reduce import GradientReducer, Parameters, buckets
+from phalanx.parallel.reduce import GradientReducer, Parameters, buckets, make_equal
 from phalanx.parallel.sparse import SparseReducer, sparse_tables
 from phalanx.parallel.split import Split, StateBytes, Target
 from phalanx.strategy import Strategy
@@ -88,9 +88,7 @@ class DataSplit(Split):
 
 def apply(model: nn.Module, comm: Comm, kind: Kind = "bucketed") -> GradientReducer:
     """Make parameters and buffers equal, and return what will reduce their gradients."""
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            comm.broadcast(local_shard(tensor), "grad")
+    make_equal(model, comm)
     tables = set(sparse_tables(model).values())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     dense = [parameter for parameter in trained if parameter not in tables]
@@ -212,6 +210,8 @@ class BucketedReducer(GradientReducer):
         grad = parameter.grad
         if grad is None:
             raise RuntimeError("autograd called the hook of a parameter without a gradient")
+        if grad.is_sparse:  # of no module that `sparse_tables` finds
+            grad = grad.to_dense()
         if local_shard(grad).data_ptr() != view.data_ptr():
             view.copy_(local_shard(grad))
             parameter.grad = _like(grad, view)

@@ -29,6 +29,7 @@ from typing_extensions import override
 from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.ledger import Phase, no_phase
+from phalanx.errors import StrategyError
 from phalanx.models.attention import to_device
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -53,6 +54,23 @@ def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) ->
         result[-1].append(index)
         filled += parameter_sizes[index]
     return result
+
+
+@torch.no_grad()
+def make_equal(model: nn.Module, comm: Comm) -> None:
+    """Give parameters and buffers of the first rank to all that sum gradients with it.
+
+    Raises:
+        StrategyError: a buffer is sparse.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise StrategyError(
+                f"the buffer '{name}' is a {tensor.layout} tensor, which no collective broadcasts; "
+                "hold it in an attribute that is no buffer, or give it to the forward"
+            )
+        if not tensor.is_meta:
+            comm.broadcast(local_shard(tensor), "grad")
 
 
 class GradientReducer:

@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.axes import single_axis
-from phalanx.comm.comm import Ranks, local_shard
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
 from phalanx.errors import StrategyError
 from phalanx.parallel import overlap
@@ -51,6 +51,7 @@ from phalanx.parallel.reduce import (
     GradientReducer,
     Parameters,
     add_up_in_parts,
+    make_equal,
 )
 from phalanx.parallel.sparse import sparse_tables
 from phalanx.parallel.split import Part, Shape, Split, StateBytes, Target
@@ -148,10 +149,7 @@ class ShardedSplit(Split):
                 f"{self.target.strategy}: the gradient of '{name}' is sparse, and fsdp reduces "
                 "dense ones; make it without sparse=True, or use dp"
             )
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                if not tensor.is_meta:
-                    comm.broadcast(local_shard(tensor), "grad")
+        make_equal(model, comm)
         where = _where(model, comm)
         for group in self._groups:
             sharded = fully_shard(
