@@ -24,11 +24,12 @@ from phalanx.comm.together import barrier
 from phalanx.launch.local import run_ranks
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.parallel.pipeline.cut import ranges_of
-from phalanx.parallel.pipeline.links import cost_of, links_of
+from phalanx.parallel.pipeline.links import chain_by, cost_of, links_of
 from phalanx.parallel.pipeline.measured import link_times, with_best_cut
 from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.pipeline.partition import imbalance
 from phalanx.parallel.plan import Plan
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.strategy import Strategy
 
 WIDTH, WORDS, ROWS, LENGTH, MICROBATCHES = 512, 20_000, 2, 128, 8
@@ -97,7 +98,9 @@ def main() -> None:
     links = links_of(model)
     costs = [float(cost_of([model.get_submodule(name) for name in link])) for link in links]
     whole, num_links = build(), len(links)
-    stages = ModuleStages(whole, links, ranges_of([1] * num_links), range(num_links))
+    stages = ModuleStages(
+        whole, chain_by(skeleton_of(whole), links, ranges_of([1] * num_links)), range(num_links)
+    )
     times = [sum(t) for t in link_times(stages, lambda: loss_sum(whole, tokens_of(0)), 7)]
     cuts = {
         "parameters": str(with_best_cut(strategy, costs)),

@@ -13,6 +13,7 @@ from block import PATTERNS, OneBlock, Precision
 from phalanx.comm.ledger import Entry
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.batch_shape import BatchShape
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
@@ -41,12 +42,12 @@ def theory(
     """Return what one rank should move and hold; sizes are such that nothing is padded."""
     entries = collectives(strategy, shape, batch, precision)
     model = OneBlock(shape, precision)
-    rows = placed(model, bind_roles(model, PATTERNS), layout_of(strategy))
+    rows = placed(skeleton_of(model), bind_roles(model, PATTERNS), layout_of(strategy))
     kept = activations(shape, strategy, batch.length, batch.num_rows, precision)
     return Amounts(
         sent_bytes=sum(entry.sent_bytes for entry in entries),
         num_calls=sum(entry.calls for entry in entries),
-        weight_bytes=sum(math.prod(row.shard_shape) * row.parameter.itemsize for row in rows),
+        weight_bytes=sum(math.prod(row.shard_shape) * row.weight.dtype.itemsize for row in rows),
         kept_bytes=kept.blocks,
     )
 
@@ -57,8 +58,9 @@ def collectives(
     """Return what one rank sends, of numbers of heads too that the layout does not divide."""
     model = OneBlock(shape, precision)
     layout, bindings = layout_of(strategy), bind_roles(model, PATTERNS)
-    target = Target(strategy, model, model.compute, PATTERNS)
-    return account.traffic(target, layout, bindings, placed(model, bindings, layout), [batch])
+    target = Target(strategy, skeleton_of(model), model.compute, PATTERNS)
+    rows = placed(target.skeleton, bindings, layout)
+    return account.traffic(target, layout, bindings, rows, [batch])
 
 
 def sent_line(strategy: Strategy, shape: ModelShape, precision: Precision) -> tuple[float, float]:

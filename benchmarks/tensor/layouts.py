@@ -30,6 +30,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
 from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes, has_fast_bfloat16
 from phalanx.measure.logs import values_of
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.planner.fit import check_memory_for
@@ -134,7 +135,7 @@ def parse_layout(text: str) -> Strategy:
 def check_size(strategy: Strategy, size: BlockSize, precision: Precision) -> None:
     """Raise ConfigError for what the layout does not divide, and would pad, or does not fit."""
     model = OneBlock(size.shape, precision)
-    layout = TensorSplit(Target(strategy, model, roles=PATTERNS)).layout
+    layout = TensorSplit(Target(strategy, skeleton_of(model), roles=PATTERNS)).layout
     for dim, (what, number) in enumerate((("rows", size.num_rows), ("positions", size.length))):
         parts = layout.residual.num_shards(dim, layout.comm)
         if number % parts:

@@ -26,7 +26,9 @@ from phalanx.models.initial import fill_initial
 from phalanx.parallel.batch_shape import batch_scope
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import ReplicaReducer
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
+from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy
 
@@ -66,9 +68,9 @@ class SplitBlock:
         shape = size.shape
         self.model = OneBlock(shape, precision)
         dtype = self.model.compute
-        split = TensorSplit(Target(strategy, self.model, roles=PATTERNS))
-        split.apply(comm)
-        self.layout = split.layout
+        target = Target(strategy, skeleton_of(self.model), roles=PATTERNS)
+        TensorSplit(target).apply(self.model, comm)
+        self.layout = layout_of(strategy, comm)
         self.model.to_empty(device="cpu")
         for name, parameter in self.model.named_parameters():
             shard, offset = shard_of(parameter)

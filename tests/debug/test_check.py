@@ -30,7 +30,10 @@ from phalanx.debug.fingerprint import Fingerprint
 from phalanx.errors import CollectiveMismatch, RankFailed, TrainingError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import data
-from phalanx.parallel.batch_norm import settle_batch_norms
+from phalanx.parallel.batch_norm import BatchNormSplit
+from phalanx.parallel.skeleton import skeleton_of
+from phalanx.parallel.split import Target
+from phalanx.strategy import Strategy
 from phalanx.train.run import train
 from small_run import losses, small_run
 
@@ -596,7 +599,8 @@ def gradients_beside_batch_norm(is_checked: bool) -> list[torch.Tensor | None]:
     torch.manual_seed(0)
     comm = Ranks({"dp": 2})
     model = Partly()
-    settle_batch_norms(model, comm, "global")
+    target = Target(Strategy.parse("dp2"), skeleton_of(model), batch_norm="global")
+    BatchNormSplit(target).apply(model, comm)
     # Buckets of one gradient each: the last layer's is full before the backward of the BatchNorm.
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(data, "buckets", one_each)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
-from phalanx.comm.comm import Counting
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel import recompute
-from phalanx.parallel.batch_norm import batch_norms, settle_batch_norms
-from phalanx.strategy import Recompute
+from phalanx.parallel.batch_norm import BatchNormSplit, batch_norms, require_statistics
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.skeleton import skeleton_of
+from phalanx.parallel.split import Target
+from phalanx.strategy import Recompute, Strategy
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -24,29 +28,38 @@ def test_every_kind_of_torch_is_found() -> None:
     assert [type(norm) for _, norm in batch_norms(model)] == list(KINDS)
 
 
-@pytest.mark.parametrize(("axes", "words"), [
-    ({"dp": 2}, "BatchNorm1d '1' takes mean and variance over the rows of a batch, which 2 ranks"),
-    ({"pp": 2, "fsdp": 3}, "which 3 ranks share; say batch_norm='global'"),
-    ({"pp": 2}, "and a pipeline computes it in microbatches; say batch_norm='global'"),
+@pytest.mark.parametrize(("text", "words"), [
+    ("dp2", "BatchNorm1d '1' takes mean and variance over the rows of a batch, which 2 ranks"),
+    ("pp2,fsdp3", "which 3 ranks share; say batch_norm='global'"),
+    ("pp2", "and a pipeline computes it in microbatches; say batch_norm='global'"),
 ])  # fmt: skip
-def test_statistics_of_some_rows_are_asked_for(axes: dict[str, int], words: str) -> None:
+def test_statistics_of_some_rows_are_asked_for(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        settle_batch_norms(normed(), Counting(axes), None)
-    settle_batch_norms(normed(), Counting(axes), "local")
+        require_statistics(normed(), Strategy.parse(text), None)
+    require_statistics(normed(), Strategy.parse(text), "local")
+    statistics: Any = "mine"
+    with pytest.raises(ConfigError, match="batch_norm is 'mine'; expected 'global' or 'local'"):
+        Plan(Strategy.parse(text), normed(), batch_norm=statistics)
 
 
 def test_what_is_frozen_or_whole_is_left_alone() -> None:
     model = normed()
-    settle_batch_norms(model, Counting({"tp": 2}), None)
+    require_statistics(model, Strategy.parse("tp2"), None)
     model[1].eval()
-    settle_batch_norms(model, Counting({"pp": 2, "dp": 2}), None)
-    assert "forward" not in vars(model[1])
+    require_statistics(model, Strategy.parse("pp2,dp2"), None)
+    assert not BatchNormSplit.is_asked(target_of(model))
+    model[1].train()
+    assert BatchNormSplit.is_asked(target_of(model))
+
+
+def target_of(model: nn.Module) -> Target:
+    return Target(Strategy.parse("dp2"), skeleton_of(model), batch_norm="global")
 
 
 def test_one_without_running_statistics_is_never_frozen() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False).eval())
     with pytest.raises(ConfigError, match="BatchNorm1d '1'"):
-        settle_batch_norms(model, Counting({"dp": 2}), None)
+        require_statistics(model, Strategy.parse("dp2"), None)
 
 
 class Blocks(nn.Module):

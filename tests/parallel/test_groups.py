@@ -17,6 +17,7 @@ from phalanx.parallel.groups import (
     most_gathered,
     most_gradients,
 )
+from phalanx.parallel.skeleton import skeleton_of
 
 TIED = ModelShape(
     vocab_size=67,
@@ -34,7 +35,7 @@ TIED = ModelShape(
 def decoder_groups(**sizes: object) -> list[Group]:
     with torch.device("meta"):
         model = Decoder(dataclasses.replace(TIED, **sizes))
-    groups = groups_of(model, torch.bfloat16)
+    groups = groups_of(skeleton_of(model), torch.bfloat16)
     shapes = [p.shape for g in groups for p in g.parameters]
     assert sorted(shapes) == sorted(tuple(p.shape) for p in model.parameters())
     for group in groups:
@@ -171,9 +172,9 @@ def test_what_cannot_be_gathered_is_refused(spoil, words: str) -> None:
     model = Odd()
     spoil(model)
     with pytest.raises(StrategyError, match=words):
-        groups_of(model)
+        groups_of(skeleton_of(model))
 
 
 def test_a_list_of_modules_is_refused() -> None:
     with pytest.raises(StrategyError, match="is a ModuleList, which has no forward"):
-        groups_of(Odd().blocks)
+        groups_of(skeleton_of(Odd().blocks))

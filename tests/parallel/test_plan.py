@@ -17,6 +17,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import plan
 from phalanx.parallel.plan import SPLITS, Plan, plan_decoder
+from phalanx.parallel.skeleton import skeleton_of_shape
 from phalanx.parallel.split import Split, StateBytes, Target
 from phalanx.strategy import KINDS, Strategy
 
@@ -60,9 +61,10 @@ def test_one_split_answers_for_each_kind_that_is_built(axis: str, kind: str) -> 
         option = "/2"
     parsed = Strategy.parse(f"{axis}{degree}:{kind}{option}")
     # The ranks of cp hold copies of what they do not split, so gradients are summed as over dp.
-    asked = [split.axis for split in SPLITS if split.is_asked(parsed)]
+    skeleton = skeleton_of_shape(SHAPE, torch.float32)
+    asked = [split.axis for split in SPLITS if split.is_asked(Target(parsed, skeleton))]
     assert asked == (["cp", "dp"] if axis == "cp" else [axis])
-    assert not any(split.is_asked(Strategy()) for split in SPLITS)
+    assert not any(split.is_asked(Target(Strategy(), skeleton)) for split in SPLITS)
     assert plan_decoder(parsed, SHAPE).row_shards == {"2d": 2, "2.5d": 4, "3d": 4}.get(kind, 1)
 
 
@@ -87,7 +89,7 @@ class Context(Split):
     axis = "cp"
 
     def remaining(self) -> Target:
-        shapes = {p: (1, *self.target.shape(p)[1:]) for p in self.target.model.parameters()}
+        shapes = {w: (1, *self.target.shape(w)[1:]) for w in self.target.skeleton.weights}
         return dataclasses.replace(self.target, shapes=shapes)
 
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:

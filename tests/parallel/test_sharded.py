@@ -28,6 +28,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel import sharded
 from phalanx.parallel.groups import Group, Parameter, Place
 from phalanx.parallel.plan import Plan, shard_of
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import StateBytes, Target
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
@@ -65,7 +66,7 @@ P, ONCE = 4 * 3600, 4 * (800 + 400)
 def over_groups(text: str, groups: Sequence[Group] = GROUPS) -> sharded.ShardedSplit:
     """Return the axis over groups that no model has."""
     with patch.object(sharded, "groups_of", lambda *_, **__: groups):
-        return sharded.ShardedSplit(Target(Strategy.parse(text), nn.Module()))
+        return sharded.ShardedSplit(Target(Strategy.parse(text), skeleton_of(nn.Module())))
 
 
 def held(text: str, accumulation: int = 1) -> StateBytes:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from marks import by_hand
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.dropout import key_dropouts, name_draws
+from phalanx.parallel.dropout import Masks, name_draws
 
 
 class Dropping(nn.Module):
@@ -95,7 +95,7 @@ def test_each_use_of_a_dropout_has_a_mask_of_its_own() -> None:
 
 def test_nothing_is_kept_of_a_forward_outside_of_steps() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4))
-    key_dropouts(model, 0, lambda: None)
+    Masks(0, lambda: None).key(model)
     (uses,) = (each for each in model[1].forward.args if isinstance(each, tuple))
     for is_recomputed in (False, True):
         x = torch.randn(3, 6)

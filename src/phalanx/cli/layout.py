@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Column, Table
@@ -11,10 +11,12 @@ from rich.text import Text
 
 from phalanx.measure.utilization import percent
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.pipeline.cut import chain_flops, cut_of, schedule_of
+from phalanx.parallel.pipeline.cut import chain_flops
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
+from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import UNITS, simulate
 from phalanx.parallel.plan import plan_decoder
+from phalanx.parallel.split import Row
 from phalanx.strategy import Strategy
 
 MOST_PLACES = 32
@@ -28,11 +30,15 @@ def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> l
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.num_ranks))
         said += [place_table(strategy, num_here)]
         said += [Text(line, style="yellow") for line in crossings(strategy, num_here)]
-    if strategy.pp.degree > 1:
-        said += [stage_table(strategy, shape)]
-        said += [Text(_schedule_line(strategy, shape, num_microbatches))]
-    if strategy.tp.degree > 1:
-        said += [split_table(strategy, shape)]
+    plan = plan_decoder(strategy, shape)
+    schedule = plan.schedule(num_microbatches)
+    if plan.cut is not None and schedule is not None:
+        flops = chain_flops(shape)
+        costs = stage_costs(flops, plan.cut)
+        said += [stage_table(plan.cut, schedule.rank_of, flops)]
+        said += [Text(_schedule_line(strategy, schedule, costs, num_microbatches))]
+    if plan.layout is not None:
+        said += [split_table(plan.table())]
     return said
 
 
@@ -66,17 +72,15 @@ def crossings(strategy: Strategy, num_here: int) -> Iterator[str]:
             )
 
 
-def stage_table(strategy: Strategy, shape: ModelShape) -> Table:
+def stage_table(cut: Sequence[range], rank_of: Sequence[int], flops: Sequence[float]) -> Table:
     """Draw the stages of a pipeline, their ranks, layers and cost."""
-    cut, rank_of = cut_of(strategy, shape), schedule_of(strategy, 1).rank_of
-    flops = chain_flops(shape)
     costs = stage_costs(flops, cut)
     columns = [Column("stage", justify="right"), Column("pp rank", justify="right")]
     columns += [Column("layers"), Column("FLOPs", justify="right")]
     title = "Stages of the pipeline"
     table = Table(*columns, title=title, title_justify="left", box=None)
     for stage, (links, cost) in enumerate(zip(cut, costs, strict=True)):
-        layers = layers_text(links, shape.num_layers)
+        layers = layers_text(links, len(flops) - 2)
         table.add_row(str(stage), str(rank_of[stage]), layers, percent(cost / sum(costs)))
     table.caption = f"slowest stage / mean: {imbalance(flops, cut):.2f}"
     table.caption_justify = "left"
@@ -93,10 +97,10 @@ def layers_text(links: Sequence[int], num_layers: int) -> str:
     return ", ".join(words)
 
 
-def _schedule_line(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> str:
+def _schedule_line(
+    strategy: Strategy, schedule: Schedule, costs: Sequence[float], num_microbatches: int
+) -> str:
     """Say how long ranks wait under the schedule, by the cost of their stages alone."""
-    costs = stage_costs(chain_flops(shape), cut_of(strategy, shape))
-    schedule = schedule_of(strategy, num_microbatches)
     timeline = simulate(schedule, lambda action: UNITS[action.op] * costs[action.stage])
     line = f"{num_microbatches} microbatches a step: ranks wait {percent(timeline.bubble)} of it"
     if num_microbatches < strategy.pp.degree and strategy.pp.kind != "naive":
@@ -104,12 +108,12 @@ def _schedule_line(strategy: Strategy, shape: ModelShape, num_microbatches: int)
     return line
 
 
-def split_table(strategy: Strategy, shape: ModelShape) -> Table:
+def split_table(rows: Iterable[Row]) -> Table:
     """Draw what tp does to each parameter of the first stage."""
     columns = ("parameter", "role", "full shape, split over", "a rank's shard")
     title = "What tp does to each parameter"
     table = Table(*columns, title=title, title_justify="left", box=None)
-    for row in plan_decoder(strategy, shape).table():
+    for row in rows:
         shard = " x ".join(map(str, row.shard))
         table.add_row(Text(row.name), row.role, Text(row.notation), shard)
     return table

@@ -15,14 +15,18 @@ Limits    Any N, uneven and empty ranks. Microbatches of an accumulation or a pi
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.comm.comm import Comm
+from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.errors import ConfigError
+from phalanx.parallel.split import Split, Target
+from phalanx.strategy import Strategy
 
 # Private, and the only base of all of torch's; tests/parallel/test_batch_norm.py pins it.
 _BatchNorm = cast(type[Any], nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
@@ -31,50 +35,95 @@ Statistics = Literal["global", "local"]
 """Over what mean and variance are taken in training: the rows of all ranks, or each rank's own."""
 
 
-def settle_batch_norms(model: nn.Module, comm: Comm, statistics: Statistics | None) -> None:
-    """Have each BatchNorm of a model take its statistics as is asked for, in place.
+def check_statistics(statistics: str | None) -> None:
+    """Refuse what a model's BatchNorm cannot take its statistics over, with a ConfigError."""
+    if statistics not in (None, "global", "local"):
+        raise ConfigError(f"batch_norm is {statistics!r}; expected 'global' or 'local'")
 
-    One that is in `eval()` within a model in training is frozen, and left alone.
+
+def require_statistics(model: nn.Module, strategy: Strategy, statistics: Statistics | None) -> None:
+    """Refuse a model of which it is not said over what a BatchNorm takes its statistics.
+
+    One that is in `eval()` within a model in training is frozen, and takes none.
 
     Raises:
         ConfigError: nothing is asked for, and there is one whose rows are split over ranks, or over
             the microbatches of a pipeline.
     """
-    if statistics not in (None, "global", "local"):
-        raise ConfigError(f"batch_norm is {statistics!r}; expected 'global' or 'local'")
-    norms = [(name, norm) for name, norm in batch_norms(model) if not _is_frozen(norm, model)]
-    data_ranks, stages = comm.size("data"), comm.size("pp")
-    if not norms or (data_ranks == 1 and stages == 1):
+    check_statistics(statistics)
+    data_ranks = strategy.data_ranks
+    name, norm = next(iter(_moving(model)), ("", None))
+    if norm is None or statistics is not None or data_ranks == strategy.pp.degree == 1:
         return
-    if statistics is None:
-        name, norm = norms[0]
-        found = f"{type(norm).__name__} '{name}' takes mean and variance over the rows of a batch"
-        if data_ranks == 1:
-            raise ConfigError(
-                f"{found}, and a pipeline computes it in microbatches; say batch_norm='global' for "
-                "those of the rows of each microbatch, as in one process that accumulates as many, "
-                "or put it in eval() for its running statistics"
-            )
+    found = f"{type(norm).__name__} '{name}' takes mean and variance over the rows of a batch"
+    if data_ranks == 1:
         raise ConfigError(
-            f"{found}, which {data_ranks} ranks share; say batch_norm='global' for those of all "
-            "rows, as one process computes, or 'local' for those of each rank, as "
-            "DistributedDataParallel does"
+            f"{found}, and a pipeline computes it in microbatches; say batch_norm='global' for "
+            "those of the rows of each microbatch, as in one process that accumulates as many, "
+            "or put it in eval() for its running statistics"
         )
-    if statistics == "global" and data_ranks > 1:
+    raise ConfigError(
+        f"{found}, which {data_ranks} ranks share; say batch_norm='global' for those of all "
+        "rows, as one process computes, or 'local' for those of each rank, as "
+        "DistributedDataParallel does"
+    )
+
+
+class BatchNormSplit(Split):
+    """BatchNorm of a model whose rows the ranks of data hold; it splits no parameter."""
+
+    axis = "batch_norm"
+
+    @classmethod
+    def is_asked(cls, target: Target) -> bool:
+        """Tell whether there are statistics to be taken over other rows than a rank's own."""
+        is_split = target.strategy.data_ranks > 1 and target.batch_norm is not None
+        return is_split and bool(_moving(target.skeleton.model))
+
+    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+        """Return the sums, of a model that runs each BatchNorm once and whose input is trained."""
+        target = self.target
+        sizes: dict[str, list[int]] = {"forward": [], "backward": []}
+        here = [
+            norm for name, norm in _moving(target.skeleton.model) if target.skeleton.named(name)
+        ]
+        if target.batch_norm == "local":
+            running = [each for norm in here for each in _running(norm)]
+            sizes["forward"] = [sum(each.nbytes for each in running)] if running else []
+        else:
+            item_bytes = torch.promote_types(target.compute_dtype, torch.float32).itemsize
+            for norm in here:
+                of_norm = [(norm.num_features + 1) * item_bytes, norm.num_features * item_bytes]
+                sizes = {phase: [*of, *of_norm] for phase, of in sizes.items()}
+        degrees = {axis: getattr(target.strategy, axis).degree for axis in ("dp", "fsdp")}
+        times = len(microbatches)
+        return [
+            Entry(
+                phase, axis, "all_reduce", times * len(of), times * sum(of),
+                sent_bytes("all_reduce", times * sum(of), degree),
+            )
+            for axis, degree in degrees.items()
+            if degree > 1
+            for phase, of in sizes.items()
+            if of
+        ]  # fmt: skip
+
+    def apply(self, model: nn.Module, comm: Ranks) -> None:
+        """Have each BatchNorm take its statistics as is asked for."""
+        if self.target.batch_norm == "local":
+            model.register_forward_hook(functools.partial(_take_those_of_the_first, comm))
+            return
         # In backward the statistics are summed between the sums of gradients, which begin later on
-        # a rank that does not use all parameters.
+        # a rank that does not use all parameters. A stage without a BatchNorm makes groups too.
         apart = comm.apart("data")
-        for _, norm in norms:
+        for _, norm in _moving(model):
             norm.forward = functools.partial(_forward, norm, apart)
-    if statistics == "local" and data_ranks > 1:
-        model.register_forward_hook(functools.partial(_take_those_of_the_first, comm))
 
 
 @torch.no_grad()
 def _take_those_of_the_first(comm: Comm, model: nn.Module, *_: Any) -> None:
     """Give all ranks the running statistics of the first, as DistributedDataParallel does."""
-    found = [norm for _, norm in batch_norms(model) if norm.track_running_stats]
-    running = [each for norm in found for each in (norm.running_mean, norm.running_var)]
+    running = [each for _, norm in batch_norms(model) for each in _running(norm)]
     if not model.training or not running:
         return
     flat = torch.cat(running)
@@ -85,13 +134,23 @@ def _take_those_of_the_first(comm: Comm, model: nn.Module, *_: Any) -> None:
         own.data.copy_(first)  # backward has kept it, and does not look at it
 
 
+def _running(norm: Any) -> list[Tensor]:
+    """Return the running statistics of a BatchNorm, if it has some."""
+    return [norm.running_mean, norm.running_var] if norm.track_running_stats else []
+
+
 def batch_norms(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the names and modules of BatchNorm, of any dimensions."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
 
 
-def _is_frozen(norm: Any, model: nn.Module) -> bool:
-    return model.training and not norm.training and norm.running_mean is not None
+def _moving(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return those that are not frozen."""
+    return [
+        (name, norm)
+        for name, norm in batch_norms(model)
+        if norm.training or not model.training or norm.running_mean is None
+    ]
 
 
 class _SumOverRanks(torch.autograd.Function):

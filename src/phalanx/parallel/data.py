@@ -64,9 +64,9 @@ class DataSplit(Split):
         self._degrees = _degrees(target.strategy)
 
     @classmethod
-    def is_asked(cls, strategy: Strategy) -> bool:
+    def is_asked(cls, target: Target) -> bool:
         """Tell whether ranks hold full copies that compute other tokens."""
-        return bool(_degrees(strategy)) and strategy.fsdp.degree == 1
+        return bool(_degrees(target.strategy)) and target.strategy.fsdp.degree == 1
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the sums of gradients, and the agreement on which there are."""
@@ -81,9 +81,11 @@ class DataSplit(Split):
             for phase, calls, size in rows
         ]
 
-    def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
+    def reducer(
+        self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
+    ) -> GradientReducer:
         """Return what sums gradients over these axes."""
-        return apply(self.target.model, comm, self._kind)
+        return apply(model, comm, self._kind)
 
 
 def apply(model: nn.Module, comm: Comm, kind: Kind = "bucketed") -> GradientReducer:

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Phase
 from phalanx.errors import ScriptError
 from phalanx.models.attention import to_device
 from phalanx.models.random import dropout, key, row_keys
+from phalanx.parallel.split import Split, Target
 from phalanx.strategy import Strategy
 
 
@@ -53,23 +55,42 @@ def can_be_keyed(strategy: Strategy) -> bool:
     return strategy.tp.degree * strategy.cp.degree == 1
 
 
-def key_dropouts(model: nn.Module, seed: int, where: Where) -> Callable[[], int]:
-    """Have the nn.Dropouts of a model draw by position.
+class Masks:
+    """The masks of the nn.Dropouts of a model, which belong to the samples."""
 
-    Args:
-        model: split already.
-        seed: of the masks.
-        where: says where a forward stands.
+    def __init__(self, seed: int, where: Where) -> None:
+        """Draw them by a seed, and by `where` a forward stands."""
+        self._seed = seed
+        self._where = where
+        self._uses = _Uses()
 
-    Returns:
-        How many int64 they have drawn so far from torch's own generator of the CPU.
-    """
-    uses = _Uses()
-    for name, module in model.named_modules():
-        if type(module) is nn.Dropout:
-            of = _Keyed(name, key(seed, name), where, uses)
-            module.forward = functools.partial(_forward, module, of)
-    return lambda: uses.num_tickets
+    @property
+    def num_tickets(self) -> int:
+        """How many int64 were drawn for them so far from torch's own generator of the CPU."""
+        return self._uses.num_tickets
+
+    def key(self, model: nn.Module) -> None:
+        """Have the nn.Dropouts of a model, which is split already, draw by position."""
+        for name, module in model.named_modules():
+            if type(module) is nn.Dropout:
+                of = _Keyed(name, key(self._seed, name), self._where, self._uses)
+                module.forward = functools.partial(_forward, module, of)
+
+
+class DropoutSplit(Split):
+    """The masks of a model whose ranks hold whole rows; it splits no parameter."""
+
+    axis = "dropout"
+
+    @classmethod
+    def is_asked(cls, target: Target) -> bool:
+        """Tell whether masks are to belong to the samples, and can."""
+        return target.masks is not None and can_be_keyed(target.strategy)
+
+    def apply(self, model: nn.Module, comm: Ranks) -> None:
+        """Have each nn.Dropout draw by position."""
+        assert self.target.masks is not None
+        self.target.masks.key(model)
 
 
 class _Drawn(NamedTuple):

@@ -10,8 +10,9 @@ A model names its embedding and head (`ends_of`); what it does not name is of th
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 
 from phalanx.errors import StrategyError
-from phalanx.parallel.blocks import blocks_of, ends_of
+from phalanx.parallel.blocks import ends_of
+from phalanx.parallel.skeleton import Skeleton, Weight
 from phalanx.parallel.split import Shapes
 
 Place = Literal["embedding", "block", "head", "rest"]
@@ -83,7 +85,7 @@ class Group:
 
 
 def groups_of(
-    model: nn.Module,
+    skeleton: Skeleton,
     compute: torch.dtype | None = None,
     shapes: Shapes | None = None,
     *,
@@ -92,7 +94,7 @@ def groups_of(
     """Return the groups of a model that is not split yet, in the order of forward, then the rest.
 
     Args:
-        model: any module, on any device, meta too.
+        skeleton: of what a rank has of the model.
         compute: data type of the blocks' arithmetic, that of their parameters if None. What is in
             no block is gathered as it is: the rows of an embedding add up many small gradients,
             which a narrow type would lose.
@@ -103,26 +105,28 @@ def groups_of(
         StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
             split by rows, or a group has parameters of several data types.
     """
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+    if isinstance(skeleton.model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError(
-            f"fsdp: the model is a {type(model).__name__}, which has no forward to gather for; "
-            "wrap it in a module that has one, or use dp"
+            f"fsdp: the model is a {type(skeleton.model).__name__}, which has no forward to gather "
+            "for; wrap it in a module that has one, or use dp"
         )
     shapes = shapes or {}
-    ends, blocks = ends_of(model), [(name,) for name, _ in blocks_of(model)]
+    embedding, head = (
+        tuple(name for name in names if skeleton.named(name)) for names in ends_of(skeleton.model)
+    )
     places: dict[tuple[str, ...], Place] = {
-        ends.embedding: "embedding",
-        **dict.fromkeys(blocks, "block"),
-        ends.head: "head",
+        embedding: "embedding",
+        **{(block,): "block" for block in skeleton.blocks},
+        head: "head",
         ("",): "rest",
     }
-    members = _members(model, list(places))
+    members = _members(skeleton.weights, places)
     groups: list[Group] = []
     for names, place in places.items():
         own = members[names]
         if not own:
             continue
-        dtypes = {parameter.dtype for parameter in own}
+        dtypes = {weight.dtype for weight in own}
         if len(dtypes) > 1:
             raise StrategyError(
                 f"fsdp: the parameters of '{', '.join(names) or 'the model'}' are of several data "
@@ -130,50 +134,57 @@ def groups_of(
                 "one"
             )
         master = dtypes.pop()
-        groups.append(
-            Group(
-                place=place,
-                names=names,
-                parameters=tuple(
-                    Parameter(shapes.get(p, tuple(p.shape)), p.requires_grad) for p in own
-                ),
-                master=master,
-                gathered=compute if compute is not None and place == "block" else master,
-                is_kept=keeps and (place in ("head", "rest") or names in blocks[-1:]),
-            )
+        group = Group(
+            place=place,
+            names=names,
+            parameters=tuple(Parameter(shapes.get(w, w.shape), w.is_trained) for w in own),
+            master=master,
+            gathered=compute if compute is not None and place == "block" else master,
+            is_kept=keeps and place in ("head", "rest"),
         )
-    return groups
+        groups += _alike(group, skeleton.blocks[names[0]]) if place == "block" else [group]
+    last = [name for names in skeleton.blocks.values() for name in names][-1:]
+    return [
+        dataclasses.replace(group, is_kept=True)
+        if keeps and group.place == "block" and group.names[0] in last
+        else group
+        for group in groups
+    ]
+
+
+def _alike(block: Group, names: Iterable[str]) -> Iterator[Group]:
+    for name in names:
+        yield dataclasses.replace(block, names=(name,))
 
 
 def _members(
-    model: nn.Module, groups: Sequence[tuple[str, ...]]
-) -> dict[tuple[str, ...], list[nn.Parameter]]:
+    weights: Iterable[Weight], groups: Iterable[tuple[str, ...]]
+) -> dict[tuple[str, ...], list[Weight]]:
     """Return the parameters of each group, given by the names of its modules."""
-    members: dict[tuple[str, ...], list[nn.Parameter]] = {names: [] for names in groups}
-    group_of = {name: names for names in groups for name in names}
-    homes: dict[nn.Parameter, tuple[tuple[str, ...], str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        ends = [end for end, letter in enumerate(name) if letter == "."]
-        module = next((name[:end] for end in ends if name[:end] in group_of), "")
-        group = group_of[module]
-        if parameter not in homes:
-            homes[parameter] = (group, name)
-            members[group].append(parameter)
-        elif homes[parameter][0] != group:
+    members: dict[tuple[str, ...], list[Weight]] = {names: [] for names in groups}
+    group_of = {name: names for names in members for name in names}
+    for weight in weights:
+        homes: list[tuple[str, ...]] = []
+        for name in weight.names:
+            ends = [end for end, letter in enumerate(name) if letter == "."]
+            module = next((name[:end] for end in ends if name[:end] in group_of), "")
+            homes.append(group_of[module])
+            if homes[-1] != homes[0]:
+                raise StrategyError(
+                    f"fsdp: '{weight.name}' and '{name}' are one parameter, of two groups that "
+                    "are gathered apart; hold it outside the blocks and the `ends` of the model, "
+                    "or use dp"
+                )
+        members[homes[0]].append(weight)
+        if not math.prod(weight.shape) or not weight.shape:
             raise StrategyError(
-                f"fsdp: '{homes[parameter][1]}' and '{name}' are one parameter, of two groups that "
-                "are gathered apart; hold it outside the blocks and the `ends` of the model, or "
-                "use dp"
-            )
-        if parameter.ndim == 0 or parameter.numel() == 0:
-            raise StrategyError(
-                f"fsdp: the parameter '{name}' of shape {tuple(parameter.shape)} has no rows that "
+                f"fsdp: the parameter '{weight.name}' of shape {weight.shape} has no rows that "
                 "could be split; make it of shape (1,), or use dp"
             )
-        if not parameter.is_contiguous():
+        if not weight.is_contiguous:
             raise StrategyError(
-                f"fsdp: the parameter '{name}' is not contiguous, so its rows cannot travel as "
-                "they lie; make it `nn.Parameter(weight.contiguous())`, or use dp"
+                f"fsdp: the parameter '{weight.name}' is not contiguous, so its rows cannot travel "
+                "as they lie; make it `nn.Parameter(weight.contiguous())`, or use dp"
             )
     return members
 

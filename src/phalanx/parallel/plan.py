@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,19 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import data
 from phalanx.parallel.accumulate import Accumulate, Runner
+from phalanx.parallel.batch_norm import BatchNormSplit, Statistics, check_statistics
+from phalanx.parallel.context.order import Order
 from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
+from phalanx.parallel.dropout import DropoutSplit, Masks
+from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.split import PipelineSplit
 from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import GradientReducer, is_fused
 from phalanx.parallel.sharded import ShardedSplit
+from phalanx.parallel.skeleton import Skeleton, skeleton_of, skeleton_of_shape
 from phalanx.parallel.split import Row, Split, StateBytes, Target
+from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy, require_built
 
@@ -40,21 +47,22 @@ FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
 """Fills a shard of a parameter: (shard, name, full shape, where the shard begins in it)."""
 
 SPLITS: tuple[type[Split], ...] = (
-    *(ContextSplit, PipelineSplit, TensorSplit),
-    *(RecomputeSplit, ShardedSplit, DataSplit),
+    *(PipelineSplit, BatchNormSplit, ContextSplit, TensorSplit),
+    *(RecomputeSplit, ShardedSplit, DataSplit, DropoutSplit),
 )
 """The axes, in the order in which they split a model: each splits what those before it leave.
 
-Stages of a pipeline send the positions that cp leaves, and tp multiplies them. Recomputation runs
-again what tp has made of a block, and fsdp gathers a block before that.
+A stage of a pipeline is a model of its own to the others. Of its rows cp leaves positions, and tp
+multiplies them. Recomputation runs again what tp has made of a block, and fsdp gathers a block
+before that.
 """
 
 
 class Plan(Generic[Model]):
     """A strategy on a model: what a rank holds and sends, and how the model is split.
 
-    Of a pipeline it is a plan of the ranks at `pp_rank`, and leaves them their stages of the model.
-    For the arguments see `Target`.
+    It is resolved once, when it is made, and then asked; `build` alone changes the model. Of a
+    pipeline it is a plan of the ranks at `pp_rank`. For the arguments see `Target`.
 
     Raises:
         StrategyError: a part of the strategy is not built yet, or the model does not allow it.
@@ -63,22 +71,46 @@ class Plan(Generic[Model]):
     def __init__(
         self,
         strategy: Strategy,
-        model: Model,
+        model: Model | Skeleton,
         *,
         compute: torch.dtype | None = None,
         roles: Mapping[str, str] | None = None,
+        batch_norm: Statistics | None = None,
+        masks: Masks | None = None,
+        run_on_shapes: Callable[[nn.Module, tuple[int, int]], object] | None = None,
         pp_rank: int = 0,
+        make: Callable[[], Model] | None = None,
     ) -> None:
+        """Resolve the strategy; `make` returns the model that an skeleton is of."""
         require_built(strategy)
+        check_statistics(batch_norm)
         self.strategy = strategy
-        self.model = model
-        target = Target(strategy, model, compute, roles, pp_rank)
+        skeleton = model if isinstance(model, Skeleton) else skeleton_of(model)
+        self._make = make or (lambda: cast(Model, skeleton.model))
+        self._whole = Target(strategy, skeleton, compute, roles, batch_norm, masks, run_on_shapes)
+        self._types = [split for split in SPLITS if split.is_asked(self._whole)]
+        self._resolve(self._types, pp_rank)
+
+    def _resolve(self, makers: Sequence[Callable[[Target], Split]], pp_rank: int) -> None:
+        """Ask each axis to split what those before it leave."""
+        target = dataclasses.replace(self._whole, pp_rank=pp_rank)
         self._splits: list[Split] = []
-        asked = [split for split in SPLITS if split.is_asked(strategy)]
-        for number, split in enumerate(asked, 1):
-            self._splits.append(split(dataclasses.replace(target, later=tuple(asked[number:]))))
+        for number, make in enumerate(makers, 1):
+            later = tuple(self._types[number:])
+            self._splits.append(make(dataclasses.replace(target, later=later)))
             target = self._splits[-1].remaining()
         self._unsharded = data.layout(target.sizes(), sum(target.sizes(is_trained=False)))
+
+    def of(self, pp_rank: int) -> Plan[Model]:
+        """Return the plan of the ranks of another stage."""
+        other = copy.copy(self)
+        other._resolve([split.of for split in self._splits], pp_rank)
+        return other
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The model, to be split by `build`."""
+        return self._make()
 
     @property
     def row_shards(self) -> int:
@@ -94,6 +126,27 @@ class Plan(Generic[Model]):
     def uncompiled(self) -> str:
         """The axes that make of blocks what torch.compile does not take, as text."""
         return ", ".join(split.axis for split in self._splits if not split.compiles)
+
+    @property
+    def layout(self) -> Layout | None:
+        """How tp splits tensors, on the first of its ranks; None without tp."""
+        return next((s.layout for s in self._splits if isinstance(s, TensorSplit)), None)
+
+    @property
+    def order(self) -> Order | None:
+        """Which positions the ranks of cp hold; None without cp."""
+        found = (s.attention.order for s in self._splits if isinstance(s, ContextSplit))
+        return next(found, None)
+
+    @property
+    def cut(self) -> Sequence[range] | None:
+        """The links of the model in each stage; None without pp."""
+        return next((s.chain.cut for s in self._splits if isinstance(s, PipelineSplit)), None)
+
+    def schedule(self, num_microbatches: int) -> Schedule | None:
+        """Return what each rank of pp does in a step; None without pp."""
+        found = (s.schedule(num_microbatches) for s in self._splits if isinstance(s, PipelineSplit))
+        return next(found, None)
 
     def holds(self, accumulation: int = 1) -> StateBytes:
         """Return what the first rank holds of the trained state."""
@@ -135,23 +188,24 @@ class Plan(Generic[Model]):
         Returns:
             What runs the model and reduces the gradients.
         """
-        before = dict(self.model.named_parameters(remove_duplicate=False))
+        model = self.model
+        before = dict(model.named_parameters(remove_duplicate=False))
         for split in self._splits:
-            split.apply(comm)
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            split.apply(model, comm)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in before and parameter is not before[name]:
                 # What a user has attached, as a mark that an optimizer's groups go by.
                 attached: dict[str, Any] = vars(before[name])
                 vars(parameter).update(attached | vars(parameter))
         if first_weights is not None:
-            self.model.to_empty(device=comm.device)
-            _fill(self.model, first_weights)
+            model.to_empty(device=comm.device)
+            _fill(model, first_weights)
         reducer: GradientReducer | None = None
         for split in reversed(self._splits):
-            reducer = split.reducer(comm, reducer)
+            reducer = split.reducer(model, comm, reducer)
         runner: Runner = Accumulate(reducer)
         for split in reversed(self._splits):
-            runner = split.runner(comm, runner)
+            runner = split.runner(model, comm, runner)
         return runner
 
 
@@ -163,10 +217,15 @@ def plan_decoder(
     pp_rank: int = 0,
 ) -> Plan[Decoder]:
     """Return the plan of a decoder on the meta device, whose parameters are of type `master`."""
-    with torch.device("meta"):
-        model = Decoder(shape).to(dtype=master)
-    model.compute_dtype = compute
-    return Plan(strategy, model, compute=compute, pp_rank=pp_rank)
+
+    def make() -> Decoder:
+        with torch.device("meta"):
+            model = Decoder(shape).to(dtype=master)
+        model.compute_dtype = compute
+        return model
+
+    skeleton = skeleton_of_shape(shape, master)
+    return Plan(strategy, skeleton, compute=compute, pp_rank=pp_rank, make=make)
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

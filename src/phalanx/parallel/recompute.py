@@ -97,8 +97,13 @@ def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | No
         _replace_forward(block, run_again)
 
 
-def check(model: nn.Module, recompute: Recompute) -> int:
+def check(model: nn.Module, recompute: Recompute, num_blocks: int | None = None) -> int:
     """Return how many consecutive blocks `recompute` runs again as one; at least 1.
+
+    Args:
+        model: the model, or one with a block for each kind of block that it has.
+        recompute: the policy.
+        num_blocks: of the model, where those of `model` stand for more.
 
     Raises:
         StrategyError: the model has no blocks, fewer than a segment, cannot run segments, or keeps
@@ -107,7 +112,7 @@ def check(model: nn.Module, recompute: Recompute) -> int:
     if recompute.kind == "none":
         return 1
     text = str(Strategy(recompute=recompute))
-    num_blocks = len(blocks_of(model))
+    num_blocks = len(blocks_of(model)) if num_blocks is None else num_blocks
     if num_blocks == 0:
         raise StrategyError(
             f"{text} needs a ModuleList of blocks, and this {type(model).__name__} has none; the "
@@ -135,17 +140,17 @@ class RecomputeSplit(Split):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        check(target.model, target.strategy.recompute)
+        check(target.skeleton.model, target.strategy.recompute, target.skeleton.num_blocks)
 
     @classmethod
-    def is_asked(cls, strategy: Strategy) -> bool:
+    def is_asked(cls, target: Target) -> bool:
         """Tell whether anything is run again."""
-        return strategy.recompute.kind != "none"
+        return target.strategy.recompute.kind != "none"
 
-    def apply(self, comm: Ranks) -> None:
+    def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Replace forwards by those that keep less."""
         has_tensors = self.target.strategy.tp.degree > 1
-        apply(self.target.model, self.target.strategy.recompute, carried if has_tensors else None)
+        apply(model, self.target.strategy.recompute, carried if has_tensors else None)
 
 
 def _run_carried(

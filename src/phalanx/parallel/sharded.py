@@ -71,7 +71,7 @@ class ShardedSplit(Split):
         strategy = target.strategy
         # Between forward and backward of a microbatch, a stage of a pipeline runs others.
         keeps = strategy.pp.degree == 1
-        self._groups = groups_of(target.model, target.compute, target.shapes, keeps=keeps)
+        self._groups = groups_of(target.skeleton, target.compute, target.shapes, keeps=keeps)
         self._kind: Kind = cast(Kind, strategy.fsdp.kind)
         self._degree = {axis: getattr(strategy, axis).degree for axis in ("fsdp", "dp", "cp")}
         self._num_shards = strategy.num_shards
@@ -141,9 +141,8 @@ class ShardedSplit(Split):
             if sizes and degree[axis] > 1
         ]
 
-    def apply(self, comm: Ranks) -> None:
+    def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Split every parameter, in place: DTensors of fsdp, and of dp if the job has it."""
-        model = self.target.model
         for name in sparse_tables(model):
             raise StrategyError(
                 f"{self.target.strategy}: the gradient of '{name}' is sparse, and fsdp reduces "
@@ -180,14 +179,16 @@ class ShardedSplit(Split):
             ahead = module if before is None or self.target.num_stages > 1 else before
             module.set_modules_to_backward_prefetch([ahead])
 
-    def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
+    def reducer(
+        self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
+    ) -> GradientReducer:
         """Return what steers gathers and reductions."""
         if comm.device.type == "cpu":
-            model, groups = self.target.model, self._groups
+            groups = self._groups
             overlap.use_exchange(model, groups, has_copies=self._degree["dp"] > 1)
             if self.target.num_stages == 1:  # else the block that follows may be of another stage
                 overlap.gather_ahead(model, groups)
-        return ShardedReducer(self.target.model, comm, self._kind)
+        return ShardedReducer(model, comm, self._kind)
 
 
 def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:

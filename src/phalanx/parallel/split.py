@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -14,11 +14,14 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.reduce import GradientReducer
+from phalanx.parallel.skeleton import Shape, Skeleton, Weight
 from phalanx.strategy import Strategy
 
-Shape = tuple[int, ...]
+if TYPE_CHECKING:
+    from phalanx.parallel.batch_norm import Statistics
+    from phalanx.parallel.dropout import Masks
 
-Shapes = Mapping[nn.Parameter, Shape]
+Shapes = Mapping[Weight, Shape]
 """The shape of what one rank keeps of each parameter."""
 
 Part = Literal["residual", "heads", "table"]
@@ -77,10 +80,14 @@ class Target:
 
     Attributes:
         strategy: how.
-        model: not split yet, on any device, meta too.
+        skeleton: of what the axes before this one leave the rank of the model.
         compute: data type of the arithmetic; that of the parameters if None.
         roles: patterns of module names to roles for tp, see `parallel.tensor.roles`; they come
             before those that are known for the model.
+        batch_norm: over what BatchNorm takes its statistics; over a rank's own rows if None.
+        masks: of the nn.Dropouts; None if each draws from its process's generator.
+        run_on_shapes: of a model that is no decoder, runs it on the meta device on a microbatch of
+            (rows, positions), so that it is known what stages send each other.
         pp_rank: coordinate on pp of the rank whose shards are meant.
         num_stages: how many stages that rank runs of the model.
         num_ends: how many of them are the first or the last, which read what is in no block; 1
@@ -91,18 +98,26 @@ class Target:
     """
 
     strategy: Strategy
-    model: nn.Module
+    skeleton: Skeleton
     compute: torch.dtype | None = None
     roles: Mapping[str, str] | None = None
+    batch_norm: Statistics | None = None
+    masks: Masks | None = None
+    run_on_shapes: Callable[[nn.Module, tuple[int, int]], object] | None = None
     pp_rank: int = 0
     num_stages: int = 1
     num_ends: int = 1
-    shapes: Shapes = field(default_factory=dict[nn.Parameter, tuple[int, ...]])
+    shapes: Shapes = field(default_factory=dict[Weight, tuple[int, ...]])
     later: tuple[type[Split], ...] = ()
 
-    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Data type of the arithmetic."""
+        return self.compute or self.skeleton.dtype
+
+    def shape(self, weight: Weight) -> Shape:
         """Return the shape of the first rank's shard of a parameter."""
-        return self.shapes.get(parameter, tuple(parameter.shape))
+        return self.shapes.get(weight, weight.shape)
 
     def left_by_later(self, part: Part, shape: Shape) -> Shape:
         """Return the shape of the first rank's shard of a part of the model of `shape`.
@@ -115,17 +130,19 @@ class Target:
 
     def sizes(self, *, is_trained: bool = True) -> list[int]:
         """Return the bytes of the first rank's shard of each parameter that is trained, or not."""
-        return [
-            math.prod(self.shape(parameter)) * parameter.itemsize
-            for parameter in self.model.parameters()
-            if parameter.requires_grad == is_trained
-        ]
+        bytes_of = {
+            weight: math.prod(self.shape(weight)) * weight.dtype.itemsize
+            for weight in self.skeleton.weights
+            if weight.is_trained == is_trained
+        }
+        return [bytes_of[each] for each in self.skeleton.parameters() if each in bytes_of]
 
 
 class Split:
     """One axis of a strategy on one model; this one does nothing.
 
-    A constructor refuses, with a StrategyError, a model that the axis cannot split.
+    A constructor refuses, with a StrategyError, a model that the axis cannot split. `apply` alone
+    changes a model.
     """
 
     axis: ClassVar[str]
@@ -142,9 +159,9 @@ class Split:
         self.target = target
 
     @classmethod
-    def is_asked(cls, strategy: Strategy) -> bool:
-        """Tell whether a strategy splits by this axis."""
-        return getattr(strategy, cls.axis).degree > 1
+    def is_asked(cls, target: Target) -> bool:
+        """Tell whether a model is split by this axis."""
+        return getattr(target.strategy, cls.axis).degree > 1
 
     @classmethod
     def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
@@ -155,6 +172,10 @@ class Split:
     def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
         """Return the rows and positions of a microbatch that it leaves to the axes after it."""
         return microbatch
+
+    def of(self, target: Target) -> Split:
+        """Return this axis on another stage of the same model."""
+        return type(self)(target)
 
     def remaining(self) -> Target:
         """Return what this axis leaves the axes after it to split."""
@@ -194,21 +215,24 @@ class Split:
         """Return what it does to each parameter, as far as that differs between parameters."""
         return []
 
-    def apply(self, comm: Ranks) -> None:
+    def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Split the model, in place; it may be on the meta device."""
 
-    def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer | None:
-        """Return what reduces the gradients of the model, now split and with its first weights.
+    def reducer(
+        self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
+    ) -> GradientReducer | None:
+        """Return what reduces the gradients of a model.
 
         Args:
+            model: now split, with its first weights.
             comm: of the strategy.
             inner: what reduces them over the axes within this one's reach: those after it in
                 `plan.SPLITS`.
         """
-        _ = comm
+        _ = model, comm
         return inner
 
-    def runner(self, comm: Ranks, runner: Runner) -> Runner:
+    def runner(self, model: nn.Module, comm: Ranks, runner: Runner) -> Runner:
         """Return what runs the model, where that is not `runner`."""
-        _ = comm
+        _ = model, comm
         return runner

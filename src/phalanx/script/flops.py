@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.data.rows import count_rows, map_tensors, tensors_of
+from phalanx.parallel.skeleton import copied_on_meta
 from phalanx.train.objective import Objective
 
 
@@ -50,12 +50,8 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None
         batch: a batch of it.
     """
     try:
-        parts = [model, *(p for p in vars(objective).values() if isinstance(p, nn.Module))]
-        tensors = [t for part in parts for t in (*part.parameters(), *part.buffers())]
-        # As if they had been copied already, so that none is.
-        on_meta = {id(tensor): _on_meta(tensor) for tensor in tensors}
-        # One that keeps a state, as a count of its calls, is not to see this one.
-        shapes, of_shapes = copy.deepcopy((model, objective), on_meta)
+        # An objective that keeps a state, as a count of its calls, is not to see this one.
+        shapes, of_shapes = copied_on_meta((model, objective))
         rows = map_tensors(batch, lambda tensor: tensor.to("meta"))
         with FlopCounterMode(display=False) as counter:
             of_shapes.loss_sum(shapes, rows, 0).backward()
@@ -69,10 +65,3 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None
     }
     total = counter.get_total_flops()
     return Flops(total, counted, count_rows(batch), row_shapes(batch)) if total else None
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    meta = tensor.detach().to("meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
-    return meta

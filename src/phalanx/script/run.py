@@ -38,8 +38,8 @@ from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ScriptError, StrategyError
 from phalanx.launch.attach import attach, check_end, tell_in_one_message
 from phalanx.launch.pulse import PULSE
-from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
-from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, name_draws
+from phalanx.parallel.batch_norm import Statistics, require_statistics
+from phalanx.parallel.dropout import Masks, Place, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.arguments import check_clip, check_keep, folder_of
@@ -531,8 +531,10 @@ class Run:
             )
         check_model(model, self.comm)
         self._before = {p: name for name, p in model.named_parameters()}
-        settle_batch_norms(model, self.comm, batch_norm)
-        plan = Plan(self.strategy, model.to(self.comm.device), roles=roles)
+        require_statistics(model, self.strategy, batch_norm)
+        masks = Masks(self._seed, self._place)
+        model.to(self.comm.device)
+        plan = Plan(self.strategy, model, roles=roles, batch_norm=batch_norm, masks=masks)
         runner = plan.build(self.comm)
         self._step = UserStep(
             model,
@@ -545,10 +547,7 @@ class Run:
         )
         self._model = model
         guard_shards(model, str(self.strategy))
-        num_tickets: Callable[[], int] = lambda: 0  # noqa: E731
-        if can_be_keyed(self.strategy):
-            num_tickets = key_dropouts(model, self._seed, self._place)
-        self._step.draws = DrawWatch(self.comm, num_tickets)
+        self._step.draws = DrawWatch(self.comm, lambda: masks.num_tickets)
         name_draws(model, self._step.draws.stop)
 
     def _take(self, each: Any) -> Any:

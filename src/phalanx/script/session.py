@@ -25,8 +25,8 @@ from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import predicted_bytes
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
-from phalanx.parallel.batch_norm import batch_norms, settle_batch_norms
-from phalanx.parallel.dropout import Place, can_be_keyed, key_dropouts, naming_draws
+from phalanx.parallel.batch_norm import batch_norms, require_statistics
+from phalanx.parallel.dropout import Masks, Place, naming_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
@@ -112,9 +112,16 @@ class ModuleSession(Session):
         # A row that counts nothing would count in the statistics of a BatchNorm.
         self._has_spares = not batch_norms(model)
         refuse_max_norm(model)
-        settle_batch_norms(model, comm, trainer.batch_norm)
+        require_statistics(model, strategy, trainer.batch_norm)
         cut, self._stages = cut_by_flops(strategy, model, self._flops)
-        self.plan = Plan(cut, model.to(comm.device), roles=trainer.roles, pp_rank=comm.coord("pp"))
+        self.plan = Plan(
+            cut,
+            model.to(comm.device),
+            roles=trainer.roles,
+            batch_norm=trainer.batch_norm,
+            masks=Masks(trainer.seed, self._place),
+            pp_rank=comm.coord("pp"),
+        )
         self._check_precision()
         runner = self.plan.build(comm)
         self.optimizer = optimizer_of(trainer.optimizer, model)
@@ -144,8 +151,6 @@ class ModuleSession(Session):
             nonfinite=self.config.nonfinite,
         )
         self.called = Called(Extras(trainer.callbacks, trainer.log), model)
-        if can_be_keyed(strategy):
-            key_dropouts(model, trainer.seed, self._place)
         if self._is_resumed:
             self._resume()
         else:

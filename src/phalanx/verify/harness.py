@@ -10,19 +10,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.comm.together import broadcast_object, gather_objects, gather_on_first
 from phalanx.config import OptimizerConfig
-from phalanx.data.rows import tensors_of
+from phalanx.data.rows import cast_batch, tensors_of
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ConfigError, RankFailed
 from phalanx.launch.local import run_ranks
@@ -30,6 +31,7 @@ from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.parallel.plan import Plan
+from phalanx.parallel.skeleton import copied_on_meta
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective
 from phalanx.verify.batches import split
@@ -45,7 +47,7 @@ from phalanx.verify.record import (
     full_tensors,
     unequal_ranks,
 )
-from phalanx.verify.reference import StepRecord
+from phalanx.verify.reference import StepRecord, in_training
 from phalanx.verify.settings import EVALUATION
 from phalanx.verify.verdict import Place, Sent, Verdict
 from phalanx.verify.whereabouts import Whereabouts, failed
@@ -269,13 +271,27 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
     """Set what this rank sent in the last step beside what the strategy's account predicts."""
     if not entries:  # one rank, or it stopped before the last step
         return []
-    *before, sizes = (_sizes(case, batch, strategy) for batch in case.batches)
-    model = case.build().to(case.torch_dtype)
-    plan = Plan(strategy, model, roles=case.roles)
+    own = [_microbatches(case, batch, strategy) for batch in case.batches]
+    *before, sizes = ([size for size, _ in of_step] for of_step in own)
+    moved = {size: each for of_step in own for size, each in of_step}
+
+    def run_on_shapes(model: nn.Module, size: tuple[int, int]) -> Tensor:
+        microbatch = cast_batch(moved[size], case.torch_dtype, torch.device("meta"))
+        (objective,) = copied_on_meta((case.objective,))
+        return objective.loss_sum(model, microbatch, 0)
+
+    model = in_training(case.build()).to(case.torch_dtype)
+    plan = Plan(
+        strategy,
+        model,
+        roles=case.roles,
+        batch_norm=case.batch_norm,
+        run_on_shapes=run_on_shapes,
+    )
     first_time = plan.announces(sizes, list(itertools.chain(*before)))
-    predicted = {
-        (e.phase, e.axis, e.op): e.payload_bytes for e in (*plan.traffic(sizes), *first_time)
-    }
+    predicted = Counter[tuple[str, str, str]]()
+    for e in (*plan.traffic(sizes), *first_time):
+        predicted[e.phase, e.axis, e.op] += e.payload_bytes
     for phase, name in (("count", "data"), ("metrics", "loss")):  # valid tokens, and the loss
         for axis in comm.axes_of(name):
             if comm.size(axis) > 1:
@@ -289,8 +305,9 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
     ]
 
 
-def _sizes(case: Case, batch: Any, strategy: Strategy) -> list[tuple[int, int]]:
-    """Return the rows and positions of each of the first rank's microbatches of a global batch."""
+def _microbatches(case: Case, batch: Any, strategy: Strategy) -> list[tuple[tuple[int, int], Any]]:
+    """Return the first rank's microbatches of a global batch, each after its rows and positions."""
     microbatches = split(batch, 0, strategy.data_ranks, case.accumulation)
     shapes = [max((t.shape for t in tensors_of(m)), key=len) for m in microbatches]
-    return [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
+    sizes = [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
+    return [*zip(sizes, microbatches, strict=True)]

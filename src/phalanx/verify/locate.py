@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.data.rows import count_rows
-from phalanx.parallel.context.split import order_of
+from phalanx.parallel.context.split import attention_of
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
@@ -157,7 +157,9 @@ def _of_split(case: Case, strategy: Strategy, comm: Ranks, first: Difference) ->
 def _aligner(case: Case, strategy: Strategy, comm: Ranks, step: int) -> Aligner:
     aligner = Aligner(count_rows(case.batches[step]))
     if strategy.cp.degree > 1:
-        aligner = replace(aligner, order=order_of(strategy), context_rank=comm.coord("cp"))
+        aligner = replace(
+            aligner, order=attention_of(strategy).order, context_rank=comm.coord("cp")
+        )
     if strategy.tp.degree > 1:
         roles = {binding.name: binding.role for binding in bind_roles(case.build(), case.roles)}
         aligner = replace(aligner, layout=layout_of(strategy, comm), roles=roles)

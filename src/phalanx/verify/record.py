@@ -21,9 +21,9 @@ from phalanx.comm.together import gather_on_first
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows
 from phalanx.errors import ConfigError
-from phalanx.parallel.batch_norm import Statistics, settle_batch_norms
+from phalanx.parallel.batch_norm import Statistics
+from phalanx.parallel.dropout import Masks
 from phalanx.parallel.dropout import Place as DropoutPlace
-from phalanx.parallel.dropout import can_be_keyed, key_dropouts
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.reduce import is_fused
 from phalanx.strategy import Strategy
@@ -107,6 +107,7 @@ class SplitRun:
     Attributes:
         ledger: has what the last step sends.
         model: the rank's shard.
+        plan: by which it is split.
         runner: of each step.
     """
 
@@ -117,14 +118,18 @@ class SplitRun:
         self.ledger = Ledger(comm)
         self._shard = comm.coord("data"), comm.size("data"), case.accumulation
         self.model = in_training(case.build()).to(comm.device, case.torch_dtype)
-        if case.batch_norm is not None:
-            settle_batch_norms(self.model, comm, case.batch_norm)
-        # Before the optimizer takes the parameters.
-        plan = Plan(strategy, self.model, roles=case.roles, pp_rank=comm.coord("pp"))
-        self.runner = plan.build(comm)
         self._dropout_calls: dict[int, dict[str, int]] = {}
-        if case.dropout_seed is not None and can_be_keyed(strategy):
-            key_dropouts(self.model, case.dropout_seed, self._place)
+        seed = case.dropout_seed
+        self.plan = Plan(
+            strategy,
+            self.model,
+            roles=case.roles,
+            batch_norm=case.batch_norm,
+            masks=None if seed is None else Masks(seed, self._place),
+            pp_rank=comm.coord("pp"),
+        )
+        # Before the optimizer takes the parameters.
+        self.runner = self.plan.build(comm)
         self._step = Step(
             self.model,
             build_optimizer(self.model, case.optimizer),

@@ -19,7 +19,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.context.order import in_line, zig_zag
 from phalanx.parallel.context.ring import Ring
-from phalanx.parallel.context.split import attention_of, cut_documents, cut_positions, order_of
+from phalanx.parallel.context.split import attention_of, cut_documents, cut_positions
 from phalanx.parallel.plan import Plan, plan_decoder
 from phalanx.strategy import Strategy
 from phalanx.train.job.resolve import resolve
@@ -156,7 +156,7 @@ def test_what_is_sent_in_closed_form(num_rows: int, length: int, recompute: str)
     num_ranks, heads, groups, width = 3, 6, 2, 8
     for kind in ("ring", "ulysses"):
         strategy = Strategy.parse(f"cp{num_ranks}:{kind},recompute:{recompute}")
-        held = order_of(strategy).held(length)
+        held = attention_of(strategy).order.held(length)
         plan = plan_decoder(strategy, SHAPE, compute=torch.bfloat16)
         sent = {
             (e.phase, e.op): e.sent_bytes

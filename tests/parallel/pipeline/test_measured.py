@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from phalanx.parallel.pipeline import measured
 from phalanx.parallel.pipeline.cut import ranges_of
-from phalanx.parallel.pipeline.links import links_of
+from phalanx.parallel.pipeline.links import chain_by, links_of
 from phalanx.parallel.pipeline.measured import link_times, measured_cut
 from phalanx.parallel.pipeline.modules import ModuleStages
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.strategy import Strategy
 
 
@@ -50,7 +51,9 @@ def test_each_link_has_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "_now_s", clock)
     costs = [1.0, 5.0, 2.0]
     model = chain(costs, clock)
-    stages = ModuleStages(model, links_of(model), ranges_of([1, 1, 1]), range(3))
+    stages = ModuleStages(
+        model, chain_by(skeleton_of(model), links_of(model), ranges_of([1, 1, 1])), range(3)
+    )
     times = link_times(stages, lambda: model(torch.ones(2, 3)).sum(), 3)
     assert times == [pytest.approx((cost, 2 * cost)) for cost in costs]
 

@@ -18,12 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from hub import NUM_WORDS, OPTIONS, small
 from marks import by_hand
+from phalanx.comm import comm
 from phalanx.comm.comm import Ranks
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.pipeline.links import links_of
+from phalanx.parallel.pipeline.links import chain_by, links_of
 from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.plan import Plan
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.strategy import Strategy
 from phalanx.verify.harness import verify_on_ranks
 from phalanx.verify.record import Case
@@ -394,7 +396,7 @@ def test_a_rank_keeps_the_parameters_of_its_stages_by_their_names() -> None:
     for pp_rank in range(2):
         model = MODELS["qwen2, tied"][0]()
         whole = {name: tensor.clone() for name, tensor in model.named_parameters()}
-        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank)
+        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank).build(comm.Counting({"pp": 2}))
         mine = dict(model.named_parameters())
         assert all(torch.equal(tensor, whole[name]) for name, tensor in mine.items())
         kept.append(set(mine))
@@ -408,7 +410,7 @@ def test_a_module_with_two_names_is_on_the_ranks_of_its_stage(chain: Any) -> Non
     kept = []
     for pp_rank in range(2):
         model = Registered(chain)
-        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank)
+        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank).build(comm.Counting({"pp": 2}))
         kept.append({name for name, _ in (*model.named_parameters(), *model.named_buffers())})
     names = [name for name, _ in (*whole.named_parameters(), *whole.named_buffers())]
     assert sorted(kept[0] | kept[1]) == sorted(names)
@@ -490,8 +492,10 @@ def test_what_other_ranks_have_is_freed() -> None:
     model = mlp()
     absent = weakref.ref(model[0].weight)
     plan = Plan(Strategy.parse("pp2"), model, pp_rank=1)
+    assert absent() is model[0].weight
+    runner = plan.build(comm.Counting({"pp": 2}))
     assert absent() is None
-    assert list(plan.model.named_parameters())
+    assert list(plan.model.named_parameters()) and runner is not None
 
 
 Code = Callable[..., Any]
@@ -511,9 +515,13 @@ class Between(nn.Sequential):
         return self[2](self.after(self[1](x), of_x))
 
 
+def stages_of(model: nn.Module, cut: Sequence[range], here: Sequence[int]) -> ModuleStages:
+    return ModuleStages(model, chain_by(skeleton_of(model), links_of(model), cut), here)
+
+
 def output_of_stages(model: nn.Module) -> Tensor:
     """Run two stages, one after the other, on the same rank."""
-    stages = ModuleStages(model, links_of(model), [range(1), range(1, 3)], [0, 1])
+    stages = stages_of(model, [range(1), range(1, 3)], [0, 1])
     stages.prepare()
     x = torch.linspace(-1, 1, 12).view(3, 4)
     sent = stages.run(0, None, lambda: model(x)).detach()
@@ -627,7 +635,7 @@ def test_shapes_of_absent_layers_are_known(
 ) -> None:
     model = build()
     x = torch.linspace(-1, 1, 12).view(3, 4)
-    stages = ModuleStages(model, links_of(model), cut, range(3))
+    stages = stages_of(model, cut, range(3))
     stages.prepare()
     sent: Tensor | None = None
     for stage in range(3):
@@ -648,7 +656,7 @@ class Numbered(nn.Linear):
 @pytest.mark.parametrize(("layer", "what"), [(Keyed, "a dict,"), (Numbered, "a tuple with a int,")])
 def test_a_layer_that_gives_more_than_tensors_is_named(layer: type[nn.Linear], what: str) -> None:
     model = nn.Sequential(layer(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    stages = ModuleStages(model, links_of(model), [range(1), range(1, 3)], [0, 1])
+    stages = stages_of(model, [range(1), range(1, 3)], [0, 1])
     stages.prepare()
     with pytest.raises(StrategyError, match=f"'0' of Sequential gives {what}"):
         stages.run(0, None, lambda: model(torch.ones(3, 4)))
@@ -843,7 +851,7 @@ def test_an_objective_that_reads_more_than_the_output_is_told() -> None:
 
 def words_of_a_first_stage() -> list[str]:
     model = keeping()
-    stages = ModuleStages(model, links_of(model), [range(1), range(1, 2)], [0])
+    stages = stages_of(model, [range(1), range(1, 2)], [0])
     stages.prepare()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -20,6 +20,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.batch_shape import BatchShape, batch_scope, batch_shape, carried, note
 from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import partial_axes
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.roles import DECODER
 from phalanx.parallel.tensor.split import TensorSplit
@@ -83,9 +84,9 @@ def errors_of_stage(text: str, policies: list[str]) -> dict[str, float]:
     for policy in policies:
         split: Any = copy.deepcopy(whole)
         again = Strategy.parse(f"{strategy},recompute:{policy}")
-        target = Target(again, split, roles=ROLES)
+        target = Target(again, skeleton_of(split), roles=ROLES)
         for axis in (TensorSplit(target), RecomputeSplit(target)):
-            axis.apply(cut.comm)
+            axis.apply(split, cut.comm)
         whole.zero_grad()
         pending: list[Any] = []
         for number, (num_rows, length) in enumerate(SIZES):

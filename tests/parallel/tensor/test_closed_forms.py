@@ -13,6 +13,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.plan import Plan
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
@@ -47,15 +48,15 @@ PATTERNS = {"branch": "branch", "branch.up": "column", "branch.down": "row"}
 
 def traffic(target: Target, batch: BatchShape) -> list[Entry]:
     """Return what is sent over tp, of sizes too that a plan refuses."""
-    layout, bindings = layout_of(target.strategy), bind_roles(target.model, target.roles)
-    return account.traffic(
-        target, layout, bindings, placed(target.model, bindings, layout), [batch]
-    )
+    layout = layout_of(target.strategy)
+    bindings = bind_roles(target.skeleton.model, target.roles)
+    rows = placed(target.skeleton, bindings, layout)
+    return account.traffic(target, layout, bindings, rows, [batch])
 
 
 def sent_by_pair(text: str, compute: torch.dtype | None = None) -> dict[str, float]:
     """Return the bytes that a rank sends in each phase of one microbatch of B rows of T places."""
-    target = Target(Strategy.parse(text), Pair(), compute, PATTERNS)
+    target = Target(Strategy.parse(text), skeleton_of(Pair()), compute, PATTERNS)
     entries = traffic(target, BatchShape(B, T))
     phases = {entry.phase for entry in entries}
     return {phase: sum(e.sent_bytes for e in entries if e.phase == phase) for phase in phases}
@@ -138,7 +139,9 @@ def test_two_dimensions_send_an_q_plus_first_of_the_activations_of_one() -> None
         weights = 6 * (q - 1) / q * D * F / q * FP32
         batch = BatchShape(4 * q, 4 * q * q)
         sent = [
-            sum(e.sent_bytes for e in traffic(Target(s, Pair(), roles=PATTERNS), batch))
+            sum(
+                e.sent_bytes for e in traffic(Target(s, skeleton_of(Pair()), roles=PATTERNS), batch)
+            )
             for s in (Strategy.parse(f"tp{q * q}"), Strategy.parse(f"tp{q * q}:2d"))
         ]
         assert sent[1] - weights == pytest.approx(sent[0] / (q + 1))
@@ -153,7 +156,9 @@ def test_when_more_dimensions_send_less() -> None:
             pair = Pair(1024, ratio * 1024)
         sent[ratio] = [
             sum(e.sent_bytes for e in traffic(target, BatchShape(256, 1024)))
-            for target in (Target(Strategy.parse(t), pair, roles=PATTERNS) for t in texts)
+            for target in (
+                Target(Strategy.parse(t), skeleton_of(pair), roles=PATTERNS) for t in texts
+            )
         ]
     to_others = (3 / 4) / (7 / 8)  # of 4 ranks on each axis, and of 8
     one, two, three, deep = sent[1]

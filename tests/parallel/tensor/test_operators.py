@@ -15,6 +15,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.layers import Norm
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.reduce import partial_axes
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.split import TensorSplit
@@ -147,7 +148,8 @@ def norms(cut: Cut) -> Iterator[tuple[str, float]]:
         expected = x.clone().requires_grad_()
         y = alone(expected)
         y.backward(d_y)
-        TensorSplit(Target(tensor, split, roles={"norm": "norm"})).apply(cut.comm)
+        target = Target(tensor, skeleton_of(split), roles={"norm": "norm"})
+        TensorSplit(target).apply(split, cut.comm)
         part = cut.activation(x, cut.residual).requires_grad_()
         y_part = split.norm(part)
         y_part.backward(cut.activation(d_y, cut.residual))

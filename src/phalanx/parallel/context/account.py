@@ -9,13 +9,11 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
 from phalanx.comm.comm import Counting
 from phalanx.comm.ledger import Entry, sent_bytes
-from phalanx.models.decoder import Block, Decoder
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses
 from phalanx.parallel.split import Target
@@ -28,10 +26,10 @@ def traffic(
     target: Target, attention: Ring | Ulysses, microbatches: Sequence[tuple[int, int]]
 ) -> list[Entry]:
     """Return what the first rank of cp sends over it in one step."""
-    strategy, model = target.strategy, cast(Decoder, target.model)
+    strategy, skeleton = target.strategy, target.skeleton
     num_ranks = strategy.cp.degree
-    num_blocks = sum(isinstance(block, Block) for block in model.blocks)  # of this rank's stages
-    dtype = target.compute or next(model.parameters()).dtype
+    num_blocks = sum(len(names) for names in skeleton.blocks.values())
+    dtype = target.compute_dtype
     sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for (num_rows, length), times in Counter(microbatches).items():
         shape = _of_attention(target, num_rows, attention.order.held(length))
@@ -48,7 +46,8 @@ def traffic(
 
 def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
     """Return what a rank has of a microbatch where it attends: tp splits it too."""
-    shape = cast(Decoder, target.model).shape
+    shape = target.skeleton.shape
+    assert shape is not None, "cp splits a decoder"
     (rows, positions, num_heads), (_, _, num_groups) = (
         target.left_by_later("heads", (num_rows, num_held, number))
         for number in (shape.num_heads, shape.num_kv_heads)

@@ -24,10 +24,9 @@ from phalanx.models.layers import Dropout
 from phalanx.models.loss import IGNORE
 from phalanx.parallel.batch_shape import BatchShape, batch_scope
 from phalanx.parallel.context import account
-from phalanx.parallel.context.order import Order
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses, padded_documents
-from phalanx.parallel.split import Split, Target
+from phalanx.parallel.split import Part, Shape, Split, Target
 from phalanx.strategy import Axis, Strategy
 
 KINDS: dict[str, type[Ring] | type[Ulysses]] = {"ring": Ring, "ulysses": Ulysses}
@@ -45,32 +44,40 @@ class ContextSplit(Split):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self.order = order_of(target.strategy)
-        self.position_shards = self.order.num_chunks
+        self.attention = attention_of(target.strategy)
+        self.position_shards = self.attention.order.num_chunks
         check(target)
+
+    @classmethod
+    def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
+        """Return the shape of what lies along the positions that a rank holds."""
+        if part == "table":
+            return shape
+        num_rows, length, size = shape
+        return num_rows, attention_of(strategy).order.held(length), size
 
     def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
         """Return the rows, and the positions that a rank holds."""
         num_rows, length = microbatch
-        return num_rows, self.order.held(length)
+        return num_rows, self.attention.order.held(length)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return what attention sends."""
-        return account.traffic(self.target, attention_of(self.target.strategy), microbatches)
+        return account.traffic(self.target, self.attention, microbatches)
 
-    def apply(self, comm: Ranks) -> None:
+    def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Cut what the forward is given, and set what attends and where dropout is."""
-        apply(self.target.model, comm, self.target.strategy)
+        apply(model, comm, attention_of(self.target.strategy, comm))
 
 
 def attention_of(strategy: Strategy, comm: Comm | None = None) -> Ring | Ulysses:
-    """Return what attends; without the ranks of a job, over ranks that only count."""
-    return KINDS[strategy.cp.kind](comm or Counting(strategy.mesh_axes()))
+    """Return what attends; without the ranks of a job, what says how it would."""
+    return _planned(strategy) if comm is None else KINDS[strategy.cp.kind](comm)
 
 
-def order_of(strategy: Strategy) -> Order:
-    """Return which positions each rank of cp holds."""
-    return attention_of(strategy).order
+@functools.cache
+def _planned(strategy: Strategy) -> Ring | Ulysses:
+    return KINDS[strategy.cp.kind](Counting(strategy.mesh_axes()))
 
 
 def check(target: Target) -> None:
@@ -79,7 +86,7 @@ def check(target: Target) -> None:
     Raises:
         StrategyError: names what is wrong, and the nearest legal degree.
     """
-    model, strategy = target.model, target.strategy
+    model, strategy = target.skeleton.model, target.strategy
     name = str(Strategy(cp=strategy.cp))
     if not isinstance(model, Decoder):
         raise StrategyError(
@@ -106,10 +113,9 @@ def _nearest(num_heads: int, degree: int) -> str:
     return str(Strategy(cp=Axis(min(legal, key=lambda n: (abs(n - degree), n)), "ulysses")))
 
 
-def apply(model: nn.Module, comm: Comm, strategy: Strategy) -> None:
+def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
     """Split the positions that a decoder is given over the ranks of cp, in place."""
     assert isinstance(model, Decoder)
-    attention = attention_of(strategy, comm)
     positions = functools.partial(attention.order.positions, comm.coord("cp"))
     for module in model.modules():
         if isinstance(module, Attention):

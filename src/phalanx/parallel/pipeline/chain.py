@@ -58,13 +58,10 @@ class Chain:
         self,
         model: nn.Module,
         stage_of: Mapping[str, int],
+        tied: str | None,
         call_absent: Callable[[str, Sequence[Any]], Any],
     ) -> None:
-        """Find the modules; one that is absent runs `call_absent` on its name and arguments.
-
-        Raises:
-            StrategyError: two stages read one parameter, and they are not the first and the last.
-        """
+        """Find the modules; one that is absent runs `call_absent` on its name and arguments."""
         self.stage_of = stage_of
         self.modules = {name: model.get_submodule(name) for name in stage_of}
         self._model = model
@@ -73,7 +70,7 @@ class Chain:
             for name, module in self.modules.items()
         }
         self._paths = self._find_paths()
-        self.tied = self._find_tied()
+        self.tied = tied
 
     def keep(self, here: Sequence[int], *, holds_tied: bool) -> None:
         """Replace in the model, in place, what the stages `here` do not run."""
@@ -107,23 +104,6 @@ class Chain:
         finally:
             for name in others:
                 self._put(name, self.modules[name])
-
-    def _find_tied(self) -> str | None:
-        """Return the name of the weight of the first and the last stage, if there is one."""
-        last = max(self.stage_of.values())
-        read = [set(self.weights(stage)) for stage in range(last + 1)]
-        ends, tied = {0, last}, list[str]()
-        for name, parameter in self._model.named_parameters():
-            stages = {stage for stage, weights in enumerate(read) if parameter in weights}
-            if len(stages) > 1:
-                tied.append(name)
-            if len(stages) > 1 and (stages != ends or len(tied) > 1):
-                raise StrategyError(
-                    f"pp: stages {', '.join(map(str, sorted(stages)))} of "
-                    f"{type(self._model).__name__} read one parameter, '{name}'; expected one at "
-                    "most that several read, the first stage and the last; use fsdp"
-                )
-        return tied[0] if tied else None
 
     def _hold(self, parameter: nn.Parameter, name: str, here: Sequence[int]) -> None:
         """Register a parameter by its name in a module that is absent here."""

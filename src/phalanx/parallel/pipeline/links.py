@@ -6,15 +6,104 @@ A link is one module or several that stay in one stage; see modules.py for how t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 
 from phalanx.errors import StrategyError
+from phalanx.models.shape import ModelShape
 from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.pipeline.cut import cut_chain, cut_of, schedule_of
+from phalanx.parallel.skeleton import Skeleton, Weight
+from phalanx.strategy import Strategy
 
 Links = Sequence[Sequence[str]]
 """Names of the modules of each link of a chain; those of a link are always in one stage."""
+
+
+@dataclass(frozen=True)
+class CutChain:
+    """A model as a chain that is cut into stages.
+
+    Attributes:
+        links: of the model.
+        cut: the links of each stage.
+        tied: the weight that the first and the last stage read, if there is one.
+    """
+
+    links: Links
+    cut: Sequence[range]
+    tied: Weight | None
+
+    def names(self, stage: int) -> list[str]:
+        """Return the names of the modules of a stage."""
+        return [name for link in self.cut[stage] for name in self.links[link]]
+
+
+def chain_of(strategy: Strategy, skeleton: Skeleton) -> CutChain:
+    """Return the chain of a model, cut by a strategy.
+
+    Raises:
+        StrategyError: the model is no chain, or not one that can be cut so.
+    """
+    if skeleton.shape is not None:
+        tied = next(w for w in skeleton.weights if w.name == "embedding.weight")
+        cut = cut_of(strategy, skeleton.shape)
+        return CutChain(_of_decoder(skeleton.shape), cut, tied if skeleton.shape.tied else None)
+    model = skeleton.model
+    if strategy.tp.degree > 1:
+        raise StrategyError(
+            f"strategy '{strategy}': tp beside pp is for phalanx's Decoder, and the model is a "
+            f"{type(model).__name__}; use fsdp beside pp"
+        )
+    links = links_of(model)
+    costs = [float(cost_of([model.get_submodule(name) for name in link])) for link in links]
+    cut = cut_chain(strategy, costs, ", ".join(" + ".join(link) for link in links))
+    chain = chain_by(skeleton, links, cut)
+    rank_of = schedule_of(strategy, 1).rank_of
+    for rank in range(strategy.pp.degree):
+        stages = (stage for stage, of in enumerate(rank_of) if of == rank)
+        names = [name for stage in stages for name in chain.names(stage)]
+        if not any(w.is_trained for w in skeleton.weights if _is_read(w, names)):
+            raise StrategyError(
+                f"pp: rank {rank} of pp has no trained parameter in its layers, "
+                f"{', '.join(names)}; choose another cut"
+            )
+    return chain
+
+
+def chain_by(skeleton: Skeleton, links: Links, cut: Sequence[range]) -> CutChain:
+    """Return the chain of a module of these links, cut into these stages.
+
+    Raises:
+        StrategyError: two stages read one parameter, and they are not the first and the last.
+    """
+    chain, ends = CutChain(links, cut, None), {0, len(cut) - 1}
+    names, tied = [chain.names(stage) for stage in range(len(cut))], list[Weight]()
+    for weight in skeleton.weights:
+        stages = [stage for stage, own in enumerate(names) if _is_read(weight, own)]
+        if len(stages) > 1:
+            tied.append(weight)
+        if len(stages) > 1 and (set(stages) != ends or len(tied) > 1):
+            raise StrategyError(
+                f"pp: stages {', '.join(map(str, stages))} of {type(skeleton.model).__name__} read "
+                f"one parameter, '{weight.name}'; expected one at most that several read, the "
+                "first stage and the last; use fsdp"
+            )
+    return CutChain(links, cut, tied[0] if tied else None)
+
+
+def _is_read(weight: Weight, modules: Iterable[str]) -> bool:
+    """Tell whether one of some modules holds a parameter."""
+    return any(name.startswith(f"{module}.") for name in weight.names for module in modules)
+
+
+def _of_decoder(shape: ModelShape) -> Links:
+    """Return the links of our decoder."""
+    blocks = [[f"blocks.{index}"] for index in range(shape.num_layers)]
+    head = ["norm", "output", *(["embedding"] if shape.tied else [])]
+    return [["embedding", "position_embedding"], *blocks, head]
 
 
 def links_of(model: nn.Module) -> Links:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.pipeline.cut import num_stages, ranges_of
-from phalanx.parallel.pipeline.links import links_of
+from phalanx.parallel.pipeline.links import chain_by, links_of
 from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.stage import Stages
+from phalanx.parallel.skeleton import skeleton_of
 from phalanx.strategy import Strategy
 
 
@@ -59,7 +60,8 @@ def measured_cut(
     """
     links = links_of(model)
     num_links = len(links)
-    stages = ModuleStages(model, links, ranges_of([1] * num_links), range(num_links))
+    chain = chain_by(skeleton_of(model), links, ranges_of([1] * num_links))
+    stages = ModuleStages(model, chain, range(num_links))
     return with_best_cut(strategy, [sum(each) for each in link_times(stages, forward, num_rounds)])
 
 

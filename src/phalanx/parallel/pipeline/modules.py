@@ -33,7 +33,7 @@ from typing_extensions import override
 from phalanx.errors import StrategyError
 from phalanx.parallel.pipeline.awaited import Awaited, StandIn, absent, await_, received_for
 from phalanx.parallel.pipeline.chain import Chain
-from phalanx.parallel.pipeline.links import Links, LooseBuffers
+from phalanx.parallel.pipeline.links import CutChain, LooseBuffers
 from phalanx.parallel.pipeline.outline import Form, Like, form_of, read, write
 from phalanx.parallel.pipeline.stage import Stages
 
@@ -49,19 +49,15 @@ class _Left(BaseException):
 class ModuleStages(Stages):
     """The stages of a module, see above."""
 
-    def __init__(
-        self, model: nn.Module, links: Links, cut: Sequence[range], here: Sequence[int]
-    ) -> None:
-        """Replace in `model`, in place, what the stages `here` do not run.
-
-        Raises:
-            StrategyError: two stages read one parameter, and they are not the first and the last.
-        """
-        super().__init__(cut, here)
+    def __init__(self, model: nn.Module, chain: CutChain, here: Sequence[int]) -> None:
+        """Replace in `model`, in place, what the stages `here` do not run."""
+        super().__init__(chain.cut, here)
         self._model = model
-        stage_of = {name: s for s, part in enumerate(cut) for at in part for name in links[at]}
-        self._chain = Chain(model, stage_of, self._call_absent)
-        self._first = {s: [self._chain.modules[name] for name in links[cut[s][0]]] for s in here}
+        stage_of = {name: s for s in range(self.num_stages) for name in chain.names(s)}
+        tied = None if chain.tied is None else chain.tied.name
+        self._chain = Chain(model, stage_of, tied, self._call_absent)
+        firsts = {stage: chain.links[chain.cut[stage][0]] for stage in here}
+        self._first = {s: [self._chain.modules[n] for n in names] for s, names in firsts.items()}
         self._at_work = 0
         self._is_in_objective = False
         self._waits = False

@@ -7,8 +7,10 @@ k (the linear partition problem; Skiena, The Algorithm Design Manual, section 10
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 
 from phalanx.errors import StrategyError
 
@@ -16,9 +18,7 @@ Fits = Callable[[range, int], bool]
 """Whether layers fit into the memory of a stage: (layers, number of the stage)."""
 
 
-def partition(
-    costs: Sequence[float], num_stages: int, fits: Fits = lambda layers, stage: True
-) -> list[range]:
+def partition(costs: Sequence[float], num_stages: int, fits: Fits | None = None) -> list[range]:
     """Return the layers of each stage, in order; every stage has at least one.
 
     Of the cuts whose slowest stage is equally fast, it is the most even: that of the least sum of
@@ -27,7 +27,7 @@ def partition(
     Args:
         costs: forward and backward of each layer, in FLOPs or seconds, at least 0.
         num_stages: at least 1.
-        fits: which stages are allowed.
+        fits: which stages are allowed; all if None.
 
     Raises:
         StrategyError: there are fewer layers than stages, or no cut fits.
@@ -39,47 +39,72 @@ def partition(
             f"stages are {num_layers}"
         )
     upto = [0.0, *accumulate(costs)]
-
-    def cost(layers: range) -> float:
-        return upto[layers.stop] - upto[layers.start]
-
-    fastest = _best_cut(num_layers, num_stages, fits, lambda so_far, new: max(so_far, cost(new)))
-    if fastest is None:
-        raise StrategyError(
-            f"pp: no cut of {num_layers} layers into {num_stages} stages fits the memory of every "
-            "stage; take more stages, recompute:full, or a smaller microbatch"
-        )
-    slowest = max(map(cost, fastest))
-    even = _best_cut(
-        num_layers,
-        num_stages,
-        lambda layers, stage: cost(layers) <= slowest and fits(layers, stage),
-        lambda so_far, new: so_far + cost(new) ** 2,
-    )
+    slowest = _slowest(upto, num_stages) if fits is None else None
+    if slowest is None:
+        fastest = _best_cut(upto, num_stages, fits, max)
+        if fastest is None:
+            raise StrategyError(
+                f"pp: no cut of {num_layers} layers into {num_stages} stages fits the memory of "
+                "every stage; take more stages, recompute:full, or a smaller microbatch"
+            )
+        slowest = max(upto[layers.stop] - upto[layers.start] for layers in fastest)
+    even = _best_cut(upto, num_stages, fits, lambda so_far, new: so_far + new**2, slowest)
     assert even is not None
     return even
 
 
+def _slowest(upto: Sequence[float], num_stages: int) -> float:
+    """Return the cost of the slowest stage of the best cut.
+
+    It is the cost of some range of layers: the least with which stages, each filled as far as that
+    allows, come to the end. A cut of fewer stages can always be cut further.
+    """
+    num_layers = len(upto) - 1
+
+    def suffices(most: float) -> bool:
+        begin = 0
+        for _ in range(num_stages):
+            # The last layer that costs no more, by the same difference that costs are.
+            end = bisect_right(upto, most, begin, key=lambda there: there - upto[begin]) - 1
+            if end == num_layers:
+                return True
+            begin = end
+        return False
+
+    costs = sorted({there - here for here, there in combinations(upto, 2)})
+    return costs[bisect_left(costs, True, key=suffices)]
+
+
 def _best_cut(
-    num_layers: int, num_stages: int, fits: Fits, value: Callable[[float, range], float]
+    upto: Sequence[float],
+    num_stages: int,
+    fits: Fits | None,
+    value: Callable[[float, float], float],
+    most: float = math.inf,
 ) -> list[range] | None:
     """Return the cut of least value, or None if none fits.
 
     Args:
-        num_layers: of the chain.
+        upto: cost of the layers before each, and of all.
         num_stages: of the cut.
-        fits: which stages are allowed.
-        value: of a cut, from that of its stages but the last, and the last.
+        fits: which stages are allowed; all if None.
+        value: of a cut, from that of its stages but the last, and the cost of the last.
+        most: that a stage may cost.
     """
+    num_layers = len(upto) - 1
     # Number of layers -> value and stages of the best cut of that many of the first.
     best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}
     for stage in range(num_stages):
         found: dict[int, tuple[float, list[range]]] = {}
         for begin, (so_far, stages) in best.items():
-            for end in range(begin + 1, num_layers + 1):
+            for end in range(begin + 1, num_layers - (num_stages - stage) + 2):
+                cost = upto[end] - upto[begin]
+                if cost > most:
+                    break
+                new = value(so_far, cost)
                 layers = range(begin, end)
-                new = value(so_far, layers)
-                if (end not in found or new < found[end][0]) and fits(layers, stage):
+                is_better = end not in found or new < found[end][0]
+                if is_better and (fits is None or fits(layers, stage)):
                     found[end] = new, [*stages, layers]
         best = found
     return best[num_layers][1] if num_layers in best else None

@@ -17,8 +17,10 @@ Limits    The model is a chain: our decoder, or see modules.py. At least as many
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -27,133 +29,171 @@ from typing_extensions import override
 
 from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
-from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.accumulate import Runner
-from phalanx.parallel.pipeline.cut import cut_chain, cut_of, schedule_of
-from phalanx.parallel.pipeline.links import cost_of, links_of
-from phalanx.parallel.pipeline.lowering import lower
+from phalanx.parallel.pipeline.borders import Border, Borders
+from phalanx.parallel.pipeline.cut import schedule_of
+from phalanx.parallel.pipeline.links import chain_of
+from phalanx.parallel.pipeline.lowering import SENDS, messages_of, other_stage
 from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.pipeline.runtime import Pipeline
+from phalanx.parallel.pipeline.schedule import Action, Schedule
 from phalanx.parallel.pipeline.sizes import HEADER_BYTES
 from phalanx.parallel.pipeline.stage import DecoderStages, Stages
 from phalanx.parallel.reduce import GradientReducer, OuterReducer
+from phalanx.parallel.skeleton import Weight
 from phalanx.parallel.split import Split, Target
-from phalanx.strategy import Strategy
 
 
 class PipelineSplit(Split):
-    """The axis pp. Its constructor cuts the model, so that other axes see what is left of it."""
+    """The axis pp: a rank has some of the links of a chain, and the axes after it see those."""
 
     axis = "pp"
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        model = target.model
-        here = schedule_of(target.strategy, 1).stages_of(target.pp_rank)
-        self._width: int | None = None
-        self._itemsize = (target.compute or next(model.parameters()).dtype).itemsize
-        if isinstance(model, Decoder):
-            self._width = model.shape.hidden
-            self.stages: Stages = DecoderStages(model, cut_of(target.strategy, model.shape), here)
-        else:
-            self.stages = _module_stages(model, target.strategy, here)
+        self.chain = chain_of(target.strategy, target.skeleton)
+        self._borders: Borders | None = None
+        if target.run_on_shapes is not None and target.skeleton.shape is None:
+            self._borders = Borders(target.skeleton.model, self.chain, target.run_on_shapes)
+        self._stage(target)
+
+    def _stage(self, target: Target) -> None:
+        """Note what the rank at `target.pp_rank` has."""
+        self.target = target
+        self.here = self.schedule(1).stages_of(target.pp_rank)
+        self._num_ends = len({0, len(self.chain.cut) - 1}.intersection(self.here))
+        self._stages: Stages | None = None
+
+    @override
+    def of(self, target: Target) -> PipelineSplit:
+        other = copy.copy(self)
+        other._stage(target)
+        return other
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return what each rank does in a step."""
+        return schedule_of(self.target.strategy, num_microbatches)
 
     @override
     def remaining(self) -> Target:
-        stages = self.stages
+        chain, here = self.chain, frozenset(self.here)
+        names_here, names_gone = (
+            {
+                name
+                for stage in range(len(chain.cut))
+                if (stage in here) == is_here
+                for name in chain.names(stage)
+            }
+            for is_here in (True, False)
+        )
         return dataclasses.replace(
-            self.target, num_stages=len(stages.here), num_ends=stages.num_ends
+            self.target,
+            skeleton=self.target.skeleton.part(names_here, names_gone),
+            num_stages=len(self.here),
+            num_ends=self._num_ends,
         )
 
     @override
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        strategy, rank = self.target.strategy, self.target.pp_rank
-        schedule = schedule_of(strategy, len(microbatches))
-        sizes = {"forward": list[int](), "backward": list[int]()}
-        phases = {"SEND_F": "forward", "SEND_B": "backward"}
-        # What a stage of any module sends is known once it runs.
-        for action in lower(schedule, rank) if self._width is not None else ():
-            if action.op in phases:
-                size = self._message_bytes(*microbatches[action.microbatch])
-                sizes[phases[action.op]].append(size)
-        if (copy := self._tied()) is not None:
-            sizes["reduce"] = [self._shard_bytes(copy)]
-        return [
-            Entry(phase, "pp", "send", len(each), sum(each), sent_bytes("send", sum(each), 2))
-            for phase, each in sizes.items()
-            if each
+        sent = {op: Counter[tuple[int, tuple[int, int]]]() for op in SENDS}
+        for send in self._sends(len(microbatches)):
+            border = min(send.stage, other_stage(send))
+            sent[send.op][border, microbatches[send.microbatch]] += 1
+        rows = [
+            (phase, of.total(), sum(n * self._message_bytes(*at) for at, n in of.items()))
+            for phase, of in zip(("forward", "backward"), sent.values(), strict=True)
+            if all(self._border(*at) is not None for at in of)
         ]
+        if self.target.skeleton.shape is None:
+            num_headers = sent["SEND_F"].total()
+            rows.append(("sizes", num_headers, num_headers * HEADER_BYTES))
+        if (weight := self._tied) is not None:
+            rows.append(("reduce", 1, self._shard_bytes(weight)))
+        return _entries(rows)
 
     @override
     def announces(
         self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
     ) -> list[Entry]:
-        rank, stages = self.target.pp_rank, self.stages
-        rank_of = schedule_of(self.target.strategy, 1).rank_of
-        following = [stage + 1 for stage in stages.here if stage + 1 < stages.num_stages]
-        num_receivers = sum(rank_of[stage] != rank for stage in following)
-        calls = num_receivers * len(set(microbatches).difference(before))
-        if not stages.has_fixed_sizes or not calls:
-            return []
-        payload = calls * HEADER_BYTES
-        return [Entry("sizes", "pp", "send", calls, payload, sent_bytes("send", payload, 2))]
+        senders = {send.stage for send in self._sends(1) if send.op == "SEND_F"}
+        if self.target.skeleton.shape is not None:
+            calls = len(senders) * len(set(microbatches).difference(before))
+            return _entries([("sizes", calls, calls * HEADER_BYTES)])
+        # A module's outlines are sent where they are not those of the microbatch before.
+        calls, num_numbers, last = 0, 0, before[-1:]
+        for microbatch in microbatches:
+            for stage in senders:
+                new = self._border(stage, microbatch)
+                known = self._border(stage, last[0]) if last else None
+                if new is not None and (known is None or known.outline != new.outline):
+                    calls, num_numbers = calls + 1, num_numbers + len(new.outline)
+            last = [microbatch]
+        return _entries([("sizes", calls, num_numbers * torch.int64.itemsize)])
 
-    def _message_bytes(self, num_rows: int, length: int) -> int:
-        width = self._width
-        assert width is not None, "only what a decoder sends is known"
-        held = self.target.left_by_later("residual", (num_rows, length, width))
-        return math.prod(held) * self._itemsize
+    def _sends(self, num_microbatches: int) -> list[Action]:
+        """Return the sends of the rank in a step."""
+        schedule = self.schedule(num_microbatches)
+        computes = schedule.orders[self.target.pp_rank]
+        messages = (message for each in computes for message in messages_of(schedule, each))
+        return [message for message in messages if message.op in SENDS]
 
-    def _shard_bytes(self, table: nn.Parameter) -> int:
+    def _border(self, stage: int, microbatch: tuple[int, int]) -> Border | None:
+        """Return what is sent after a stage, as far as it is known."""
+        target, shape = self.target, self.target.skeleton.shape
+        if shape is not None:
+            held = target.left_by_later("residual", (*microbatch, shape.hidden))
+            return Border(math.prod(held) * target.compute_dtype.itemsize, ())
+        borders = self._borders and self._borders.after(microbatch)
+        return borders[stage] if borders else None
+
+    def _message_bytes(self, stage: int, microbatch: tuple[int, int]) -> int:
+        border = self._border(stage, microbatch)
+        return 0 if border is None else border.nbytes
+
+    def _shard_bytes(self, table: Weight) -> int:
         """Return the bytes of the first rank's shard of an embedding."""
-        held = self.target.left_by_later("table", tuple(table.shape))
-        return math.prod(held) * table.itemsize
+        held = self.target.left_by_later("table", table.shape)
+        return math.prod(held) * table.dtype.itemsize
 
-    def _tied(self) -> nn.Parameter | None:
-        """Return the weight of which another rank has a copy, if there is one here."""
-        return self.stages.tied if self.stages.num_ends == 1 else None
+    @property
+    def _tied(self) -> Weight | None:
+        """The weight of which another rank has a copy, if there is one here."""
+        return self.chain.tied if self._num_ends == 1 else None
 
     @override
-    def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer | None:
-        weight = self._tied()
-        if weight is None or not weight.requires_grad:
+    def apply(self, model: nn.Module, comm: Ranks) -> None:
+        """Remove what the stages of this rank do not run."""
+        if isinstance(model, Decoder):
+            self._stages = DecoderStages(model, self.chain.cut, self.here)
+        else:
+            self._stages = ModuleStages(model, self.chain, self.here)
+
+    @override
+    def reducer(
+        self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
+    ) -> GradientReducer | None:
+        if self._tied is None or not self._tied.is_trained:
             return inner
-        rank_of = schedule_of(self.target.strategy, 1).rank_of
-        other = rank_of[-1] if 0 in self.stages.here else rank_of[0]
-        return TiedReducer(weight, comm, other, inner)
+        rank_of = self.schedule(1).rank_of
+        other = rank_of[-1] if 0 in self.here else rank_of[0]
+        return TiedReducer(model.get_parameter(self._tied.name), comm, other, inner)
 
     @override
-    def runner(self, comm: Ranks, runner: Runner) -> Runner:
-        weight = self._tied()
-        copies = [weight] if weight is not None and 0 not in self.stages.here else []
-        strategy = self.target.strategy
-        return Pipeline(
-            self.stages, comm, lambda m: schedule_of(strategy, m), runner.reducer, copies
-        )
+    def runner(self, model: nn.Module, comm: Ranks, runner: Runner) -> Runner:
+        assert self._stages is not None, "applied first"
+        is_copy = self._tied is not None and 0 not in self.here
+        copies = [model.get_parameter(self._tied.name)] if self._tied and is_copy else []
+        return Pipeline(self._stages, comm, self.schedule, runner.reducer, copies)
 
 
-def _module_stages(model: nn.Module, strategy: Strategy, here: Sequence[int]) -> ModuleStages:
-    """Return the stages of a module that is not our decoder, cut by its parameters."""
-    if strategy.tp.degree > 1:
-        raise StrategyError(
-            f"strategy '{strategy}': tp beside pp is for phalanx's Decoder, and the model is a "
-            f"{type(model).__name__}; use fsdp beside pp"
-        )
-    links = links_of(model)
-    costs = [float(cost_of([model.get_submodule(name) for name in link])) for link in links]
-    cut = cut_chain(strategy, costs, ", ".join(" + ".join(link) for link in links))
-    rank_of = schedule_of(strategy, 1).rank_of
-    for rank in range(strategy.pp.degree):
-        names = [
-            n for s, part in enumerate(cut) if rank_of[s] == rank for at in part for n in links[at]
-        ]
-        if not any(p.requires_grad for n in names for p in model.get_submodule(n).parameters()):
-            raise StrategyError(
-                f"pp: rank {rank} of pp has no trained parameter in its layers, "
-                f"{', '.join(names)}; choose another cut"
-            )
-    return ModuleStages(model, links, cut, here)
+def _entries(rows: Sequence[tuple[str, int, int]]) -> list[Entry]:
+    """Return what is sent over pp, of phase, number and bytes of the messages."""
+    return [
+        Entry(phase, "pp", "send", calls, payload, sent_bytes("send", payload, 2))
+        for phase, calls, payload in rows
+        if calls
+    ]
 
 
 class TiedReducer(OuterReducer):

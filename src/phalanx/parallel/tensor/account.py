@@ -21,8 +21,8 @@ from phalanx.comm.comm import Counting
 from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.models.decoder import Head
 from phalanx.parallel.batch_shape import BatchShape
-from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.reduce import BUCKET_BYTES, buckets
+from phalanx.parallel.skeleton import Weight
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.layers import is_transposed, subtracts_mean
 from phalanx.parallel.tensor.layout import Layout
@@ -77,7 +77,9 @@ def traffic(
 ) -> list[Entry]:
     """Return what the first rank of tp sends over tp in one step."""
     grid = tuple((axis, layout.comm.size(axis)) for axis in layout.axes)
-    works = Counter(_works(target, bindings))
+    works = Counter[tuple[_Work, str]]()
+    for work, recompute, times in _works(target, bindings):
+        works[work, recompute] += times
     sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for batch, num_batches in Counter(batches).items():
         for (work, recompute), number in works.items():
@@ -86,7 +88,7 @@ def traffic(
                     pair = sums[phase, entry.axis, entry.op]
                     pair[0] += num_batches * number * entry.calls
                     pair[1] += num_batches * number * entry.payload_bytes
-    for axes, sizes in _replicas(parameters, target.strategy.num_shards).items():
+    for axes, sizes in _replicas(target, parameters).items():
         for axis in axes:
             sums["reduce", axis, "all_reduce"][0] += len(buckets(sizes, BUCKET_BYTES))
             sums["reduce", axis, "all_reduce"][1] += sum(sizes)
@@ -96,22 +98,24 @@ def traffic(
     ]
 
 
-def _works(target: Target, bindings: Sequence[RoleBinding]) -> Iterator[tuple[_Work, str]]:
-    """Yield the work of each layer, and how it is recomputed."""
-    strategy = target.strategy
-    master = next(target.model.parameters()).dtype
-    compute = target.compute or master
-    blocks = tuple(f"{name}." for name, _ in blocks_of(target.model))
+def _works(target: Target, bindings: Sequence[RoleBinding]) -> Iterator[tuple[_Work, str, int]]:
+    """Yield the work of each layer, how it is recomputed, and how many such layers there are."""
+    strategy, skeleton = target.strategy, target.skeleton
+    master, compute = skeleton.dtype, target.compute_dtype
+    blocks = tuple(f"{name}." for name in skeleton.blocks)
     width = _width(bindings)
     for binding in bindings:
+        times = len(skeleton.named(binding.name))
+        if times == 0:
+            continue
         is_block = binding.name.startswith(blocks)
         # fsdp gathers the weights of blocks in the data type of the arithmetic.
         dtype = compute if is_block and strategy.fsdp.degree > 1 else master
         recompute = strategy.recompute.kind if is_block else "none"
         for kind, sizes in _kinds(binding, bindings, width):
-            yield _Work(kind, sizes, compute, dtype), recompute
-    for _ in gathered_bases(target.model, functools.partial(reads_residual, bindings)):
-        yield _Work("gather", (width,), compute, master), "none"
+            yield _Work(kind, sizes, compute, dtype), recompute, times
+    for _ in gathered_bases(skeleton.model, functools.partial(reads_residual, bindings)):
+        yield _Work("gather", (width,), compute, master), "none", 1
 
 
 def _kinds(
@@ -189,23 +193,29 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
     return [token_loss_sum(logits, labels, width, layout)]
 
 
-def _replicas(parameters: Sequence[Placed], num_shares: int) -> dict[tuple[str, ...], list[int]]:
+def _replicas(target: Target, parameters: Sequence[Placed]) -> dict[tuple[str, ...], list[int]]:
     """Return the bytes of each gradient that owes a sum, by the axes over which it does.
 
-    That is a share: fsdp splits the rows of this rank's shard again, in `num_shares`.
+    That is a share: fsdp splits the rows of this rank's shard again.
     """
-    sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    num_shares = target.strategy.num_shards
+    found: dict[Weight, tuple[tuple[str, ...], int]] = {}
     for row in parameters:
-        if row.partial_axes and row.parameter.requires_grad:
+        if row.partial_axes and row.weight.is_trained:
             num_rows, *rest = row.shard_shape
             share = -(-num_rows // num_shares) * math.prod(rest)
-            sizes[row.partial_axes].append(share * row.parameter.itemsize)
+            found[row.weight] = row.partial_axes, share * row.weight.dtype.itemsize
+    sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for weight in target.skeleton.parameters():
+        if weight in found:
+            axes, size = found[weight]
+            sizes[axes].append(size)
     return sizes
 
 
 def _width(bindings: Sequence[RoleBinding]) -> int:
     """Return the number of features of the residual."""
-    roles = ("row", "embedding", "head")  # the last stage of a pipeline may have the head alone
+    roles = ("row", "embedding", "head")
     binding = next(binding for role in roles for binding in bindings if binding.role == role)
     table = _table(binding, bindings) if binding.role == "head" else binding.module
     return _matrix_shape(table)[0 if binding.role == "row" else 1]

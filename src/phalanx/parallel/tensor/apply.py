@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.comm import Comm, Counting, Ranks
 from phalanx.parallel.batch_shape import BatchShape, batch_scope
+from phalanx.parallel.skeleton import Skeleton
 from phalanx.parallel.tensor import layers, transformers_models
 from phalanx.parallel.tensor.fused import interleaved, placement_of
 from phalanx.parallel.tensor.layout import Layout
@@ -35,10 +37,23 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 
 def apply(
-    model: nn.Module, layout: Layout, bindings: Sequence[RoleBinding], parameters: Sequence[Placed]
+    model: nn.Module,
+    skeleton: Skeleton,
+    layout: Layout,
+    bindings: Sequence[RoleBinding],
+    parameters: Sequence[Placed],
 ) -> None:
-    """Split a model over tp, in place, by a layout on the ranks of the job."""
-    shards = {row.parameter: _shard(row, layout) for row in parameters}
+    """Split a model over tp, in place, by a layout on the ranks of the job.
+
+    Args:
+        model: of which `skeleton` is; it may be another object.
+        skeleton: of what the rank has.
+        layout: over the ranks.
+        bindings: the roles of the modules in `skeleton`.
+        parameters: its parameters.
+    """
+    rows = {name: row for row in parameters for name in skeleton.named(row.weight.name)}
+    shards = {p: _shard(p, rows[name], layout) for name, p in model.named_parameters()}
     for buffer in model.buffers():
         if not buffer.is_meta:
             layout.comm.broadcast(buffer, "tp")
@@ -46,20 +61,40 @@ def apply(
         named = module.named_parameters(recurse=False, remove_duplicate=False)
         for name, parameter in list(named):
             setattr(module, name, shards[parameter])
-    for binding in bindings:
+    bound = [of for binding in bindings for of in _bindings_in(model, skeleton, binding)]
+    for binding in bound:
         _bind(binding, layout)
-    transformers_models.bind(model, layout, functools.partial(reads_residual, bindings))
+    transformers_models.bind(model, layout, functools.partial(reads_residual, bound))
     _bind_model(model)
 
 
+def _bindings_in(
+    model: nn.Module, skeleton: Skeleton, binding: RoleBinding
+) -> Iterator[RoleBinding]:
+    """Yield the modules of a model that a module of the skeleton stands for, in its role."""
+    columns = [[*_bindings_in(model, skeleton, column)] for column in binding.columns]
+    for number, name in enumerate(skeleton.named(binding.name)):
+        yield dataclasses.replace(
+            binding,
+            name=name,
+            module=model.get_submodule(name),
+            columns=tuple(of[number] for of in columns),
+        )
+
+
 def layout_of(strategy: Strategy, comm: Comm | None = None) -> Layout:
-    """Return the layout of a strategy; without the ranks of a job, one that only counts."""
-    return LAYOUTS[strategy.tp.kind](comm or Counting(strategy.mesh_axes()))
+    """Return the layout of a strategy; without the ranks of a job, one that says what would be."""
+    return _planned(strategy) if comm is None else LAYOUTS[strategy.tp.kind](comm)
 
 
-def _shard(placed: Placed, layout: Layout) -> nn.Parameter:
+@functools.cache
+def _planned(strategy: Strategy) -> Layout:
+    return LAYOUTS[strategy.tp.kind](Counting(strategy.mesh_axes()))
+
+
+def _shard(parameter: nn.Parameter, placed: Placed, layout: Layout) -> nn.Parameter:
     """Return this rank's shard of a parameter, as a DTensor of the job's mesh."""
-    full, spec, mesh = placed.parameter.detach(), placed.spec, cast(Ranks, layout.comm).model_mesh
+    full, spec, mesh = parameter.detach(), placed.spec, cast(Ranks, layout.comm).model_mesh
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
     stride, placements = full.stride(), spec.placements(mesh.mesh_dim_names or ())
@@ -76,7 +111,7 @@ def _shard(placed: Placed, layout: Layout) -> nn.Parameter:
         shape=full.shape,
         stride=stride,
     )
-    return nn.Parameter(shard, requires_grad=placed.parameter.requires_grad)
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 def _fused(

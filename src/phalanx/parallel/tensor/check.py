@@ -51,13 +51,13 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
     """
     num_ranks = strategy.fsdp.degree
     for row in parameters:
-        if row.parameter.ndim == 0:
+        if row.weight.ndim == 0:
             continue  # has no rows, which fsdp refuses itself
-        num_rows, sizes = row.parameter.shape[0], row.degrees(0)
+        num_rows, sizes = row.weight.shape[0], row.degrees(0)
         num_maps = len(row.binding.parts)
         if num_maps > 1 and sizes:
             raise StrategyError(
-                f"{Strategy(fsdp=strategy.fsdp)}: '{row.name}' holds {num_maps} maps, "
+                f"{Strategy(fsdp=strategy.fsdp)}: '{row.weight.name}' holds {num_maps} maps, "
                 f"and tp splits its rows, which fsdp cannot split again; use dp{num_ranks}, or "
                 f"hold them as {num_maps} modules"
             )
@@ -68,9 +68,9 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
         fits = [n for n in others if dtensor_shards_agree(num_rows, sizes, n * cp)]
         multiple = math.prod(sizes)
         raise StrategyError(
-            f"{Strategy(fsdp=strategy.fsdp, tp=strategy.tp)}: '{row.name}' has {num_rows} rows, of "
-            "which tp makes uneven parts, and PyTorch takes what fsdp makes of those for other "
-            f"rows than they are; give it {-(-num_rows // multiple) * multiple} rows"
+            f"{Strategy(fsdp=strategy.fsdp, tp=strategy.tp)}: '{row.weight.name}' has {num_rows} "
+            "rows, of which tp makes uneven parts, and PyTorch takes what fsdp makes of those for "
+            f"other rows than they are; give it {-(-num_rows // multiple) * multiple} rows"
             + (f", or take fsdp{fits[0]}" if fits else "")
         )
 
@@ -82,6 +82,8 @@ def dtensor_shards_agree(num_rows: int, tp_sizes: Sequence[int], fsdp: int) -> b
     sharded first. With uneven shards the two disagree about which global rows a rank holds (torch
     2.13).
     """
+    if num_rows % (math.prod(tp_sizes) * fsdp) == 0:
+        return True
     parts = _parts(num_rows, tp_sizes)
     held = zip(*(_cut(size, fsdp) for size in parts), strict=True)
     return parts == _cut(num_rows, len(parts)) and all(
@@ -134,14 +136,14 @@ def _problems(
     num_shards = layout.column.num_shards(0, layout.comm)
     for binding in bindings:
         for row in own[binding.name]:
-            shape = tuple(row.parameter.shape)
+            shape = row.weight.shape
             for dim, size in enumerate(shape):
                 multiple = math.prod(row.degrees(dim))
                 if multiple > 1 and dim == (1 if is_transposed(binding.module) else 0):
                     multiple *= sum(binding.parts)
                 if size % multiple and not (dim == 0 and binding.role in ("embedding", "head")):
                     yield (
-                        f"'{row.name}' is of shape {shape}, and {size} is not a multiple of "
+                        f"'{row.weight.name}' is of shape {shape}, and {size} is not a multiple of "
                         f"{multiple}"
                     )
         width = head_width(binding.module)

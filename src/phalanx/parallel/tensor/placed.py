@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import nn
-
 from phalanx.errors import StrategyError
+from phalanx.parallel.skeleton import Skeleton, Weight
 from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.roles import OF_ALL, PAGE, RoleBinding
@@ -21,23 +19,17 @@ from phalanx.parallel.tensor.spec import Spec
 class Placed:
     """A parameter, and how a layout splits it.
 
-    Modules may share it: it has all their names, and the binding of the first.
+    Modules may share it: it has the binding of the first.
     """
 
-    names: tuple[str, ...]
-    parameter: nn.Parameter
+    weight: Weight
     binding: RoleBinding
     layout: Layout
-
-    @property
-    def name(self) -> str:
-        """Its first name."""
-        return self.names[0]
 
     @cached_property
     def spec(self) -> Spec:
         """The sub-axes of tp that split each dimension."""
-        return _spec(self.binding, self.parameter, self.layout)
+        return _spec(self.binding, self.weight.ndim, self.layout)
 
     def under(self, layout: Layout) -> Placed:
         """Return the same parameter under another layout."""
@@ -57,40 +49,41 @@ class Placed:
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of this rank's shard; the first rank's is the largest."""
-        return self.spec.shard_shape(self.parameter.shape, self.layout.comm)
+        return self.spec.shard_shape(self.weight.shape, self.layout.comm)
 
 
-def placed(model: nn.Module, bindings: Iterable[RoleBinding], layout: Layout) -> list[Placed]:
+def placed(skeleton: Skeleton, bindings: Iterable[RoleBinding], layout: Layout) -> list[Placed]:
     """Return the parameters of a model, each once.
 
     Raises:
         StrategyError: a parameter is in no module with a role, or in several whose roles split it
             differently.
     """
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    found: dict[nn.Parameter, Placed] = {}
+    weights = {name: weight for weight in skeleton.weights for name in weight.names}
+    found: dict[Weight, Placed] = {}
     for binding in bindings:
-        for key, parameter in binding.module.named_parameters(recurse=binding.role in OF_ALL):
-            row = Placed(tuple(names[parameter]), parameter, binding, layout)
-            if found.setdefault(parameter, row).spec != row.spec:
+        for key, _ in binding.module.named_parameters(
+            prefix=binding.name, recurse=binding.role in OF_ALL
+        ):
+            if (weight := weights.get(key)) is None:
+                continue  # other stages have it
+            row = Placed(weight, binding, layout)
+            if found.setdefault(weight, row).spec != row.spec:
                 raise StrategyError(
-                    f"tp: '{binding.name}.{key}' is one parameter with another that is split "
-                    "otherwise; give their modules roles that agree, as embedding and head do"
+                    f"tp: '{key}' is one parameter with another that is split otherwise; give "
+                    "their modules roles that agree, as embedding and head do"
                 )
-    if (parameter := next((p for p in names if p not in found), None)) is not None:
-        name = names[parameter][0]
-        home = name.rpartition(".")[0]
+    if (weight := next((w for w in skeleton.weights if w not in found), None)) is not None:
+        home = weight.name.rpartition(".")[0]
         raise StrategyError(
-            f"tp: the parameter '{name}' is in no module that has a role; give a pattern for "
-            f"{f'{home!r}' if home else 'a module that it is moved into'}, see {PAGE}"
+            f"tp: the parameter '{weight.name}' is in no module that has a role; give a pattern "
+            f"for {f'{home!r}' if home else 'a module that it is moved into'}, see {PAGE}"
         )
     return list(found.values())
 
 
-def _spec(binding: RoleBinding, parameter: nn.Parameter, layout: Layout) -> Spec:
-    """Return how a parameter of a module of a role is split."""
+def _spec(binding: RoleBinding, ndim: int, layout: Layout) -> Spec:
+    """Return how a parameter of so many dimensions, of a module of a role, is split."""
     full: tuple[str, ...] = ()
     features = layout.residual.axes[2]
     matrix, vector = (full, full), full
@@ -105,6 +98,6 @@ def _spec(binding: RoleBinding, parameter: nn.Parameter, layout: Layout) -> Spec
         vector = features
     elif binding.role == "inner_norm":
         vector = layout.inner.axes[2]
-    if parameter.ndim == 2:
+    if ndim == 2:
         return Spec.of(*(reversed(matrix) if is_transposed(binding.module) else matrix))
-    return Spec.of(*(vector, *[full] * parameter.ndim)[: parameter.ndim])
+    return Spec.of(*(vector, *[full] * ndim)[:ndim])

@@ -6,40 +6,37 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
+from phalanx.parallel.skeleton import Skeleton
 from phalanx.parallel.split import Row
 from phalanx.parallel.tensor.placed import Placed
 
 
-def report(parameters: Iterable[Placed]) -> list[Row]:
-    """Return what tp does to each parameter, in their order."""
-    return _folded(
-        Row(
-            name=row.name,
-            role=row.binding.text,
-            full=tuple(row.parameter.shape),
-            shard=row.shard_shape,
-            axes=row.spec.axes,
-            tied=row.names[1:],
-        )
-        for row in parameters
-    )
+def report(skeleton: Skeleton, parameters: Iterable[Placed]) -> list[Row]:
+    """Return what tp does to each parameter, in their order.
 
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
-"""A name between dots that is a number: of an element of a list of modules."""
-
-
-def _folded(rows: Iterable[Row]) -> list[Row]:
-    """Fold rows that differ only in the number of the block, the first number of the name."""
+    Those that differ only in the number of the block, the first number of the name, are one row.
+    """
     numbers: dict[Row, list[int]] = {}
-    for row in rows:
-        number = _NUMBER.search(row.name)
-        alike = dataclasses.replace(row, name=_NUMBER.sub("*", row.name, count=1))
-        numbers.setdefault(alike, []).extend([] if number is None else [int(number[0])])
+    for placed in parameters:
+        weight = placed.weight
+        found = (_NUMBER.search(name) for name in skeleton.named(weight.name))
+        row = Row(
+            name=_NUMBER.sub("*", weight.name, count=1),
+            role=placed.binding.text,
+            full=weight.shape,
+            shard=placed.shard_shape,
+            axes=placed.spec.axes,
+            tied=weight.names[1:],
+        )
+        numbers.setdefault(row, []).extend(int(number[0]) for number in found if number)
     return [
         dataclasses.replace(row, name=row.name.replace("*", _ranges(found), 1))
         for row, found in numbers.items()
     ]
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+"""A name between dots that is a number: of an element of a list of modules."""
 
 
 def _ranges(numbers: list[int]) -> str:

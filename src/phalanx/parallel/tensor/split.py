@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
+
+from torch import nn
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
@@ -30,10 +33,17 @@ class TensorSplit(Split):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self.layout = apply.layout_of(target.strategy)
-        self.bindings = bind_roles(target.model, target.roles)
-        self.placed = placed(target.model, self.bindings, self.layout)
+        self.bindings = bind_roles(target.skeleton.model, target.roles)
+        self.placed = placed(target.skeleton, self.bindings, self.layout)
         self.row_shards = self.layout.residual.num_shards(0, self.layout.comm)
         check(self.bindings, self.placed, self.layout, target.strategy)
+
+    def of(self, target: Target) -> TensorSplit:
+        """Return the same roles on another stage."""
+        other = copy.copy(self)
+        other.target = target
+        other.placed = placed(target.skeleton, self.bindings, self.layout)
+        return other
 
     @classmethod
     def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
@@ -50,7 +60,7 @@ class TensorSplit(Split):
 
     def remaining(self) -> Target:
         """Return the model with the shards of all parameters."""
-        shapes = {row.parameter: row.shard_shape for row in self.placed}
+        shapes = {row.weight: row.shard_shape for row in self.placed}
         return dataclasses.replace(self.target, shapes=shapes)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
@@ -60,13 +70,15 @@ class TensorSplit(Split):
 
     def table(self) -> list[Row]:
         """Return the shards, with the axes that split them."""
-        return report(self.placed)
+        return report(self.target.skeleton, self.placed)
 
-    def apply(self, comm: Ranks) -> None:
+    def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Replace parameters by shards, and forwards by those of the layout."""
-        self.layout = apply.layout_of(self.target.strategy, comm)
-        apply.apply(self.target.model, self.layout, self.bindings, self.placed)
+        layout = apply.layout_of(self.target.strategy, comm)
+        apply.apply(model, self.target.skeleton, layout, self.bindings, self.placed)
 
-    def reducer(self, comm: Ranks, inner: GradientReducer | None) -> GradientReducer:
+    def reducer(
+        self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
+    ) -> GradientReducer:
         """Return what adds up, after `inner`, the gradients of what several ranks hold."""
-        return ReplicaReducer(self.target.model.parameters(), comm, inner)
+        return ReplicaReducer(model.parameters(), comm, inner)

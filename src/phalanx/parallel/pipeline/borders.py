@@ -1,0 +1,83 @@
+"""What the stages of any module send, found by running a copy of it on shapes alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from phalanx.parallel.pipeline.links import CutChain
+from phalanx.parallel.pipeline.outline import Form, form_of, write
+from phalanx.parallel.pipeline.stage import Outline
+from phalanx.parallel.skeleton import copied_on_meta
+
+Microbatch = tuple[int, int]
+"""Rows and positions."""
+
+RunOnShapes = Callable[[nn.Module, Microbatch], object]
+"""Runs a module on the meta device as an objective does, on a microbatch of that size."""
+
+
+class Border(NamedTuple):
+    """What a stage sends the next of a microbatch.
+
+    Attributes:
+        nbytes: of the activation, and of its gradient.
+        outline: that is sent before it where it is new.
+    """
+
+    nbytes: int
+    outline: Outline
+
+
+class Borders:
+    """The borders between the stages of a chain."""
+
+    def __init__(self, model: nn.Module, chain: CutChain, run: RunOnShapes) -> None:
+        """Copy the model, which is not run itself."""
+        (self._copy,) = copied_on_meta((model,))
+        self._chain, self._run = chain, run
+        self.after = functools.cache(self._after)
+
+    def _after(self, microbatch: Microbatch) -> list[Border] | None:
+        """Return the border after each stage but the last; None if the model cannot run so."""
+        names = [self._chain.names(stage) for stage in range(len(self._chain.cut))]
+        forms = dict[str, Form]()
+        given = dict[int, Tensor]()  # stage -> its input
+
+        def before(stage: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
+            given.setdefault(stage, [*args, *kwargs.values()][0])
+
+        def after(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+            if (form := form_of(output)) is not None:
+                forms[name] = form
+
+        handles = [
+            handle
+            for stage, of_stage in enumerate(names)
+            for name in of_stage
+            for handle in (
+                self._copy.get_submodule(name).register_forward_pre_hook(
+                    functools.partial(before, stage), with_kwargs=True
+                ),
+                self._copy.get_submodule(name).register_forward_hook(
+                    functools.partial(after, name)
+                ),
+            )
+        ]
+        try:
+            self._run(self._copy, microbatch)
+            return [
+                Border(
+                    given[stage].numel() * given[stage].itemsize,
+                    write([name for of_stage in names[:stage] for name in of_stage], forms),
+                )
+                for stage in range(1, len(names))
+            ]
+        except Exception:  # whatever a module does with numbers, which there are none of
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
