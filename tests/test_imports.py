@@ -163,6 +163,7 @@ def test_the_public_names() -> None:
         "train_decoder",
         "verify_strategy",
     ]
+    assert dir(phalanx) == sorted(phalanx.__all__)  # which a shell completes by Tab
     with pytest.raises(AttributeError, match="no attribute 'Strateg'"):
         _ = phalanx.Strateg
 

@@ -99,6 +99,10 @@ class ScriptError(PhalanxError):
 class DataError(PhalanxError):
     """A corpus, tokenizer or token file is missing, empty or unreadable."""
 
+    def __init__(self, message: str) -> None:
+        """Show line breaks, which names of files in a folder may have, within one line."""
+        super().__init__(message.replace("\n", "\\n"))
+
 
 class CheckpointError(PhalanxError):
     """A checkpoint is missing, incomplete or of another model."""

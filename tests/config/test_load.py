@@ -124,6 +124,14 @@ def test_a_pipe_or_a_device_is_no_file_of_settings(tmp_path: Path) -> None:
             load_config(["--config", str(path)])
 
 
+def test_a_pipe_that_the_shell_has_opened_is_read() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"seed = 7")
+    os.close(writer)
+    assert load_config(["--config", f"/dev/fd/{reader}"]).config.seed == 7
+    os.close(reader)
+
+
 def test_a_link_to_a_file_of_settings_is_read(file: Path, tmp_path: Path) -> None:
     file.write_text("seed = 7")
     (tmp_path / "link.toml").symlink_to(file)

@@ -103,6 +103,11 @@ def test_bad_jsonl_line_is_named(tmp_path: Path, line: str, words: list[str]) ->
     refuses(tmp_path, "a.jsonl", *words)
 
 
+def test_a_file_name_of_two_lines_is_shown_in_one(tmp_path: Path) -> None:
+    (tmp_path / "a\nb.txt").write_bytes(b"abc\0def")
+    refuses(tmp_path, r"a\\nb.txt is not text: it has a NUL")
+
+
 def test_binary_files_are_named_with_the_byte(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"abc\0def")
     refuses(tmp_path, "a.txt is not text", "NUL at byte 3")

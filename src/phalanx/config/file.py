@@ -86,7 +86,7 @@ def _read_toml(path: str, is_foreign: bool) -> dict[str, Any]:
     """Read a TOML file; say why it cannot be read, with the line."""
     file = Path(path)
     try:
-        with io.BufferedReader(open_regular(file, may_be_link=not is_foreign)) as opened:
+        with io.BufferedReader(_opened(file, is_foreign)) as opened:
             text = opened.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise ConfigError(
@@ -107,6 +107,17 @@ def _read_toml(path: str, is_foreign: bool) -> dict[str, Any]:
         raise ConfigError(f"{error}{expected}") from None
     except (ValueError, RecursionError) as error:  # also an endless number, or endless brackets
         raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
+def _opened(file: Path, is_foreign: bool) -> io.FileIO:
+    """Open a file of settings; a pipe only if the shell has opened it, as of `--config <(command)`.
+
+    One that this process opens by its name might have no writer, for whom it would wait for ever.
+    """
+    is_open = str(file.parent) in ("/dev/fd", "/proc/self/fd") or str(file) == "/dev/stdin"
+    if is_open and not is_foreign:
+        return io.FileIO(file)
+    return open_regular(file, may_be_link=not is_foreign)
 
 
 def _unknown(key: str, keys: Mapping[str, Any], is_section: bool) -> str:
