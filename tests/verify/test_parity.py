@@ -303,13 +303,8 @@ def test_context_kinds(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     check_parity(subtests, tensor_pairs(LLAMA, texts))
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        *jobs("cp2"),
-        *jobs("cp2:ulysses", "cp2:ulysses,tp2", "fsdp2:zero1,cp2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("texts", jobs(*CONTEXT, "cp2:ulysses,tp2", "fsdp2:zero1,cp2"))
 def test_context_kinds_of_the_gpt2_family(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     """A table of positions, of which padding asks for none beyond the row."""
     check_parity(subtests, tensor_pairs(GPT2, texts))
