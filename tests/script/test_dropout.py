@@ -68,7 +68,7 @@ def results(strategies: list[str]) -> list[Any]:
 
 
 def test_any_ranks_drop_what_one_process_drops() -> None:
-    expected = run_ranks(results, 1, ["dp1"])[0]
+    expected = run_ranks(results, 1, ["dp1"], threads=1)[0]
     for strategies in (["dp2", "fsdp2"], ["dp3"]):
         for found in run_ranks(results, int(strategies[0][-1]), strategies, threads=1):
             for ours, theirs in zip(found, expected * len(strategies), strict=True):
@@ -88,7 +88,7 @@ def masks_of_two_uses() -> list[Tensor]:
 
 
 def test_each_use_of_a_dropout_has_a_mask_of_its_own() -> None:
-    masks = run_ranks(masks_of_two_uses, 1)[0]
+    masks = run_ranks(masks_of_two_uses, 1, threads=1)[0]
     assert len(masks) == 4
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
 

@@ -151,7 +151,7 @@ def losses_of_small_counts() -> list[tuple[float, float]]:
 
 
 def test_counts_below_one_and_no_rows_are_divided_by_what_they_are() -> None:
-    expected = run_ranks(losses_of_small_counts, 1)[0]
+    expected = run_ranks(losses_of_small_counts, 1, threads=1)[0]
     for found in run_ranks(losses_of_small_counts, 2, threads=1):
         assert all(map(math.isfinite, itertools.chain(*found)))
         assert found == [pytest.approx(each, rel=LIMIT) for each in expected]
@@ -170,8 +170,8 @@ def weights_of_multistep(folder: Path, num_steps: int | None) -> list[float]:
 
 
 def test_a_schedule_whose_state_has_numbers_for_keys_goes_on(tmp_path: Path) -> None:
-    assert run_ranks(weights_of_multistep, 1, tmp_path, 4)[0] == [4, 0.005]
-    assert run_ranks(weights_of_multistep, 1, tmp_path, None)[0] == [10, 0.0025]
+    assert run_ranks(weights_of_multistep, 1, tmp_path, 4, threads=1)[0] == [4, 0.005]
+    assert run_ranks(weights_of_multistep, 1, tmp_path, None, threads=1)[0] == [10, 0.0025]
 
 
 def blocks_without_dropout() -> nn.Module:

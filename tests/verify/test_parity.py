@@ -356,9 +356,9 @@ def initial_weights() -> dict[str, bytes]:
 
 
 def test_initial_weights_are_bit_equal_for_any_number_of_ranks() -> None:
-    (alone,) = run_ranks(initial_weights, 1)
+    (alone,) = run_ranks(initial_weights, 1, threads=1)
     for num_ranks in (2, 4):
-        assert all(weights == alone for weights in run_ranks(initial_weights, num_ranks))
+        assert all(weights == alone for weights in run_ranks(initial_weights, num_ranks, threads=1))
 
 
 class Regression(nn.Module):
