@@ -1,7 +1,7 @@
 """What one block under a layout should move and hold, as a plan says it.
 
 The bytes that move are those of the plan's own account, which runs the layout on nothing; the
-closed forms of each layout stand in its file, in docs/tensor.md, and as arithmetic in the tests.
+closed forms of each layout stand in its file, in docs/strategies.md, and as arithmetic in tests.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_four_stages_and_four_microbatches(text: str, mfu: float, in_flight: lis
 
 
 def test_the_table_in_the_document_has_the_planned_figures() -> None:
-    page = (Path(__file__).parents[2] / "docs/pipeline.md").read_text()
+    page = (Path(__file__).parents[2] / "benchmarks/pipeline/README.md").read_text()
     for text in SCHEDULES:
         found = planned(text, 4, 4, forward_ms=100.0)
         step = f"{1e3 * found.timeline.length:.1f}"
@@ -84,7 +84,9 @@ def test_the_table_in_the_document_has_the_planned_figures() -> None:
         measured = r"[\d.]+( %)?"
         cells = (f"`{text}`", step, measured, bubble, measured, mfu, measured)
         row = " \\| ".join((*cells, f"{max(found.in_flight):g}"))
-        assert re.search(f"(?m)^\\| {row} \\|$", page), f"docs/pipeline.md should hold {row}"
+        assert re.search(f"(?m)^\\| {row} \\|$", page), (
+            f"benchmarks/pipeline/README.md should hold {row}"
+        )
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (3, 9)])

@@ -1,6 +1,6 @@
-"""docs/composition.md: which ways to split the work go together, as the plans and tests have it.
+"""What docs/strategies.md and README.md say of combined axes is what plans and tests say.
 
-`python tests/docs/test_composition.py > docs/composition.md` writes the page.
+`python tests/docs/test_composition.py` prints the blocks as the code has them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import itertools
 import re
 import sys
 from pathlib import Path
+
+import pytest
 
 from phalanx.errors import StrategyError
 from phalanx.models.shape import ModelShape
@@ -75,70 +77,46 @@ def verified() -> list[str]:
     return sorted({str(Strategy.parse(text)) for text in re.findall(pattern, source)})
 
 
-def page() -> str:
-    reasons: list[str] = []
-    rows: list[str] = []
-    legal: set[frozenset[tuple[str, str]]] = set()
-    for axis, forms in FORMS.items():
-        for left in forms:
-            cells: list[str] = []
-            for other, rights in FORMS.items():
-                found = {} if other == axis else {right: refusal(left, right) for right in rights}
-                legal |= {
-                    frozenset(kinds_of(left) | kinds_of(right))
-                    for right, reason in found.items()
-                    if reason is None
-                }
-                refused: list[str] = []
-                for right, reason in found.items():
-                    if reason is None:
-                        continue
-                    text = f"`{Strategy.parse(f'{left},{right}')}`: {reason.partition(': ')[2]}"
-                    if text not in reasons:
-                        reasons.append(text)
-                    refused.append(f"`{right}` ({reasons.index(text) + 1})")
-                words = "all but " + ", ".join(refused) if refused else "all"
-                cells.append("" if other == axis else words)
-            rows.append(f"| `{left}` | {' | '.join(cells)} |")
+def blocks() -> dict[str, str]:
+    """Return the table of pairs of axes, the refusals and the strategies that tests compare."""
     of_tests = verified()
     compared = {
         frozenset(pair)
         for text in of_tests
         for pair in itertools.combinations(sorted(kinds_of(text)), 2)
     }
-    several = [text for text in of_tests if len(kinds_of(text)) > 1]
-    listed = "\n".join(f"- `{text}`" for text in several)
-    numbered = "\n".join(f"{n}. {reason}." for n, reason in enumerate(reasons, start=1))
-    head = f"| kind | {' | '.join(FORMS)} |\n|---|{'---|' * len(FORMS)}"
-    return f"""# What goes together
-
-Any of the axes `pp dp fsdp cp tp` and recomputation can be named in one strategy, in any order.
-Ranks stand in the order in which they are named here, outer to inner, so that `tp` is on the fastest link.
-
-A row is a kind, a column an axis: with which kinds of that axis it goes.
-
-{head}
-{chr(10).join(rows)}
-
-Refused, with the message:
-
-{numbered}
-
-Sizes of the model may be refused too, such as heads that `tp` does not divide; the message names the nearest that fit.
-Beside `fsdp`, `tp`, `cp` or recomputation the backward of `zb`, `zbv` and `dualpipev` is made in one pass, since their operators make both gradients at once.
-
-Of the {len(legal)} pairs of kinds that are legal, tests compare {len(legal & compared)} with plain PyTorch, alone or among others.
-Every composition that they compare, over several steps in float64, with the bytes that it sends (`pytest -m "slow or not slow" tests/verify/test_parity.py tests/verify/test_compositions.py`):
-
-{listed}
-
-This page is written by `python tests/docs/test_composition.py`.
-"""  # noqa: E501
+    reasons: list[str] = []
+    rows = [f"| | {' | '.join(FORMS)} |", f"|---|{'---:|' * len(FORMS)}"]
+    for axis, forms in FORMS.items():
+        cells: list[str] = []
+        for other, rights in FORMS.items():
+            legal: set[frozenset[tuple[str, str]]] = set()
+            for left, right in itertools.product(forms, () if other == axis else rights):
+                reason = refusal(left, right)
+                if reason is None:
+                    legal.add(frozenset(kinds_of(left) | kinds_of(right)))
+                else:
+                    text = f"`{Strategy.parse(f'{left},{right}')}`: {reason.partition(': ')[2]}"
+                    reasons.extend([] if text in reasons else [text])
+            cells.append(f"{len(legal & compared)} / {len(legal)}" if legal else "")
+        rows.append(f"| **{axis}** | {' | '.join(cells)} |")
+    several = [f"`{text}`" for text in of_tests if len(kinds_of(text)) > 1]
+    return {
+        "pairs": "\n".join(rows),
+        "refusals": "\n".join(f"- {reason}." for reason in reasons),
+        "compared": " ".join(several),
+    }
 
 
-def test_the_page_is_what_plans_and_tests_say() -> None:
-    assert (ROOT / "docs/composition.md").read_text() == page()
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [("docs/strategies.md", ("pairs", "refusals", "compared")), ("README.md", ("pairs",))],
+)
+def test_the_page_is_what_plans_and_tests_say(page: str, names: tuple[str, ...]) -> None:
+    text, found = (ROOT / page).read_text(), blocks()
+    for name in names:
+        assert found[name] in text, f"{page} should hold\n{found[name]}"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write("\n\n".join(blocks().values()) + "\n")

@@ -1,4 +1,4 @@
-"""The tables of methods in README.md and docs/methods.md: what runs today, and what proves it.
+"""The tables of methods in README.md and docs/strategies.md: what runs today, and what proves it.
 
 `python tests/docs/test_methods.py` prints both as the code has them.
 """
@@ -46,21 +46,11 @@ SPLITS = {
     "dp": "the samples",
     "fsdp": "the samples, and what is stored for each layer",
     "tp": "every layer",
-    "recompute": "nothing; activations are recomputed to save memory (activation checkpointing)",
+    "recompute": "nothing: backward recomputes activations (activation checkpointing)",
     "pp": "the model, by layers",
     "cp": "each sample, by positions",
 }
 """Axis -> what it splits, in the order of the table."""
-
-PAGES = {
-    "dp": "data_parallel",
-    "fsdp": "data_parallel",
-    "tp": "tensor",
-    "recompute": "recompute",
-    "pp": "pipeline",
-    "cp": "context",
-}
-"""Axis -> the page of docs that explains its methods."""
 
 COMMANDS = {
     "pp": "python benchmarks/pipeline/bubble.py --schedule {kind}",
@@ -69,13 +59,12 @@ COMMANDS = {
 
 
 def table() -> str:
-    rows = ["| name in the field | run this | read this | file |", "|---|---|---|---|"]
+    rows = ["| name in the field | run this | file |", "|---|---|---|"]
     for text, (method, file) in METHODS.items():
         axis, kind = sorted(kinds_of(text))[-1]
         run = COMMANDS.get(axis, f"phalanx verify {text}").format(kind=kind_text(text) or kind)
-        page = f"[{PAGES[axis]}.md]({PAGES[axis]}.md)"
-        home = f"[{file}.py](../src/phalanx/parallel/{file}.py)"
-        rows.append(f"| {method} | `{run}` | {page} | {home} |")
+        home = f"[{file}](../src/phalanx/parallel/{file}.py)"
+        rows.append(f"| {method} | `{run}` | {home} |")
     return "\n".join(rows)
 
 
@@ -98,7 +87,9 @@ def kinds_of(text: str) -> set[tuple[str, str]]:
     return found | {("recompute", strategy.recompute.kind)} - {("recompute", "none")}
 
 
-@pytest.mark.parametrize(("page", "shown"), [("README.md", overview), ("docs/methods.md", table)])
+@pytest.mark.parametrize(
+    ("page", "shown"), [("README.md", overview), ("docs/strategies.md", table)]
+)
 def test_a_page_shows_the_methods(page: str, shown: Callable[[], str]) -> None:
     assert shown() in (ROOT / page).read_text(), f"{page} should hold\n{shown()}"
 

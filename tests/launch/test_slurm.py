@@ -77,7 +77,7 @@ def test_ranks_dealt_out_over_the_hosts_are_refused() -> None:
         adopt({**SRUN, "SLURM_PROCID": "3"})
 
 
-TRAIN = Path(__file__).parents[2] / "docs" / "train.md"
+TRAIN = Path(__file__).parents[2] / "docs" / "quick_start.md"
 
 
 @pytest.mark.parametrize(("code", "is_saved"), [(143, False), (143, True), (1, True), (0, False)])

@@ -16,7 +16,7 @@ from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
 NUM_BLOCKS, WIDTH, VOCABULARY = 4, 8, 20
-DOCUMENT = Path(__file__).parents[2] / "docs/data_parallel.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/strategies.md"
 
 
 class Block(nn.Module):

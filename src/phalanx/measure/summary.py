@@ -110,7 +110,7 @@ def _send_less(sent: Sequence[Entry]) -> str:
     if axis == "pp":
         return (
             "ranks of a pipeline wait for each other: more microbatches, or a schedule with a "
-            "smaller bubble (docs/pipeline.md)"
+            "smaller bubble (docs/strategies.md)"
         )
     if axis == "cp":
         return "most bytes go over cp: split positions over fewer ranks, or over a faster link"

@@ -241,7 +241,7 @@ class Run:
             batch_norm: over what BatchNorm takes its mean and variance in training: "global", the
                 rows of all ranks, as one process does, or "local", each rank's own. A model that
                 has a BatchNorm must say.
-            roles: patterns of module names to roles for tp, see docs/tensor.md.
+            roles: patterns of module names to roles for tp, see docs/strategies.md.
 
         Returns:
             The objects, in their order; one by itself.

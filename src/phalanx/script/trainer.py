@@ -93,7 +93,7 @@ class Trainer:
         drop_last: whether a pass leaves out its last batch if that is smaller than the others.
         seed: of first weights, order and masks of dropout.
         batch_norm: over what BatchNorm takes its statistics, see `Run.prepare`.
-        roles: patterns of module names to roles for tp, see docs/tensor.md.
+        roles: patterns of module names to roles for tp, see docs/strategies.md.
         unit: what the objective counts, for the records.
         callbacks: called after steps and evaluations, by names; see `phalanx.Callback`. One with
             `state_dict` is saved and resumed with the run.

@@ -88,7 +88,7 @@ def verify(
             of the batches are cast to it.
         optimizer: AdamW's settings; its defaults if None.
         roles: patterns of module names to roles for tp, as {"layers.*.up": "column"}, see
-            docs/tensor.md; known for our decoder and those models of transformers that it names.
+            docs/strategies.md; known for our decoder and the models of transformers named there.
         debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
         device: "cpu" (gloo), or "cuda" (NCCL, one GPU a rank).
         batch_norm: "global" if BatchNorm takes its mean and variance over the rows of all ranks.

@@ -227,14 +227,14 @@ def test_images_are_expected_where_a_model_takes_them() -> None:
             "mistral",
             "QuestionAnswering",
             {},
-            "parameter 'qa_outputs.weight' is in no module .* see docs/tensor.md",
+            "parameter 'qa_outputs.weight' is in no module .* see docs/strategies.md",
         ),
         (
             "tp2",
             "gpt_neox",
             "CausalLM",
             {},
-            "roles of the modules of GPTNeoXForCausalLM are not known; .* see docs/tensor.md",
+            "roles of the modules of GPTNeoXForCausalLM are not known; .* see docs/strategies.md",
         ),
     ],
 )

@@ -196,7 +196,7 @@ def test_a_part_of_fused_maps_is_a_part_of_each() -> None:
             {"mix": "token", "mix.0": "full"},
             r"'mix.0' \(full\) is inside 'mix', whose role token",
         ),
-        ({}, "the roles of the modules of Vision are not known; .* see docs/tensor.md"),
+        ({}, "the roles of the modules of Vision are not known; .* see docs/strategies.md"),
     ],
 )
 def test_what_is_refused(roles: dict[str, str], words: str) -> None:

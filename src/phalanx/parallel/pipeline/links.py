@@ -139,7 +139,7 @@ def _around_the_list(model: nn.Module) -> list[list[str]]:
         raise StrategyError(
             f"pp: {type(model).__name__} has {len(lists)} lists of blocks; expected one ModuleList "
             "of blocks that run one after another, an nn.Sequential, or the names of its modules "
-            "in their order as its `chain` (docs/pipeline.md); layers that a skip connection "
+            "in their order as its `chain` (docs/strategies.md); layers that a skip connection "
             "passes by, as in a U-Net, cannot be cut apart: hold them in one module, or use dp or "
             "fsdp"
         )

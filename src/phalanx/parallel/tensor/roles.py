@@ -41,7 +41,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 Patterns = Mapping[str, str]
 
-PAGE = "docs/tensor.md"
+PAGE = "docs/strategies.md"
 """Says which models are known, and how to give patterns."""
 
 OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
