@@ -49,7 +49,7 @@ def results_of(path: str) -> list[dict[str, Any]]:
 
 
 def test_the_tables_of_counted_bytes_are_those_of_the_results() -> None:
-    page = (DOCS / "recompute.md").read_text()
+    page = (ROOT / "benchmarks/recompute/README.md").read_text()
     of: dict[int, list[str]] = {16: [], 64: []}
     for row in results_of("recompute/results/four-ways-cpu.json"):
         sizes = [f"{row[name] / 2**20:.2f}" for name in ("kept_bytes", "peak_bytes")]
