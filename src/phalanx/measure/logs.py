@@ -187,7 +187,9 @@ class RunLog:
         for name, value in values.items():
             self._draw(f"validation/{name}", value, step)
         words = [f"loss {loss:.4f}"]
-        words += [f"{value:.4f} {name.replace('_', ' ')}" for name, value in metrics.items()]
+        for name, value in metrics.items():
+            is_unit = name == "bits_per_byte"
+            words.append(f"{value:.4f} bits per byte" if is_unit else f"{name} {value:.4f}")
         self.display.say(f"validation after step {step}: {', '.join(words)}")
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:

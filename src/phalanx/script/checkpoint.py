@@ -104,18 +104,7 @@ def begin(
         )
         return script, parts
 
-    about = Manifest(
-        steps_done=standing.steps_done,
-        num_steps=standing.steps_done if standing.num_steps is None else standing.num_steps,
-        consumed=0,
-        num_ranks=dist.get_world_size(),
-        strategy=standing.strategy,
-        shape={},
-        stream={},
-        best=standing.best,
-        scaler=standing.scaler,
-        is_passing=standing.is_passing,
-    )
+    about = _manifest_of(standing)
     try:
         script, parts = all_or_none(collect, f"cannot save all of {final}")
     except CheckpointError as error:
@@ -130,6 +119,21 @@ def begin(
     whole = dataclasses.replace(about, script=script, registered=parts.plain)
     saver.begin(model, together, whole, parts.tensors, replaces=True)
     return final
+
+
+def _manifest_of(standing: Standing) -> Manifest:
+    return Manifest(
+        steps_done=standing.steps_done,
+        num_steps=standing.steps_done if standing.num_steps is None else standing.num_steps,
+        consumed=0,
+        num_ranks=dist.get_world_size(),
+        strategy=standing.strategy,
+        shape={},
+        stream={},
+        best=standing.best,
+        scaler=standing.scaler,
+        is_passing=standing.is_passing,
+    )
 
 
 def free_folder(folder: Path) -> Path:
@@ -180,35 +184,14 @@ def load(
     Raises:
         CheckpointError: it is damaged, or of another model, optimizer or script.
     """
-
-    def find() -> tuple[Path, Manifest] | None:
-        found = manifest.whole(folder)
-        if not found:
-            return None
-        where = found[max(found)]
-        about = manifest.read(where)
-        if about.script is None:
-            raise CheckpointError(f"{where} is of `phalanx train`, which goes on by --resume")
-        if not about.has_optimizer:
-            raise CheckpointError(
-                f"{where} holds the weights alone; run.load_state_dict takes them, to begin anew"
-            )
-        return where, about
-
-    found = on_first_rank(find, f"cannot go on from {folder}")
+    found = on_first_rank(lambda: _latest(folder), f"cannot go on from {folder}")
     if found is None:
         return None
     where, about = found
     script = about.script
     assert script is not None, "it has been found"
     registered = about.registered or script.registered
-    for what in ("loaders", "schedulers"):
-        was, is_now = len(getattr(script, what)), len(getattr(standing, what))
-        if was != is_now:
-            raise CheckpointError(
-                f"{where} is of a script that prepared {was} {what}, and this one prepared "
-                f"{is_now}; prepare the same"
-            )
+    _check_counts(where, script, standing)
     _check_groups(where, script.groups, optimizers)
     stood = dataclasses.replace(
         standing,
@@ -231,6 +214,32 @@ def load(
         load_scheduler(scheduler, saved)
     objects.load(registered, tensors)
     return where, stood
+
+
+def _latest(folder: Path) -> tuple[Path, Manifest] | None:
+    """Return the latest checkpoint that a script can resume, or None."""
+    found = manifest.whole(folder)
+    if not found:
+        return None
+    where = found[max(found)]
+    about = manifest.read(where)
+    if about.script is None:
+        raise CheckpointError(f"{where} is of `phalanx train`, which goes on by --resume")
+    if not about.has_optimizer:
+        raise CheckpointError(
+            f"{where} holds the weights alone; run.load_state_dict takes them, to begin anew"
+        )
+    return where, about
+
+
+def _check_counts(where: Path, script: ScriptStanding, standing: Standing) -> None:
+    for what in ("loaders", "schedulers"):
+        was, is_now = len(getattr(script, what)), len(getattr(standing, what))
+        if was != is_now:
+            raise CheckpointError(
+                f"{where} is of a script that prepared {was} {what}, and this one prepared "
+                f"{is_now}; prepare the same"
+            )
 
 
 def to_text(generator: Tensor | None) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.data.rows import count_rows, map_tensors, tensors_of
 from phalanx.parallel.skeleton import copied_on_meta
+from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
+
+if TYPE_CHECKING:
+    from phalanx.script.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,14 @@ class Flops:
     of_module: Mapping[str, int]
     num_rows: int
     row_shapes: tuple[torch.Size, ...]
+
+    def are_of(self, microbatches: Sequence[Any]) -> bool:
+        """Return whether all rows have the shapes that were counted.
+
+        Those that are padded to the longest of their batch may not.
+        """
+        filled = [each for each in microbatches if any(len(t) for t in tensors_of(each))]
+        return all(row_shapes(each) == self.row_shapes for each in filled)
 
 
 def row_shapes(batch: Any) -> tuple[torch.Size, ...]:
@@ -65,3 +78,25 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None
     }
     total = counter.get_total_flops()
     return Flops(total, counted, count_rows(batch), row_shapes(batch)) if total else None
+
+
+def flops_of_trainer(
+    trainer: Trainer, strategy: Strategy, model: nn.Module, of_batch: Callable[[Any], Any]
+) -> Flops | None:
+    """Return the FLOPs of a global batch; None if they are not counted, or are not all.
+
+    Args:
+        trainer: whose data is read, and left as it was.
+        strategy: one that computes nothing twice has its FLOPs counted.
+        model: as it was built.
+        of_batch: what is made of a batch before the model gets it.
+    """
+    is_stream = isinstance(trainer.data, IterableDataset)  # which may have no second pass
+    if strategy.recompute.kind != "none" or is_stream:
+        return None
+    state = torch.get_rng_state()
+    batch = next(iter(trainer.loader(trainer.data)), None)
+    torch.set_rng_state(state)
+    if batch is None or not tensors_of(batch):
+        return None
+    return flops_of(model, trainer.objective, of_batch(batch))

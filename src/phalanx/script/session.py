@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from phalanx.checkpoint.saver import Saver
@@ -19,29 +18,29 @@ from phalanx.checkpoint.state import state_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import on_first_rank
 from phalanx.config import OptimizerConfig
-from phalanx.data.rows import map_tensors, tensors_of
-from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.errors import CheckpointError, DataError
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import predicted_bytes
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
+from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
 from phalanx.parallel.dropout import Masks, Place, naming_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
 from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
-from phalanx.script.flops import Flops, flops_of, row_shapes
+from phalanx.script.flops import flops_of_trainer
 from phalanx.script.loader import RankLoader
 from phalanx.script.microbatches import Microbatches
 from phalanx.script.order import Draws
+from phalanx.script.precision import ModulePrecision
 from phalanx.script.stages import cut_by_flops
 from phalanx.script.sums import Sums
 from phalanx.strategy import Strategy
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
 from phalanx.train.loop import Stopped, train
-from phalanx.train.precision import resolve
 from phalanx.train.report.summary import Summary
 from phalanx.train.session import Session
 from phalanx.train.step import Step
@@ -70,6 +69,7 @@ class ModuleSession(Session):
         scheduler: of its rate; None: none.
         loader: this rank's rows of the global batches.
         microbatches: cuts them.
+        precision: the data types.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class ModuleSession(Session):
         self.unit = trainer.unit
         self._command, self._is_resumed = command, options.resume
         self.best, self.log = Best.of(options), trainer.log
+        self.precision = ModulePrecision(options)
         self.saver = Saver(
             self.out,
             keep=options.keep_checkpoints,
@@ -105,7 +106,7 @@ class ModuleSession(Session):
         model = self._build()
         self.draws = Draws()
         # Before anything is split: the FLOPs are those of one process.
-        self._flops = self._count_flops(model)
+        self._flops = flops_of_trainer(trainer, strategy, model, self.precision.of_batch)
         # BatchNorm over all ranks takes the rows of a microbatch that one process has in it. Asked
         # of the whole model: the ranks of all stages must read the same rows.
         is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
@@ -122,7 +123,7 @@ class ModuleSession(Session):
             masks=Masks(trainer.seed, self._place),
             pp_rank=comm.coord("pp"),
         )
-        self._check_precision()
+        self.precision.check(self.plan)
         runner = self.plan.build(comm)
         self.optimizer = optimizer_of(trainer.optimizer, model)
         self.scheduler = scheduler_of(trainer.scheduler, self.optimizer)
@@ -134,22 +135,7 @@ class ModuleSession(Session):
         self.microbatches = self._cutting(self.loader, trainer.accumulation)
         self._calls: dict[int, dict[str, int]] = {}
         self._is_begun = False
-        self.step = Step(
-            model,
-            self.optimizer,
-            Sums(
-                trainer.objective,
-                has_stages=comm.size("pp") > 1,
-                autocast=self._autocast,
-                device=comm.device.type,
-            ),
-            OptimizerConfig(clip_norm=trainer.max_norm or 0.0),
-            comm=comm,
-            num_steps=None,
-            run=runner,
-            scaler=torch.amp.GradScaler("cuda") if self._autocast == torch.float16 else None,
-            nonfinite=self.config.nonfinite,
-        )
+        self.step = self._step_of(model, runner)
         self.called = Called(Extras(trainer.callbacks, trainer.log), model)
         if self._is_resumed:
             self._resume()
@@ -160,37 +146,32 @@ class ModuleSession(Session):
         self._batches = self._passes()
 
     def _build(self) -> nn.Module:
+        """Return the module of one process, in training."""
         torch.manual_seed(self.trainer.seed)
         model = self.trainer.build()
         check_model(model)
         if not model.training:  # one that is keeps the modes of its modules
             model.train()
-        name = self.config.precision
-        self._autocast = self._cast = None
-        if name in ("bfloat16", "float16"):
-            self._autocast = resolve(name, self.config.device).compute
-        elif name != "auto":
-            self._cast = resolve(name, self.config.device).master
-            model.to(self._cast)
-        return model
+        return model if self.precision.weights is None else model.to(self.precision.weights)
 
-    def _check_precision(self) -> None:
-        """Refuse what pipelines and layers that are split cannot do.
-
-        Raises:
-            ConfigError: blocks would be compiled that cannot be, or the loss scaled in stages that
-                do not agree on the scale.
-        """
-        if self.config.compile and self.plan.uncompiled:
-            raise ConfigError(
-                f"compile is set, but blocks split by {self.plan.uncompiled} are not made to be "
-                "compiled; leave compile out, or use dp or fsdp"
-            )
-        if self._autocast == torch.float16 and self.strategy.pp.degree > 1:
-            raise ConfigError(
-                f"precision is float16, whose loss is scaled, and the stages of "
-                f"pp{self.strategy.pp.degree} would not agree on the scale; the nearest is bfloat16"
-            )
+    def _step_of(self, model: nn.Module, runner: Runner) -> Step:
+        objective = Sums(
+            self.trainer.objective,
+            has_stages=self.comm.size("pp") > 1,
+            autocast=self.precision.autocast,
+            device=self.comm.device.type,
+        )
+        return Step(
+            model,
+            self.optimizer,
+            objective,
+            OptimizerConfig(clip_norm=self.trainer.max_norm or 0.0),
+            comm=self.comm,
+            num_steps=None,
+            run=runner,
+            scaler=self.precision.scaler(),
+            nonfinite=self.config.nonfinite,
+        )
 
     def _cutting(self, loader: RankLoader, accumulation: int) -> Microbatches:
         data_ranks = self.comm.size("data")
@@ -205,25 +186,16 @@ class ModuleSession(Session):
 
     @override
     def next_microbatches(self) -> list[Any]:
-        microbatches = self.microbatches.cut(self._typed(next(self._batches)))
-        # Of rows of other shapes the FLOPs are not known, and of later ones neither: rows that are
-        # padded to the longest of their batch are of one shape only by chance.
-        filled = [each for each in microbatches if any(len(t) for t in tensors_of(each))]
-        if self._flops and any(row_shapes(each) != self._flops.row_shapes for each in filled):
-            self._flops = None
+        microbatches = self.microbatches.cut(self.precision.of_batch(next(self._batches)))
+        if self._flops is not None and not self._flops.are_of(microbatches):
+            self._flops = None  # nor of later rows, which have one shape only by chance
         self._calls.clear()
         return microbatches
-
-    def _typed(self, batch: Any) -> Any:
-        """Return a batch whose floating-point numbers are of the type of the weights."""
-        if self._cast is None:
-            return batch
-        return map_tensors(batch, lambda t: t.to(self._cast) if t.is_floating_point() else t)
 
     @contextmanager
     @override
     def stepping(self) -> Generator[None]:
-        if self._is_begun:
+        if self._is_begun or self.config.compile:  # what is compiled is not seen
             yield
             return
         with naming_draws(self.step.model) as phase, self.step.watched(phase):
@@ -262,7 +234,7 @@ class ModuleSession(Session):
         draws = Draws(torch.get_rng_state())
         loader = RankLoader(plain, self.comm, draws, has_spares=self._has_spares)
         cutting = self._cutting(loader, 1)
-        return (cutting.whole(self._typed(batch)) for batch in loader)
+        return (cutting.whole(self.precision.of_batch(batch)) for batch in loader)
 
     def _standing(self) -> checkpoint.Standing:
         return checkpoint.Standing(
@@ -301,18 +273,6 @@ class ModuleSession(Session):
         rows = self.microbatches.rows()[number]
         rows = rows if len(rows) else rows.new_zeros(1)  # of a spare row
         return Place(self.step.steps_done, rows, self._calls.setdefault(number, {}))
-
-    def _count_flops(self, model: nn.Module) -> Flops | None:
-        """Return the FLOPs of a global batch; None if they are not counted, or are not all."""
-        is_stream = isinstance(self.trainer.data, IterableDataset)  # which may have no second pass
-        if self.strategy.recompute.kind != "none" or is_stream:
-            return None
-        state = torch.get_rng_state()
-        batch = next(iter(self.trainer.loader(self.trainer.data)), None)
-        torch.set_rng_state(state)
-        if batch is None or not tensors_of(batch):
-            return None
-        return flops_of(model, self.trainer.objective, self._typed(batch))
 
     @property
     @override

@@ -112,8 +112,7 @@ class TextSession(Session):
             scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
             nonfinite=config.nonfinite,
         )
-        extras = extras or Extras()
-        self.called, self.log, self.best = Called(extras, model), extras.log, Best.of(config)
+        self._call(extras or Extras())
         self._load()
         if config.compile:
             compile_blocks(model)
@@ -121,6 +120,10 @@ class TextSession(Session):
         self.loader = _loader(job, comm, job.done[1])
         self.validation = dataclasses.replace(job.samples, file=job.tokens.validation)
         self._num_rows = 0
+
+    def _call(self, extras: Extras) -> None:
+        self.called, self.log = Called(extras, self.model), extras.log
+        self.best = Best.of(self.config)
 
     def _load(self) -> None:
         """Load the checkpoint that the job resumes, if it resumes one."""
