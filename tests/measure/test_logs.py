@@ -61,7 +61,7 @@ def test_each_record_is_one_flushed_line(tmp_path: Path) -> None:
     (first,) = lines_of(log.folder)
     assert first["kind"] == "step" and first["step"] == 1 and first["loss"] == 2.5
     assert first["backward_s"] == 0.375 and first["wall_s"] == 1.0
-    log.evaluation(2, 2.25, 1.5)
+    log.evaluation(2, 2.25, {"bits_per_byte": 1.5})
     log.note("environment", {"cores": 2})
     log.close()
     kinds = [line["kind"] for line in lines_of(log.folder)]
@@ -106,7 +106,7 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     with RunLog(tmp_path, console, 2) as log:
         log.step(record(1))
         log.step(record(2, loss=2.0, mfu=None))
-        log.evaluation(2, 2.25, 1.5)
+        log.evaluation(2, 2.25, {"bits_per_byte": 1.5})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("train/loss")] == [2.5, 2.0]
@@ -197,7 +197,7 @@ def test_a_disk_that_fills_up_under_the_curves_is_told_once(
     with pytest.raises(TrainingError, match=words), RunLog(tmp_path, console, 1) as log:
         monkeypatch.setattr(RecordWriter, "write", full)
         while True:
-            log.evaluation(1, 2.0, 1.0)
+            log.evaluation(1, 2.0, {"bits_per_byte": 1.0})
     assert capsys.readouterr().err == ""
     assert threading.excepthook is before
 

@@ -35,19 +35,21 @@ def _first_rows_everywhere(right: Any) -> Any:
 
 
 def _without_moments(right: Any) -> Any:
-    def wrong(folder: Any, model: Any, optimizer: Any) -> None:
-        right(folder, model, optimizer)
+    def wrong(folder: Any, model: Any, optimizer: Any, room: Any) -> Any:
+        beside = right(folder, model, optimizer, room)
         optimizer.state.clear()
+        return beside
 
     return wrong
 
 
 def _rounded(right: Any) -> Any:
-    def wrong(folder: Any, model: Any, optimizer: Any) -> None:
-        right(folder, model, optimizer)
+    def wrong(folder: Any, model: Any, optimizer: Any, room: Any) -> Any:
+        beside = right(folder, model, optimizer, room)
         for parameter in model.parameters():
             local = local_shard(parameter.detach())
             local.copy_(local.float())
+        return beside
 
     return wrong
 

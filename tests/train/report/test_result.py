@@ -43,7 +43,7 @@ def summary_of(**changes: object) -> Summary:
         run="demo", steps_done=5, num_steps=5, seconds=3.0, steps=steps(), utilization=None,
         unit="tokens", units_per_s=1000.0, batches_per_s=2.5, losses=[4.0],
         evaluations=[Evaluation(at, 3.0, {"bits_per_byte": 4.0 - at}) for at in (0, 2)],
-        sent=[], sent_text=None, memory=None,
+        best=None, sent=[], sent_text=None, memory=None,
         no_memory="no account", resident_bytes=2**30,
         sample="To be\x1b[31m or\nnot", paths={"metrics": "runs/a b/metrics.jsonl"},
         go_on="phalanx train --resume 'runs/a b' --steps 10",
