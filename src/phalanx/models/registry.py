@@ -113,7 +113,8 @@ _GEMMA3 = ModelShape(
 
 PRESETS: dict[str, ModelShape] = {
     # Ours: learns from text on two CPU cores within minutes. Over the first million tokens few wide
-    # blocks end lower, and sooner, than more narrow ones of as many parameters: see docs/log.md.
+    # blocks end lower, and sooner, than more narrow ones of as many parameters:
+    # see docs/decisions.md.
     "demo": ModelShape(
         vocab_size=4096,
         num_layers=3,
