@@ -69,6 +69,8 @@ def test_only_the_same_call_at_the_same_place_stands_still(monkeypatch: pytest.M
     assert "in two_places" in one.beat().place
     next(call)
     assert [look(), look()] == [0.0, 2.0]
+    one.now("step 2")  # the same place, after another step
+    assert [look(), look()] == [0.0, 2.0]
     for _ in range(9):  # other calls, whose frames lie where the last one lay
         call = two_places()
         next(call)

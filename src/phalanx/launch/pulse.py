@@ -74,7 +74,7 @@ class Pulse:
         self.on_change: Callable[[], None] = lambda: None
         self._doing = "starting"
         self._waits = False
-        self._place: tuple[_Mark, int] | None = None
+        self._place: tuple[_Mark, int, str] | None = None
         self._since_s = time.monotonic()
 
     @contextmanager
@@ -162,7 +162,9 @@ class Pulse:
         thread = threading.main_thread().ident or 0
         # Private by its name, public by its documentation.
         frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-        place = None if frame is None else _place_of(frame)
+        at = None if frame is None else _place_of(frame)
+        # A loop that sleeps in each step is met at one instruction, and takes steps all the same.
+        place = None if at is None else (*at, self._doing)
         now_s = time.monotonic()
         if place is None or place != self._place:
             self._place, self._since_s = place, now_s
