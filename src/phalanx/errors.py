@@ -10,6 +10,7 @@ PhalanxError                 any of the below; the command line prints it in one
 ├── CheckpointError          a checkpoint is missing, incomplete or of another model
 └── TrainingError            training went wrong: a loss that is not finite
     ├── CollectiveMismatch   ranks of a group call different collectives, or one does not come
+    ├── PeerLost             another rank has left: the job fails by that rank, not by this one
     └── RankFailed           a process of the job ended; carries that rank's own traceback
 
 Interrupted                  a KeyboardInterrupt, also by SIGTERM or SIGHUP; nobody catches it but
@@ -127,6 +128,10 @@ class CollectiveMismatch(TrainingError):
     def __init__(self, message: str, speaker: int) -> None:
         super().__init__(message)
         self.speaker = speaker
+
+
+class PeerLost(TrainingError):
+    """Another rank has left, or does not answer: its own failure says more than this error."""
 
 
 class RankFailed(TrainingError):

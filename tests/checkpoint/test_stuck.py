@@ -17,8 +17,9 @@ import torch.distributed as dist
 from marks import by_hand
 from phalanx.checkpoint import manifest, progress, saver, tensor_file
 from phalanx.checkpoint.saver import Saver
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, PeerLost, TrainingError
 from phalanx.launch.local import run_ranks
+from phalanx.launch.rank import is_lost_peer
 
 TIMEOUT_S = 1.0
 
@@ -115,3 +116,75 @@ def test_a_stopped_process_ends_the_job(tmp_path: Path, rank: int, words: str) -
         run_ranks(stop_while_writing, 2, tmp_path, rank, threads=1, timeout_s=60)
     assert "(no checkpoint stands)" in str(raised.value)
     assert not manifest.whole(tmp_path)
+
+
+def end_while_writing(run: Path, error: Exception, silent_s: float) -> tuple[str, list[str]]:
+    """Have the training of rank 0 end by an error while rank 1 does not write for some time."""
+    progress.GONE_S = progress.GRACE_S = 0.5
+    model, optimizer = runs.build()
+    write_file = saver._write_file
+
+    def wait_and_write(*args: Any) -> Any:
+        time.sleep(silent_s)
+        return write_file(*args)
+
+    if dist.get_rank() == 1:
+        saver._write_file = wait_and_write
+    with pytest.raises((CheckpointError, PeerLost, TrainingError)) as raised:
+        with Saver(run, timeout_s=600) as saver_:
+            saver_.begin(model, optimizer, runs.about(1))
+            if dist.get_rank() == 0:
+                raise error
+            saver_.finish()
+            raise TrainingError("it is saved")
+    words = [str(raised.value), *getattr(raised.value, "__notes__", ())]
+    return type(raised.value).__name__, words
+
+
+@pytest.mark.parametrize(
+    ("error", "silent_s", "is_saved"),
+    [
+        (PeerLost("rank 1 has left"), 30.0, False),
+        (PeerLost("rank 1 has left"), 0.0, True),
+        (TrainingError("the loss is nan"), 1.5, True),  # longer than a lost rank is waited for
+    ],
+)
+def test_a_lost_rank_is_not_waited_for_and_any_other_is(
+    tmp_path: Path, error: Exception, silent_s: float, is_saved: bool
+) -> None:
+    (kind, words), (kind_1, words_1) = run_ranks(
+        end_while_writing, 2, tmp_path, error, silent_s, threads=1, timeout_s=60
+    )
+    assert (kind, words[0]) == (type(error).__name__, str(error))
+    assert list(manifest.whole(tmp_path)) == ([1] if is_saved else [])
+    if is_saved:
+        assert words[1:] == [] and words_1 == ["it is saved"]
+    else:
+        assert words[1].endswith("(0 bytes so far) and did not go on for 0.5 s")
+        assert (kind_1, words_1) == ("PeerLost", words[1:])
+
+
+class Gone:
+    """A store whose rank has left."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def words_without_store(run: Path) -> tuple[str, bool]:
+    progress.GRACE_S = 1.0
+    model, optimizer = runs.build()
+    saver_ = Saver(run, timeout_s=TIMEOUT_S)
+    if dist.get_rank() == 1:
+        saver_._progress._store = Gone()
+    with pytest.raises((CheckpointError, PeerLost)) as raised:
+        saver_.begin(model, optimizer, runs.about(1))
+        saver_.finish()
+    return str(raised.value), is_lost_peer(raised.value)
+
+
+def test_a_store_that_has_gone_is_a_lost_rank(tmp_path: Path) -> None:
+    first, other = run_ranks(words_without_store, 2, tmp_path, threads=1, timeout_s=60)
+    assert "rank 1 had not written its shards" in first[0] and not first[1]
+    assert "the job's store, which rank 0 keeps, has gone: DistNetworkError: Conn" in other[0]
+    assert other[1]

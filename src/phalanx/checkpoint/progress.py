@@ -21,10 +21,13 @@ from typing import Any, Final, Literal
 import torch.distributed as dist
 
 from phalanx.comm.join import job_store
-from phalanx.errors import CheckpointError, named
+from phalanx.errors import CheckpointError, PeerLost, named
 
 POLL_S: Final = 0.05
 """How often a rank looks at the others, in the long run; thousands of ranks look less often."""
+
+GONE_S: Final = 10.0
+"""How long nothing may move once a rank is known to be lost, in seconds."""
 
 GRACE_S: Final = 5.0
 """How much longer than rank 0 another rank waits: rank 0 knows who is late."""
@@ -36,7 +39,7 @@ State = Literal["writing", "written", "failed"]
 class SaveProgress:
     """The state of the save under way on every rank, as this one knows it.
 
-    `begin` and `is_late` are for the main thread, all else for the thread that writes.
+    `begin`, `is_late` and `expect_loss` are for the main thread, all else for the writer's.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -52,7 +55,8 @@ class SaveProgress:
         store.set_timeout(timedelta(seconds=timeout_s + GRACE_S))
         self._store: Any = dist.PrefixStore(f"checkpoint/{name}", store)
         self._number, self._beat = 0, 0
-        self._failed = (0, "")
+        self._is_loss_expected = False
+        self._failed = (0, "", False)
         self._seen: dict[str, tuple[Any, float]] = {}
         self._told_s = self._moved_s = time.monotonic()
         self._store.set(str(self.rank), "[0]")
@@ -64,6 +68,18 @@ class SaveProgress:
         self._number += 1
         self._moved_s = time.monotonic()
         self._seen = {}
+
+    def expect_loss(self) -> None:
+        """Wait no longer than `GONE_S` for what does not move, since a rank is lost.
+
+        The ranks that are left still publish a save to which the lost one owes nothing.
+        """
+        self.timeout_s = min(self.timeout_s, GONE_S)
+        self._is_loss_expected = True
+
+    def _error(self, words: str) -> CheckpointError | PeerLost:
+        """Return the error of a save that stands still: by a rank that is lost, if one is."""
+        return (PeerLost if self._is_loss_expected else CheckpointError)(words)
 
     @property
     def is_late(self) -> bool:
@@ -118,15 +134,18 @@ class SaveProgress:
         Raises:
             CheckpointError: a rank has failed, or is late; or rank 0 has given the save up, in its
                 own words.
+            PeerLost: a rank is late, and one is known to be lost, here or by rank 0.
             TimeoutError: rank 0 gives no sign.
         """
         return self._look_at_all() if self.rank == 0 else self._look_at_first()
 
-    def conclude(self, outcome: Literal["open", "published", "failed"], words: str = "") -> None:
+    def conclude(
+        self, outcome: Literal["open", "published", "failed"], error: Exception | None = None
+    ) -> None:
         """Tell the others what became of the save; rank 0 calls this."""
         self._beat += 1
         if outcome == "failed":
-            self._failed = (self._number, words)
+            self._failed = (self._number, str(error), isinstance(error, PeerLost))
         self._store.set("first", json.dumps([self._number, outcome, self._failed, self._beat]))
 
     def _look_at_all(self) -> list[Any]:
@@ -143,7 +162,7 @@ class SaveProgress:
                 late.append(rank)
         if late:
             num_bytes = [states[r][2] if states[r][0] == self._number else 0 for r in late[:8]]
-            raise CheckpointError(
+            raise self._error(
                 f"{named(late)} had not written {'their' if len(late) > 1 else 'its'} shards "
                 f"({', '.join(map(str, num_bytes))} bytes so far) and did not go on for "
                 f"{self.timeout_s:g} s"
@@ -154,16 +173,16 @@ class SaveProgress:
         state = json.loads(self._store.get("first"))
         self._note("first", state)
         if state[2][0] == self._number:
-            raise CheckpointError(state[2][1])
+            raise (PeerLost if state[2][2] else CheckpointError)(state[2][1])
         if self.is_late:
-            raise TimeoutError(self.words_of_silence())
+            raise TimeoutError(str(self.silence()))
         return [state]
 
-    def words_of_silence(self) -> str:
+    def silence(self) -> CheckpointError | PeerLost:
         """Return what this rank can say when nothing moves any more."""
         waited_s = time.monotonic() - self._moved_s
         who = "this rank's disk takes" if self.rank == 0 else "rank 0, which publishes it, says"
-        return f"{who} nothing for {waited_s:.0f} s"
+        return self._error(f"{who} nothing for {waited_s:.0f} s")
 
     def _note(self, who: str, state: Any) -> None:
         if who not in self._seen or self._seen[who][0] != state:

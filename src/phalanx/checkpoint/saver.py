@@ -6,7 +6,8 @@
 Which rank writes what follows from the shardings (`plan`), so nothing is exchanged but how far each
 rank is (`progress`). The writer has a lower priority, so it takes what processor time the training
 leaves (on Linux). What goes wrong on any rank reaches every rank as one CheckpointError, at its
-next call here; no call here waits for longer than nothing moves for `timeout_s`.
+next call here; no call here waits for longer than nothing moves for `timeout_s`. A rank that has
+left is a PeerLost: the job ends by the failure of that rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
 from phalanx.checkpoint.state import AnyOptimizer, Held, held_by, held_once_trained, is_of_job
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of
-from phalanx.errors import CheckpointError, size_text
+from phalanx.errors import CheckpointError, PeerLost, size_text
+from phalanx.launch.rank import is_lost_peer
 from phalanx.storage import Checksum
 
 NICENESS = 10
@@ -99,7 +101,7 @@ class Saver:
         self._own: dict[str, Sharding] = {}
         self._thread: threading.Thread | None = None
         self._final = run
-        self._failure: CheckpointError | None = None
+        self._failure: CheckpointError | PeerLost | None = None
 
     def reserve(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, free_bytes: int | None = None
@@ -166,6 +168,7 @@ class Saver:
 
         Raises:
             CheckpointError: the save failed.
+            PeerLost: the save failed since another rank has left.
         """
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
@@ -175,6 +178,7 @@ class Saver:
 
         Raises:
             CheckpointError: the save failed, or nothing of it moves any more.
+            PeerLost: the save failed since another rank has left.
         """
         while self._thread is not None:
             self._thread.join(1.0)
@@ -183,7 +187,7 @@ class Saver:
             elif self._progress.is_late:
                 self._thread = None
                 self._copy = HostCopy()  # the old one is still in use
-                self._failure = self._failed(self._progress.words_of_silence())
+                self._failure = self._failed(self._progress.silence())
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -198,9 +202,11 @@ class Saver:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # Also after an error of the training: the state was good when it was copied.
+        if error is not None and is_lost_peer(error):
+            self._progress.expect_loss()
         try:
             self.finish()
-        except CheckpointError as failure:
+        except (CheckpointError, PeerLost) as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
@@ -238,13 +244,14 @@ class Saver:
             every = {**(of_stage or {}), **every}
         return every
 
-    def _failed(self, words: str) -> CheckpointError:
+    def _failed(self, error: Exception) -> CheckpointError | PeerLost:
         """Return the error of a save that came to nothing, and what there is instead."""
         stands = "no checkpoint stands"
         with suppress(OSError):
             if older := manifest.whole(self.run):
                 stands = f"{older[max(older)]} stands"
-        return CheckpointError(f"cannot save {self._final} ({stands}): {words}")
+        kind = PeerLost if isinstance(error, PeerLost) else CheckpointError
+        return kind(f"cannot save {self._final} ({stands}): {reason_of(error)}")
 
     def _write(self, save: _Save) -> None:
         """Write and publish; the body of the writer thread."""
@@ -252,12 +259,16 @@ class Saver:
         try:
             _stand_back()
             save_share(save)
-        except CheckpointError as error:
+        except (CheckpointError, PeerLost) as error:
             self._failure = error
-        except TimeoutError as error:
-            self._failure = self._failed(str(error))
-        except Exception as error:  # the store is gone, and with it rank 0
-            self._failure = self._failed(f"the writer failed: {reason_of(error)}")
+        except TimeoutError:
+            self._failure = self._failed(self._progress.silence())
+        except dist.DistError as error:
+            gone = PeerLost(f"the job's store, which rank 0 keeps, has gone: {reason_of(error)}")
+            self._failure = self._failed(gone)
+        except Exception as error:
+            failed = CheckpointError(f"the writer failed: {reason_of(error)}")
+            self._failure = self._failed(failed)
 
     def _save_other(self, save: _Save) -> None:
         """Write this rank's file, and wait until rank 0 has published the checkpoint."""
@@ -265,12 +276,12 @@ class Saver:
         try:
             try:
                 self._progress.tell("written", _write_file(save, self._progress))
-            except CheckpointError:
+            except (CheckpointError, PeerLost, dist.DistError):
                 raise
             except Exception as error:  # whatever it is, rank 0 must not wait for this file
                 self._progress.tell("failed", reason_of(error))
             self._progress.wait()
-        except CheckpointError:  # rank 0 has given up, and may have removed the folder before
+        except (CheckpointError, PeerLost):  # rank 0 may have removed the folder before
             with suppress(OSError):
                 (save.partial / file_of(self._progress.rank)).unlink(missing_ok=True)
                 save.partial.rmdir()
@@ -288,8 +299,8 @@ class Saver:
             publish(save.partial, save.final, dataclasses.replace(save.about, files=files))
         except Exception as error:  # whatever it is, the others must not wait for this rank
             shutil.rmtree(save.partial, ignore_errors=True)
-            failure = self._failed(reason_of(error))
-            progress.conclude("failed", str(failure))
+            failure = self._failed(error)
+            progress.conclude("failed", failure)
             raise failure from error
         progress.conclude("published")
         remove_older(self.run, self.keep, save.best)

@@ -25,6 +25,7 @@ from typing import Any, Final
 from phalanx import errors
 from phalanx.errors import (
     NO_THREAD,
+    PeerLost,
     PhalanxError,
     RankFailed,
     limit_met,
@@ -39,8 +40,9 @@ from phalanx.launch.pulse import BEAT_S, PULSE
 from phalanx.launch.signals import leave_to_parent
 
 _LOST = re.compile(
-    "gloo/transport|Application timeout|Connection (closed|reset|refused)|Socket closed"
-    "|NCCL.*(timeout|timed out|remote process exited|aborted)|TCPStore.*(timed out|reset|closed)",
+    "gloo/transport|Application timeout|Connection (was likely )?(closed|reset|refused)"
+    "|Socket closed|NCCL.*(timeout|timed out|remote process exited|aborted)"
+    "|TCPStore.*(timed out|reset|closed)",
     re.DOTALL | re.IGNORECASE,
 )
 """What gloo, NCCL and the store say of a rank that does not come or has left."""
@@ -285,6 +287,8 @@ def is_lost_peer(error: BaseException) -> bool:
     A script's own error may have the words of a network's: it comes of a `raise` that is neither
     torch.distributed's nor ours. What C++ raises, a `work.wait()` in a script say, comes of none.
     """
+    if isinstance(error, PeerLost):
+        return True
     # torch has no class for what gloo says; tests/launch/test_local.py pins its words.
     if not isinstance(error, (RuntimeError, PhalanxError)) or not _LOST.search(str(error)):
         return False
