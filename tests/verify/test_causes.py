@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx import Trainer
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
+from phalanx.verify.compare import compare_values
 from phalanx.verify.harness import verify
+from phalanx.verify.trace import gap
 from phalanx.verify.verdict import Verdict
 
 
@@ -141,3 +146,46 @@ def test_a_rank_of_a_job_starts_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="is a rank of a job of 2, as under torchrun"):
         run_ranks(batches, 3)
+
+
+class Overflow(nn.Module):
+    """NaN where an element is large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 3, torch.nan, x)
+
+
+def with_overflow() -> nn.Module:
+    return Net(Overflow())
+
+
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+def test_nan_in_the_same_elements_of_both_is_equal_and_reported(dtype: str) -> None:
+    rows = batches()
+    rows[1]["x"] = rows[1]["x"].abs() + 9
+    verdict = verify(with_overflow, rows, "dp2", Squares(), dtype=dtype)
+    assert verdict.is_equal, str(verdict)
+    assert "what one process computes, NaN in both (step 1, the loss and " in str(verdict)
+
+
+def test_nan_in_other_elements_than_in_one_process_differs() -> None:
+    ours, due = ({"w": torch.tensor(row)} for row in ([1.0, math.nan], [math.nan, 1.0]))
+    (found,) = compare_values(0, "weight", ours, due)
+    assert not found.passes
+    assert found.problem == "it is NaN in other elements than in one process"
+    assert compare_values(0, "weight", due, due)[0].passes
+    assert gap(due["w"], due["w"]) == 0 < gap(ours["w"], due["w"])
+
+
+def one_module(model: nn.Module) -> nn.Module:
+    return model
+
+
+def test_a_build_that_makes_no_new_module_is_refused() -> None:
+    net = Net(nn.Identity())
+    for build, words in ((net, "is a Net"), (partial(one_module, net), "the same Net")):
+        with pytest.raises(ConfigError, match=f"{words}.*copy.deepcopy"):
+            verify(build, batches(), "dp2", Squares())
+        with pytest.raises(ConfigError, match=f"phalanx.Trainer: .*{words}"):
+            Trainer(build, Squares(), list(torch.ones(4, 5)), accumulation=1).verify("dp2")
+    assert verify(partial(copy.deepcopy, net), batches(), "dp2", Squares()).is_equal

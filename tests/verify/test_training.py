@@ -21,7 +21,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.strategy import Strategy
 from phalanx.train import loop, text
 from phalanx.train.job.resolve import Job
-from phalanx.verify import training, witness
+from phalanx.verify import judge, training
 from phalanx.verify.runs import first_run
 from phalanx.verify.settings import VerifyTrainConfig
 from phalanx.verify.verdict import Verdict
@@ -143,7 +143,7 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
         [(text, "_loader", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
     ),
     "a schedule that begins anew": (
-        [(witness, "TextSession", _from_step_0)],
+        [(training, "TextSession", _from_step_0)],
         None, "it takes the steps [1, 2, 3, 4], where [3, 4] are due",
     ),
     "a position in the data by the present batch": (
@@ -157,7 +157,7 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
         [(Decoder, "eval", _stays_in_training)], None, "the validation loss is the first",
     ),
     "a norm that only the run changes": (
-        [(witness, "TextSession", _another_eps)],
+        [(training, "TextSession", _another_eps)],
         "blocks.1.mlp_norm", "its output differs though its inputs agree",
     ),
     "an optimizer without the last norm": (
@@ -250,7 +250,7 @@ def names_of_failures() -> list[str]:
             raise failure
 
         try:
-            training._once(fail)
+            judge.once(fail)
         except Exception as error:
             found.append(type(error).__name__)
     return found

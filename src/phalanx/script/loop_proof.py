@@ -14,15 +14,13 @@ import functools
 import io
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
-from phalanx.comm.comm import local_shard
 from phalanx.data.rows import map_tensors
 from phalanx.errors import ConfigError, RankFailed
 from phalanx.launch.local import run_ranks
@@ -31,25 +29,11 @@ from phalanx.script import run as script_run
 from phalanx.script.launch import run_script
 from phalanx.script.run import Run
 from phalanx.strategy import Strategy
-from phalanx.verify.compare import Difference, compare_step
-from phalanx.verify.record import (
-    RankFacts,
-    bits_of,
-    full_tensors,
-    owner,
-    unequal_ranks,
-)
-from phalanx.verify.reference import StepRecord, Values, kept_by
-from phalanx.verify.verdict import Place, Verdict
+from phalanx.verify.history import History
+from phalanx.verify.judge import judge
+from phalanx.verify.record import Witness, state_of
+from phalanx.verify.verdict import Verdict
 from phalanx.verify.whereabouts import Whereabouts, failed
-
-
-@dataclass
-class Seen:
-    """What a script has done on a rank, by the number of the step; records are rank 0's alone."""
-
-    records: dict[int, StepRecord] = field(default_factory=dict[int, StepRecord])
-    facts: dict[int, RankFacts] = field(default_factory=dict[int, RankFacts])
 
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:
@@ -70,35 +54,10 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
         ranks = run_ranks(record_script, strategy.num_ranks, path, list(words), strategy, steps)
     except RankFailed as failure:
         return failed(str(strategy), failure)
-    return _compared(str(strategy), ranks, alone)
+    return judge(str(strategy), ranks, alone)
 
 
-def _compared(name: str, ranks: Sequence[Seen], alone: Seen) -> Verdict:
-    """Compare up to the end of the first step that differs."""
-    differences, unequal = list[Difference](), list[Place]()
-    place: Place | None = None
-    if list(ranks[0].records) != list(alone.records):
-        what = f"{name} takes {len(ranks[0].records)} steps, one rank {len(alone.records)}"
-        place = Place(None, what)
-    for step in sorted(set(alone.records) & set(ranks[0].records)):
-        differences += compare_step(step, ranks[0].records[step], alone.records[step])
-        unequal += unequal_ranks(step, [rank.facts[step] for rank in ranks])
-        if unequal or not all(d.passes for d in differences):
-            break
-    first = next((d for d in differences if not d.passes), None)
-    if first is not None:
-        module = None if first.quantity in ("loss", "norm", "learning rate") else owner(first.name)
-        what = f"{first.what} is the first that differs, and all before agrees"
-        place = Place(module, what, first.step)
-    elif unequal:
-        place = unequal[0]
-    replicas = [f"step {each.step}: {each.what}" for each in unequal]
-    if place is not None and first is None and not unequal:
-        replicas = [place.what]
-    return Verdict(name, differences, replicas, place=place, case="")
-
-
-def record_script(path: str, words: list[str], strategy: Strategy, steps: int) -> Seen:
+def record_script(path: str, words: list[str], strategy: Strategy, steps: int) -> History:
     """Run a script on this rank, with the others of the job, and take down its first steps."""
     torch.set_default_dtype(torch.float64)
     with Whereabouts() as at:
@@ -106,20 +65,21 @@ def record_script(path: str, words: list[str], strategy: Strategy, steps: int) -
         script_run.IN_PLACE.append((strategy, watch.attach))
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             run_script(path, words, None)
-    return watch.seen
+    return watch.history
 
 
 class _Watch:
     """Takes down what a script does with its run, and ends the script after some steps."""
 
     def __init__(self, steps: int, at: Whereabouts) -> None:
-        self.seen = Seen()
+        self.history = History()
         self._steps, self._at = steps, at
         self._number = -1
-        self._loss = 0.0
 
     def attach(self, run: Run) -> None:
         """Watch a run that `phalanx.init` has made."""
+        self._witness = Witness(run.comm)
+        self._witness.history = self.history  # of all runs of a script
         handles: Any = run
         handles.backward = functools.partial(self._backward, run, run.backward)
         handles.prepare = functools.partial(self._prepare, run, run.prepare)
@@ -138,8 +98,8 @@ class _Watch:
                 self._model = each
                 self._at.follow(each)
             elif isinstance(each, torch.optim.Optimizer):
-                each.register_step_pre_hook(functools.partial(self._before, run))
-                each.register_step_post_hook(functools.partial(self._after, run))
+                each.register_step_pre_hook(self._before)
+                each.register_step_post_hook(self._after)
         return prepared
 
     def _backward(self, run: Run, backward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,55 +107,25 @@ class _Watch:
             raise SystemExit  # all ranks come here together
         self._at.step = self._number + 1
         made = backward(*args, **kwargs)
-        self._loss = float(made.of_step)
         self._number += run.is_step_end
+        self._loss = {"loss": {"": float(made.of_step)}}
         return made
 
-    def _before(self, run: Run, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Take down the gradients as an optimizer takes them, and its rates."""
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Take down the loss, the gradients as an optimizer takes them, and its rates."""
         named = {p: name for name, p in self._model.named_parameters()}
-        gradients = {
-            named[p]: p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p in named and p.grad is not None
-        }
-        rates = {
-            f"group {number}": float(group["lr"])
-            for number, group in enumerate(optimizer.param_groups)
-        }
-        self._keep(run, {"gradient": gradients}, {"learning rate": rates})
+        groups = optimizer.param_groups
+        taken = [p for group in groups for p in group["params"] if p in named]
+        gradients = {named[p]: p.grad for p in taken if p.grad is not None}
+        rates = {f"group {number}": float(group["lr"]) for number, group in enumerate(groups)}
+        self._witness.note(self._number, {}, self._loss)
+        self._witness.note(self._number, {"gradient": gradients}, {"learning rate": rates})
 
-    def _after(self, run: Run, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Take down what an optimizer leaves."""
-        model = self._model
-        named = {n: p for n, p in model.named_parameters() if p in optimizer.state}
-        kept = kept_by({name: optimizer.state[p] for name, p in named.items()})
-        weights = {name: p.detach() for name, p in model.named_parameters()}
-        buffers = dict(model.named_buffers())
-        self._keep(run, {**kept, "buffer": buffers, "weight": weights}, {})
-
-    def _keep(
-        self, run: Run, held: dict[str, dict[str, Tensor]], numbers: dict[str, dict[str, float]]
-    ) -> None:
-        before = self.seen.facts.get(self._number)
-        bits = dict(before.bits) if before else {}
-        nonfinite = list(before.nonfinite) if before else []
-        for quantity, tensors in held.items():
-            bits |= bits_of(quantity, tensors)
-        for name, gradient in held.get("gradient", {}).items():
-            if not local_shard(gradient).isfinite().all():
-                nonfinite.append(name)
-        self.seen.facts[self._number] = RankFacts(self._loss, {}, bits, nonfinite)
-        full: dict[str, Values] = {
-            what: full_tensors(tensors, run.comm) for what, tensors in held.items()
-        }
-        if run.comm.is_first:
-            record: dict[str, Values] = {"loss": {"": self._loss}}
-            record |= self.seen.records.get(self._number, {})
-            for what, values in {**full, **numbers}.items():
-                record[what] = {**record.get(what, {}), **values}
-            self.seen.records[self._number] = record
+        buffers = dict(self._model.named_buffers())
+        held = {"buffer": buffers, **state_of(self._model, optimizer)}
+        self._witness.note(self._number, held, {})
 
 
 def _unsaved(folder: str | Path, *, keep: int | None = None) -> Path:

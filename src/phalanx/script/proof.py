@@ -14,33 +14,34 @@ import functools
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from phalanx.checkpoint import manifest
-from phalanx.comm.together import on_first_rank
 from phalanx.data.rows import map_tensors
 from phalanx.errors import DataError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.batch_norm import batch_norms
-from phalanx.script.witness import Witnessed, locate_rank, witness
-from phalanx.strategy import Axis, Strategy
+from phalanx.script.session import ModuleSession
+from phalanx.strategy import Strategy
 from phalanx.verify.causes import likely_causes
-from phalanx.verify.compare import compare_step, compare_values
-from phalanx.verify.record import Case, unequal_ranks
-from phalanx.verify.reference import ReferenceRun, StepRecord, Training
-from phalanx.verify.settings import EVALUATION, STATE
+from phalanx.verify.compare import Difference
+from phalanx.verify.history import History, reference_history
+from phalanx.verify.judge import judge, located, once
+from phalanx.verify.record import Case
+from phalanx.verify.reference import Training
+from phalanx.verify.runs import other_strategy
 from phalanx.verify.verdict import Place, Verdict
 from phalanx.verify.whereabouts import failed
+from phalanx.verify.witness import SessionWitness, find, take_down
 
 if TYPE_CHECKING:
-    from phalanx.script.trainer import Trainer
+    from phalanx.script.trainer import Options, Trainer
 
 WAIT_S = 600.0
 """Longest wait for another rank in one collective, in seconds."""
@@ -55,18 +56,12 @@ def prove(trainer: Trainer, strategy: Strategy, steps: int) -> Verdict:
         The verdict on what differs first, or on both runs.
     """
     wide = _widened(trainer, steps)
-    case = case_of(wide)
-    expected = Expected.of(wide, case)
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
-        folder, middle = Path(name), (steps + 1) // 2
-        job = _Job(wide, case, expected, folder, middle)
+        job = _Job(wide, case_of(wide), Path(name), (steps + 1) // 2)
         first = job.judged("first", strategy)
-        if not first.is_equal or middle == steps:
+        if not first.is_equal or job.middle == steps:
             return first
-        other = Strategy(fsdp=Axis(strategy.num_ranks, "zero3"))
-        if strategy.fsdp.degree > 1:
-            other = Strategy(dp=Axis(strategy.num_ranks, "bucketed"))
-        second = job.judged("second", other, resumed_from=strategy)
+        second = job.judged("second", other_strategy(strategy), resumed_from=strategy)
     if not second.is_equal:
         return second
     return dataclasses.replace(first, differences=[*first.differences, *second.differences])
@@ -93,47 +88,11 @@ def case_of(trainer: Trainer) -> Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
-    """What plain PyTorch computes; keys are numbers of steps done, or of steps.
-
-    Attributes:
-        begin: weights, buffers and what the optimizer keeps, before each step.
-        records: of each step.
-        validation: mean loss of the validation data, after each number of steps.
-        evaluated: sum of the losses of the last batch in eval mode.
-    """
-
-    begin: dict[int, StepRecord]
-    records: dict[int, StepRecord]
-    validation: dict[int, float]
-    evaluated: float
-
-    @staticmethod
-    def of(trainer: Trainer, case: Case) -> Expected:
-        """Take the steps."""
-        run = ReferenceRun(case, torch.device("cpu"))
-        begin, records, validation = {0: run.state()}, dict[int, StepRecord](), dict[int, float]()
-        steps = run.steps()
-        for number in range(len(case.batches) + 1):
-            if (loss := _validation_loss(run.model, trainer)) is not None:
-                validation[number] = loss
-            if number < len(case.batches):
-                records[number] = made = next(steps)
-                kept = {q: v for q, v in made.items() if q in _STATES or q.startswith(STATE)}
-                begin[number + 1] = kept
-        return Expected(begin, records, validation, float(run.evaluate()))
-
-
-_STATES = ("buffer", "first moment", "second moment", "weight")
-
-
-@dataclasses.dataclass(frozen=True)
 class _Job:
-    """A job, what is expected of it, and where its runs are written."""
+    """A job, and where its runs are written."""
 
     trainer: Trainer
     case: Case
-    expected: Expected
     folder: Path
     middle: int
 
@@ -145,25 +104,27 @@ class _Job:
             f"{strategy}" if resumed_from is None else f"{strategy}, resumed from {resumed_from}"
         )
         try:
-            ranks: list[Witnessed] = self._on_ranks(witness, name, strategy, resumed_from)
+            ranks: list[History] = self._on_ranks(train_rank, name, strategy, resumed_from)
         except RankFailed as failure:
             return failed(title, failure)
-        start = 0 if resumed_from is None else self.middle
-        verdict, unequal = self._compared(title, ranks, start)
+
+        def compared() -> Verdict:
+            start = 0 if resumed_from is None else self.middle
+            validate = functools.partial(_validation_loss, self.trainer)
+            expected = reference_history(self.case, start, self.middle, validate)
+            return judge(title, ranks, expected)
+
+        def found(first: Difference) -> Place:
+            again, args = f"{name}-again", (self.case, first)
+            return self._on_ranks(find_on_rank, again, strategy, resumed_from, *args)[0]
+
+        verdict = located(once(compared), found)
         if verdict.is_equal:
             return verdict
-        # A fault of the model shows in an evaluation first, and its step tells the module.
-        wrong = [d for d in verdict.differences if not d.passes]
-        found = [d for d in wrong if d.quantity != "validation loss"]
-        place = verdict.place or (unequal[0] if unequal and not found else None)
-        if place is None and found:
-            again = f"{name}-again"
-            args = (self.case, found[0])
-            place = self._on_ranks(locate_rank, again, strategy, resumed_from, *args)[0]
-        place = place or Place(None, f"{wrong[0].what} is the first that differs", wrong[0].step)
-        facts = [rank.facts[max(rank.facts)] for rank in ranks]
+        step = max((row.step for row in verdict.differences), default=0)
+        facts = [rank.facts[step] for rank in ranks if step in rank.facts]
         causes = likely_causes(self.case, strategy, verdict.differences, facts)
-        return dataclasses.replace(verdict, place=place, causes=causes)
+        return dataclasses.replace(verdict, causes=causes)
 
     def _on_ranks(
         self,
@@ -179,7 +140,7 @@ class _Job:
         if resumed_from is not None:
             there = manifest.folder_of(self.folder / "first", self.middle)
             here = manifest.folder_of(out, self.middle)
-            self._once(lambda: shutil.copytree(there, here))
+            once(lambda: str(shutil.copytree(there, here)))
         options = Options(
             out=out,
             resume=resumed_from is not None,
@@ -187,57 +148,29 @@ class _Job:
             save_every_minutes=0,
             eval_every=self.middle,
             device="cpu",
+            nonfinite="skip",  # what is not finite is compared and named
         )
         return run_ranks(
             function, strategy.num_ranks, self.trainer, strategy, options, *args, timeout_s=WAIT_S
         )
 
-    def _once(self, function: Callable[[], Any]) -> None:
-        """Call a function, in a job on its first rank, whose folder all ranks use."""
-        if dist.is_initialized():
-            on_first_rank(function, "cannot verify the job")
-        else:
-            function()
 
-    def _compared(
-        self, title: str, ranks: Sequence[Witnessed], start: int
-    ) -> tuple[Verdict, list[Place]]:
-        """Compare up to the end of the first step that differs; return unequal ranks apart too."""
-        ours, expected = ranks[0], self.expected
-        differences = compare_step(start, ours.begin, expected.begin[start])
-        unequal: list[Place] = []
-        last = len(self.case.batches)
-        for number in range(start, last + 1):
-            if number in ours.evaluations and number in expected.validation:
-                left, right = (
-                    {"": each[number]} for each in (ours.evaluations, expected.validation)
-                )
-                differences += compare_values(number, "validation loss", left, right)
-            if number == last or number not in ours.records:
-                continue
-            differences += compare_step(number, ours.records[number], expected.records[number])
-            unequal += unequal_ranks(number, [rank.facts[number] for rank in ranks])
-            wrong = {d.quantity for d in differences if not d.passes}
-            if unequal or wrong - {"validation loss"}:
-                break
-        else:
-            differences += compare_values(
-                last - 1, EVALUATION, {"": ours.evaluated}, {"": expected.evaluated}
-            )
-        place = next(self._problems(title, ranks, start), None)
-        replicas = [place.what] if place else [f"step {each.step}: {each.what}" for each in unequal]
-        return Verdict(title, differences, replicas, place=place), unequal
+def train_rank(trainer: Trainer, strategy: Strategy, options: Options) -> History:
+    """Train on this rank, with the others of the job, and return what happened."""
+    session = functools.partial(ModuleSession, trainer, strategy, options)
+    return take_down(session, lambda session: SessionWitness(session, _rows))
 
-    def _problems(self, title: str, ranks: Sequence[Witnessed], start: int) -> Iterator[Place]:
-        """Yield what is wrong and needs no arithmetic to be judged."""
-        due = list(range(start, len(self.case.batches)))
-        for rank, seen in enumerate(ranks):
-            if seen.idle:
-                what = f"an evaluation leaves {seen.idle[0] or 'the model'} in eval mode"
-                yield Place(seen.idle[0], f"{title}, rank {rank}: {what}", None, rank)
-            if list(seen.facts) != due:
-                what = f"it takes the steps {list(seen.facts)}, where {due} are due"
-                yield Place(None, f"{title}, rank {rank}: {what}", None, rank)
+
+def find_on_rank(
+    trainer: Trainer, strategy: Strategy, options: Options, case: Case, first: Difference
+) -> Place:
+    """Train again on this rank, and find the module at which it goes wrong."""
+    return find(functools.partial(ModuleSession, trainer, strategy, options), _rows, case, first)
+
+
+def _rows(session: ModuleSession, microbatches: Sequence[Any]) -> Sequence[Tensor]:
+    del microbatches
+    return session.microbatches.rows()
 
 
 def _seeded(trainer: Trainer) -> nn.Module:
@@ -282,7 +215,7 @@ def _passes(trainer: Trainer) -> Iterator[Any]:
 
 
 @torch.no_grad()
-def _validation_loss(model: nn.Module, trainer: Trainer) -> float | None:
+def _validation_loss(trainer: Trainer, model: nn.Module) -> float | None:
     if trainer.validation is None:
         return None
     state, modes = torch.get_rng_state(), {m: m.training for m in model.modules()}

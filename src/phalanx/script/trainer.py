@@ -38,7 +38,7 @@ from phalanx.strategy import Strategy
 from phalanx.train.callback import Callback, Log
 from phalanx.train.job.request import choose_device
 from phalanx.train.loop import how_to_resume
-from phalanx.train.objective import Objective
+from phalanx.train.objective import Objective, check_build
 from phalanx.train.report.summary import Summary
 from phalanx.train.run import summary_of
 
@@ -161,10 +161,12 @@ class Trainer:
 
         Raises:
             StrategyError: it does not split this module.
+            ConfigError: `build` makes no new module each time.
         """
         from phalanx.script import proof
         from phalanx.verify.harness import verify
 
+        check_build("phalanx.Trainer", self.build)
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         if dtype == "float64":
             return proof.prove(self, parsed, steps)
@@ -183,6 +185,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if isinstance(self.build, nn.Module):
+            check_build("phalanx.Trainer", self.build)
         check_objective(self.objective)
         check_data("data", self.data, is_trained=True)
         if self.validation is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from phalanx.data.batch import Batch
+from phalanx.errors import ConfigError
 from phalanx.models.attention import documents_of
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import row_keys
@@ -70,3 +71,24 @@ class NextToken:
     def num_valid(self, microbatch: Batch) -> torch.Tensor:
         """Return how many labels are not IGNORE."""
         return (microbatch.labels_BT != IGNORE).sum()
+
+
+def check_build(where: str, build: Any) -> nn.Module:
+    """Return a module of `build`, which has to make a new one each time that it is called.
+
+    Raises:
+        ConfigError: it is a module itself, or returns none, or one that it returned before.
+    """
+    made = build if isinstance(build, nn.Module) else build()
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"{where}: build returns a {type(made).__name__}; expected a torch.nn.Module"
+        )
+    if made is not build and made is not build():
+        return made
+    what = "is a" if made is build else "returns, each time, the same"
+    raise ConfigError(
+        f"{where}: build {what} {type(made).__name__}, and a strategy splits a module in place; "
+        "expected a function that returns a new module with its first weights each time, such as "
+        "functools.partial(copy.deepcopy, model)"
+    )

@@ -11,7 +11,8 @@ from phalanx.errors import named
 from phalanx.parallel.dropout import can_be_keyed
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import Difference
-from phalanx.verify.record import Case, RankFacts
+from phalanx.verify.history import RankFacts
+from phalanx.verify.record import Case
 
 
 def likely_causes(

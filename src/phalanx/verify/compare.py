@@ -53,6 +53,7 @@ class Difference:
         error: relative error, infinite where one side is not finite or missing.
         limit: the largest error that passes.
         problem: what is wrong if it is no matter of size: "it is missing", "it is NaN, ...".
+        both: "NaN" or "infinite" where both sides are so in the same elements, which are equal.
         ratio: the factor between the two sides where it is one for all elements, else None.
     """
 
@@ -62,6 +63,7 @@ class Difference:
     error: float
     limit: float = EXACT
     problem: str = ""
+    both: str = ""
     ratio: float | None = None
 
     @property
@@ -95,7 +97,7 @@ def compare_step(
     rows: list[Difference] = []
     for quantity, expected in reference.items():
         others = [each[quantity] for each in moved]
-        rows += compare_values(step, quantity, ours[quantity], expected, others, dtype)
+        rows += compare_values(step, quantity, ours.get(quantity, {}), expected, others, dtype)
     return rows
 
 
@@ -119,9 +121,12 @@ def compare_values(
     moved: Sequence[Values] = (),
     dtype: torch.dtype = torch.float64,
 ) -> list[Difference]:
-    """Compare one quantity, gradients in the order of backward: the last parameters first."""
+    """Compare one quantity, gradients in the order of backward: the last parameters first.
+
+    Elements that are not finite are equal where both sides have the same there; `both` says so.
+    """
     rows: list[Difference] = []
-    largest = max((_size(_wide(value)) for value in reference.values()), default=0.0)
+    largest = max((size_of(_wide(value)) for value in reference.values()), default=0.0)
     names = list(reference)[:: -1 if quantity == "gradient" else 1]
     for name in [*names, *(name for name in ours if name not in reference)]:
         a, b = (_wide(values[name]) if name in values else None for values in (ours, reference))
@@ -129,13 +134,14 @@ def compare_values(
         if problem or a is None or b is None:
             rows.append(Difference(step, quantity, name, math.inf, problem=problem))
             continue
+        both, is_finite = _kind(b), b.isfinite()
         floor = FLOOR["first moment"] if quantity.startswith(STATE) else FLOOR.get(quantity, 0.0)
-        scale = max(_size(b), floor * largest) or 1.0
-        error = _size(a - b) / scale
+        scale = max(size_of(b), floor * largest) or 1.0
+        error = size_of(a - b) / scale
         others = [_wide(values[name]) for values in moved if name in values]
         limit = limit_of(b, others, dtype, scale) / scale if others else EXACT
-        ratio = None if error <= limit else common_ratio(a, b)
-        rows.append(Difference(step, quantity, name, error, limit, ratio=ratio))
+        ratio = None if error <= limit else common_ratio(a[is_finite], b[is_finite])
+        rows.append(Difference(step, quantity, name, error, limit, both=both, ratio=ratio))
     return rows
 
 
@@ -143,8 +149,16 @@ def _wide(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64)
 
 
-def _size(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+def size_of(tensor: Tensor) -> float:
+    """Return the largest magnitude of the finite elements."""
+    wide = tensor.double()
+    wide = wide[wide.isfinite()]
+    return float(wide.abs().max()) if wide.numel() else 0.0
+
+
+def same(ours: Tensor, reference: Tensor) -> Tensor:
+    """Return where two tensors have the same element, NaN as well."""
+    return (ours == reference) | (ours.isnan() & reference.isnan())
 
 
 def _problem(ours: Tensor | None, reference: Tensor | None) -> str:
@@ -155,20 +169,20 @@ def _problem(ours: Tensor | None, reference: Tensor | None) -> str:
         return "it is missing"
     if ours.shape != reference.shape:
         return f"its shape is {tuple(ours.shape)}"
-    here, there = (_kind(tensor) for tensor in (ours, reference))
-    if here == there == "finite":
+    if bool((same(ours, reference) | (ours.isfinite() & reference.isfinite())).all()):
         return ""
+    here, there = (_kind(tensor) or "finite" for tensor in (ours, reference))
     if there == "finite":
         return f"it is {here}, in one process it is finite"
-    if here == "finite":
-        return f"it is {there} in one process and finite here"
-    return f"it is {here}, and so it is in one process: not a matter of the split"
+    if here == there:
+        return f"it is {here} in other elements than in one process"
+    return f"it is {there} in one process and {here} here"
 
 
 def _kind(tensor: Tensor) -> str:
     if bool(tensor.isnan().any()):
         return "NaN"
-    return "infinite" if bool(tensor.isinf().any()) else "finite"
+    return "infinite" if bool(tensor.isinf().any()) else ""
 
 
 def limit_of(
@@ -182,10 +196,10 @@ def limit_of(
         dtype: of the arithmetic.
         least: smallest magnitude that the least limit is relative to.
     """
-    movement = max((_size(each.double() - reference.double()) for each in moved), default=0.0)
+    movement = max((size_of(each.double() - reference.double()) for each in moved), default=0.0)
     relative = EXACT if dtype == torch.float64 else NUM_EPSILONS * torch.finfo(dtype).eps
-    least = relative * max(least, _size(reference.double()))
-    return max(FACTOR * movement, least) if math.isfinite(movement) else least
+    least = relative * max(least, size_of(reference))
+    return max(FACTOR * movement, least)
 
 
 def common_ratio(ours: Tensor, reference: Tensor) -> float | None:

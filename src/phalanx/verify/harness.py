@@ -33,19 +33,19 @@ from phalanx.parallel.batch_norm import Statistics
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.skeleton import copied_on_meta
 from phalanx.strategy import Strategy, require_built
-from phalanx.train.objective import Objective
+from phalanx.train.objective import Objective, check_build
 from phalanx.verify.batches import split
 from phalanx.verify.beside import Beside, worst
 from phalanx.verify.causes import likely_causes
 from phalanx.verify.compare import DTYPES, Difference, compare_values
+from phalanx.verify.history import RankFacts
+from phalanx.verify.judge import unequal_ranks
 from phalanx.verify.locate import locate
 from phalanx.verify.record import (
     Case,
-    RankFacts,
     SplitRun,
     check_rows,
     full_tensors,
-    unequal_ranks,
 )
 from phalanx.verify.reference import StepRecord, in_training
 from phalanx.verify.settings import EVALUATION
@@ -99,7 +99,7 @@ def verify(
         The verdict; `verdict.is_equal` and `str(verdict)` say it all.
 
     Raises:
-        ConfigError: a batch has too few rows.
+        ConfigError: a batch has too few rows, or `build` makes no new module each time.
         StrategyError: the strategy is not built, or does not split this module.
         CollectiveMismatch: under `debug_comm`, the ranks' calls differ.
     """
@@ -109,6 +109,7 @@ def verify(
         raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(DTYPES)}")
     if not batches:
         raise ConfigError("verify: no batches; give at least one")
+    check_build("verify", build)
     settings = optimizer or OptimizerConfig()
     case = Case(
         build, objective, batches, accumulation, dtype, settings, roles,

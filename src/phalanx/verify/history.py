@@ -1,105 +1,94 @@
-"""What a training run has done, on a rank, and what plain PyTorch does in its place."""
+"""What a run computes, step by step: of a rank, or of plain PyTorch in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from phalanx.data.batch import Batch
-from phalanx.data.loader import evaluation_rows
-from phalanx.data.order import Order
-from phalanx.data.samples import Samples
-from phalanx.train.job.resolve import Job
-from phalanx.verify.cases import decoder_case, initial_decoder
-from phalanx.verify.plain import PlainNextToken, plain_batch
-from phalanx.verify.record import Case
-from phalanx.verify.reference import MOMENTS, ReferenceRun, StepRecord
-from phalanx.verify.runs import STEPS
+from phalanx.data.rows import count_rows
+from phalanx.verify.reference import ReferenceRun, StepRecord
+
+if TYPE_CHECKING:
+    from phalanx.verify.record import Case
+
+BitsKey = tuple[str, str, tuple[int, ...]]
+"""Quantity, name of the parameter, and where the shard begins."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank holds after a step, small enough to compare between all ranks.
+
+    Attributes:
+        numbers: the loss, norms by p and learning rates, as this rank knows them.
+        bits: hash of each shard of this rank.
+        nonfinite: names of the parameters whose gradient is not finite here.
+    """
+
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    bits: dict[BitsKey, str] = field(default_factory=dict[BitsKey, str])
+    nonfinite: list[str] = field(default_factory=list[str])
 
 
 @dataclass
 class History:
-    """What a run has done; keys are numbers of steps done.
+    """What a run has done; full tensors are the first rank's alone.
 
     Attributes:
-        begin: weights and moments that it begins with; full tensors are rank 0's alone.
-        records: of each step, the norm being that which clips.
-        rows: positions in the data of the rows of each microbatch of each step.
-        consumed: position in the data at each evaluation.
-        evaluations: validation losses.
-        is_training: whether the model was in training mode after all evaluations.
+        begin: weights, buffers and the optimizer's state before a step, by its number.
+        records: of each step, by its number.
+        facts: what ranks must agree on, by the number of the step.
+        evaluations: validation losses, by the steps done.
+        evaluated: sum of the losses of the last batch in eval mode.
+        rows: positions in the data of the rows of each step, by its number.
+        consumed: position in the data at each evaluation, by the steps done; text alone has it.
+        idle: modules that an evaluation has left in eval mode.
         is_kept: whether all evaluations left the weights as they were.
-        dtypes: what is kept, and in which data types.
+        dtypes: what is kept, and in which data types; text alone has it.
     """
 
-    begin: StepRecord
-    records: dict[int, StepRecord] = field(default_factory=dict[int, StepRecord])
-    rows: dict[int, list[list[int]]] = field(default_factory=dict[int, list[list[int]]])
-    consumed: dict[int, int] = field(default_factory=dict[int, int])
+    begin: dict[int, StepRecord] = field(default_factory=dict[int, StepRecord])
+    records: dict[int, dict[str, dict[str, Tensor | float]]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    facts: dict[int, RankFacts] = field(default_factory=dict[int, RankFacts])
     evaluations: dict[int, float] = field(default_factory=dict[int, float])
-    is_training: bool = True
+    evaluated: float | None = None
+    rows: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    consumed: dict[int, int] = field(default_factory=dict[int, int])
+    idle: list[str] = field(default_factory=list[str])
     is_kept: bool = True
     dtypes: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
 
 
-def reference_case(jobs: Sequence[Job]) -> Case:
-    """Return the steps of the last job, and before them those of the job that it goes on from."""
-    shape, config = jobs[0].shape, jobs[0].config
-    batches = list(_batches(jobs))
-    return decoder_case(shape, batches, config.seed, config.optimizer, initial_decoder)
+def reference_history(
+    case: Case, start: int, every: int, validate: Callable[[nn.Module], float | None]
+) -> History:
+    """Take all steps of a case in plain PyTorch, and return those from `start` on.
 
-
-def reference_history(jobs: Sequence[Job]) -> History:
-    """Do in plain PyTorch what the last job does."""
-    case, start = reference_case(jobs), STEPS * (len(jobs) - 1)
-    run = ReferenceRun(case, torch.device("cpu"))
-    weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    state: StepRecord = {"weight": weights, **{moment: {} for moment in MOMENTS}}
-    steps, history, position = run.steps(), History(state), 0
-    for done in range(2 * STEPS + 1):
-        if done == start:
-            history = History({what: state[what] for what in ("weight", *MOMENTS)})
-        if done % STEPS == 0:
-            history.consumed[done] = position
-            if (loss := _validation_loss(run.model, jobs[-1])) is not None:
-                history.evaluations[done] = loss
-        if done < 2 * STEPS:
-            state = next(steps)
-            clip_p = f"{case.optimizer.clip_p:g}"
-            history.records[done] = {**state, "norm": {clip_p: state["norm"][clip_p]}}
-            rows = case.batches[done].rows_B.tolist()
-            history.rows[done] = [rows]
-            position += len(rows)
+    Args:
+        case: what is run.
+        start: steps that a run which resumes has done.
+        every: evaluations stand after so many steps, and after the last.
+        validate: returns the mean loss of the validation data; None without.
+    """
+    run, history = ReferenceRun(case, torch.device("cpu")), History()
+    steps, position, last = run.steps(), 0, len(case.batches)
+    for number in range(last + 1):
+        is_due = number >= start
+        if is_due:
+            history.begin[number] = run.state()
+        if is_due and (number % every == 0 or number == last):
+            history.consumed[number] = position
+            if (loss := validate(run.model)) is not None:
+                history.evaluations[number] = loss
+        if number < last:
+            record, end = next(steps), position + count_rows(case.batches[number])
+            if is_due:
+                history.records[number] = {q: dict(values) for q, values in record.items()}
+                history.rows[number] = list(range(position, end))
+            position = end
+    history.evaluated = float(run.evaluate())
     return history
-
-
-def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
-    """Yield the global batch of each step, by the law of the stream: one position after another."""
-    position = 0
-    for step in range(2 * STEPS):
-        job = jobs[min(step // STEPS, len(jobs) - 1)]
-        corpus, size = job.config.corpus, job.batch.global_size
-        count = len(Samples(job.tokens.train, corpus.seq_len))
-        order = Order(count, job.config.seed, corpus.shuffle)
-        rows = np.arange(position, position + size, dtype=np.int64)
-        yield plain_batch(job.tokens.train, order.samples(rows), rows, corpus)
-        position += size
-
-
-@torch.no_grad()
-def _validation_loss(model: nn.Module, job: Job) -> float | None:
-    corpus = job.config.corpus
-    count = len(Samples(job.tokens.validation, corpus.seq_len))
-    rows = evaluation_rows(count, job.config.eval_samples)
-    if not len(rows):
-        return None
-    batch = plain_batch(job.tokens.validation, rows, rows, corpus)
-    objective = PlainNextToken(job.config.seed, 0.0)
-    model.eval()
-    loss = float(objective.loss_sum(model, batch, 0)) / objective.num_valid(batch)
-    model.train()
-    return loss

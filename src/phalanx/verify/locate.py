@@ -24,7 +24,7 @@ from phalanx.parallel.context.split import attention_of
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
-from phalanx.verify.compare import NUM_EPSILONS, Difference, limit_of
+from phalanx.verify.compare import NUM_EPSILONS, Difference, limit_of, size_of
 from phalanx.verify.record import Case, SplitRun, owner
 from phalanx.verify.reference import ReferenceRun, StepRecord
 from phalanx.verify.settings import EVALUATION
@@ -198,7 +198,7 @@ def _first_that_differs(
             return Place(key.module, f"{_named(key.module, types)}: it is never called", step)
         worst, rank, microbatch = _worst(key, reference, found)
         if worst > limit:
-            size = float(reference.double().abs().max())
+            size = size_of(reference)
             error = worst / size if size else worst
             how = "it is not finite" if math.isinf(error) else f"relative error {error:.1e}"
             if not reference.is_floating_point():

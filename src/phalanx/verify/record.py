@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,20 +29,10 @@ from phalanx.parallel.reduce import is_fused
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import Step
+from phalanx.train.step import Step, StepResult
 from phalanx.verify.batches import rows_of, split
-from phalanx.verify.reference import (
-    MOMENTS,
-    NORMS,
-    StepRecord,
-    Training,
-    Values,
-    in_training,
-)
-from phalanx.verify.verdict import Place
-
-BitsKey = tuple[str, str, tuple[int, ...]]
-"""Quantity, name of the parameter, and where the shard begins."""
+from phalanx.verify.history import BitsKey, History, RankFacts
+from phalanx.verify.reference import NORMS, StepRecord, Training, in_training, kept_by
 
 
 def loss_of(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
@@ -84,21 +74,68 @@ class Case:
         return getattr(torch, self.dtype)
 
 
-@dataclass(frozen=True)
-class RankFacts:
-    """What one rank holds after a step, small enough to compare between all ranks.
+class Witness:
+    """Takes down steps, whoever takes them; every rank calls its methods together.
 
     Attributes:
-        loss: as this rank knows it.
-        norms: p -> norm of the gradient.
-        bits: hash of each shard of this rank.
-        nonfinite: names of the parameters whose gradient is not finite here.
+        history: all of it.
     """
 
-    loss: float
-    norms: Mapping[str, float]
-    bits: Mapping[BitsKey, str]
-    nonfinite: list[str]
+    def __init__(self, comm: Comm) -> None:
+        self.history = History()
+        self._comm = comm
+
+    def note(
+        self,
+        step: int,
+        held: Mapping[str, Mapping[str, Tensor]],
+        numbers: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """Take down quantities of a step, beside those of it that are taken down already."""
+        facts = self.history.facts.setdefault(step, RankFacts())
+        record = self.history.records.setdefault(step, {})
+        for quantity, tensors in held.items():
+            facts.bits.update(bits_of(quantity, tensors))
+            record.setdefault(quantity, {}).update(full_tensors(tensors, self._comm))
+        for quantity, values in numbers.items():
+            facts.numbers.setdefault(quantity, {}).update(values)
+            record.setdefault(quantity, {}).update(values)
+        gradients = held.get("gradient", {}).items()
+        facts.nonfinite.extend(n for n, g in gradients if not local_shard(g).isfinite().all())
+
+
+class StepWitness(Witness):
+    """Takes down what a `Step` computes."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step.comm)
+        self.step = step
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Take down gradients and norms before they are clipped, and the rates of the update."""
+        step = self.step
+        if name == "clip":
+            norms = {f"{p:g}": float(step.norm(p)) for p in NORMS}
+            self.note(step.steps_done, {"gradient": gradients_of(step.model)}, {"norm": norms})
+        if name == "optimizer" and step.num_steps is None:  # a schedule of the user's sets them
+            groups = enumerate(step.optimizer.param_groups)
+            rates = {str(number) if number else "": float(group["lr"]) for number, group in groups}
+            self.note(step.steps_done, {}, {"learning rate": rates})
+        yield
+
+    def keep(self, result: StepResult) -> None:
+        """Take down the step that has just been taken."""
+        config = self.step.config
+        numbers = {"loss": {"": result.loss}, "norm": {f"{config.clip_p:g}": result.grad_norm}}
+        if self.step.num_steps is not None:
+            numbers["learning rate"] = {"": result.learning_rate}
+        self.note(self.step.steps_done - 1, self.held(), numbers)
+
+    def held(self) -> dict[str, dict[str, Tensor]]:
+        """Return buffers, what the optimizer keeps, and weights."""
+        model = self.step.model
+        return {"buffer": dict(model.named_buffers()), **state_of(model, self.step.optimizer)}
 
 
 class SplitRun:
@@ -180,32 +217,20 @@ class SplitRun:
 
     def steps(self, phase: Phase = no_phase) -> Iterator[tuple[StepRecord, RankFacts]]:
         """Take the steps one by one, each watched by `phase`; every rank does so together."""
-        case, step, model = self._case, self._step, self.model
-        for number, batch in enumerate(case.batches, start=1):
+        case, step = self._case, self._step
+        witness = StepWitness(step)
+        for number, batch in enumerate(case.batches):
             moved = cast_batch(batch, case.torch_dtype, step.comm.device)
             self._dropout_calls.clear()
             with ExitStack() as watching:
-                if number == len(case.batches):
+                if number == len(case.batches) - 1:
                     watching.enter_context(self.ledger)
                     watching.enter_context(step.watched(self.ledger.phase))
                 watching.enter_context(step.watched(phase))
-                loss, num_valid = step.compute_gradients(split(moved, *self._shard))
-            norms = {f"{p:g}": float(step.norm(p)) for p in NORMS}
-            gradients = gradients_of(model)
-            bits, before_clipping = (
-                bits_of("gradient", gradients),
-                full_tensors(gradients, step.comm),
-            )
-            nonfinite = [n for n, g in gradients.items() if not local_shard(g).isfinite().all()]
-            result = step.apply_gradients(loss, num_valid)
-            norms[f"{step.config.clip_p:g}"] = result.grad_norm
-            record: dict[str, Values] = {"loss": {"": result.loss}, "norm": norms}
-            record |= {"gradient": before_clipping, "learning rate": {"": result.learning_rate}}
-            kept = {"buffer": dict(model.named_buffers()), **state_of(model, step.optimizer)}
-            for quantity, tensors in kept.items():
-                bits |= bits_of(quantity, tensors)
-                record[quantity] = full_tensors(tensors, step.comm)
-            yield record, RankFacts(result.loss, norms, bits, nonfinite)
+                made = step.compute_gradients(split(moved, *self._shard))
+            with step.watched(witness.phase):
+                witness.keep(step.apply_gradients(*made))
+            yield witness.history.records.pop(number), witness.history.facts.pop(number)
 
 
 def check_rows(case: Case, num_data_ranks: int) -> None:
@@ -219,47 +244,6 @@ def check_rows(case: Case, num_data_ranks: int) -> None:
             )
 
 
-def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Place]:
-    """Return in what ranks differ that should be alike, roughly in the order of a step."""
-    found = _unequal_numbers(step, "the loss", [rank.loss for rank in facts])
-    # A stage of a pipeline holds some of the parameters.
-    held, trained = (
-        [{name for kind, name, _ in rank.bits if kind == wanted} for rank in facts]
-        for wanted in ("weight", "gradient")
-    )
-    for name in sorted(set[str]().union(*trained)):
-        without = [r for r, names in enumerate(trained) if name in held[r] and name not in names]
-        if without:
-            text = f"{name} has a gradient on some ranks, but none on rank {without[0]}"
-            found.append(Place(owner(name), text, step, without[0]))
-    first: dict[BitsKey, tuple[int, str]] = {}
-    seen: set[tuple[str, str]] = set()
-    for number, rank in enumerate(facts):
-        for key, digest in rank.bits.items():
-            quantity, name, _ = key
-            holder, other = first.setdefault(key, (number, digest))
-            if other != digest and (quantity, name) not in seen:
-                seen.add((quantity, name))
-                text = (
-                    f"the {quantity} of {name} on rank {number} is not that of its replica on rank "
-                    f"{holder}"
-                )
-                found.append(Place(owner(name), text, step, number))
-    for p in facts[0].norms:
-        norms = [rank.norms[p] for rank in facts]
-        found += _unequal_numbers(step, f"the {p}-norm of the gradient", norms)
-    return found
-
-
-def _unequal_numbers(step: int, what: str, numbers: Sequence[float]) -> list[Place]:
-    same = repr(numbers[0])  # unlike the number itself, that of NaN equals NaN's
-    odd = [rank for rank, number in enumerate(numbers) if repr(number) != same]
-    if not odd:
-        return []
-    text = f"{what} is {numbers[0]:.17g} on rank 0 and {numbers[odd[0]]:.17g} on rank {odd[0]}"
-    return [Place(None, text, step, odd[0])]
-
-
 def owner(parameter: str) -> str:
     """Return the name of the module that has a parameter."""
     return parameter.rpartition(".")[0]
@@ -271,12 +255,13 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Return what AdamW keeps, and the weights, by quantity and by the names of the parameters."""
+    """Return what an optimizer keeps, and the weights, by quantity and names of the parameters."""
     named = dict(model.named_parameters())
     states = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
-    keys = {**MOMENTS, "step counter": "step"}
+    counts = {name: state["step"] for name, state in states.items() if "step" in state}
     return {
-        **{what: {n: state[key] for n, state in states.items()} for what, key in keys.items()},
+        **kept_by(states),
+        "step counter": {name: n for name, n in counts.items() if isinstance(n, Tensor)},
         "weight": {name: p.detach() for name, p in named.items()},
     }
 
@@ -330,7 +315,7 @@ def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]
     for of_rank in gather_on_first(parts):
         for name, (shape, dtype, place, data) in of_rank.items():
             if name not in full:
-                # What no rank brings stays NaN, which passes no comparison.
+                # What no rank brings stays NaN, which is equal to no number.
                 nothing = math.nan if dtype.is_floating_point else 0
                 full[name] = torch.full(shape, nothing, dtype=dtype)
             part = full[name][place]

@@ -109,12 +109,11 @@ class ReferenceRun:
             share.backward()
             loss += share.detach().cpu()
         gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        norms = (2.0,) if own else NORMS
         return {
             "loss": {"": float(loss)},
             "buffer": _copied(dict(self.model.named_buffers())),
             "gradient": _copied(gradients),
-            "norm": {f"{p:g}": norm_of(list(gradients.values()), p) for p in norms},
+            "norm": {f"{p:g}": norm_of(list(gradients.values()), p) for p in NORMS},
         }
 
     def update(self, step: int, made: StepRecord) -> StepRecord:
@@ -155,9 +154,10 @@ class ReferenceRun:
         return made.cpu()
 
     def state(self) -> StepRecord:
-        """Return the weights and buffers; of the optimizer there is nothing before a step."""
+        """Return copies of the buffers, of what the optimizer keeps, and of the weights."""
         weights, buffers = self.model.named_parameters(), self.model.named_buffers()
-        return {"weight": _copied(dict(weights)), "buffer": _copied(dict(buffers))}
+        copied = {"buffer": _copied(dict(buffers)), **self._kept()}
+        return {**copied, "weight": _copied(dict(weights))}
 
     @torch.no_grad()
     def begin_from(self, state: StepRecord, perturbation: int = 0) -> None:

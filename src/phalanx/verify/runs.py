@@ -88,16 +88,20 @@ def second_run(config: TrainConfig, strategy: Strategy, checkpoint: Path) -> Tra
 
     It has another strategy and another global batch.
     """
-    other = Strategy(fsdp=Axis(strategy.num_ranks, "zero3"))
-    if strategy.fsdp.degree > 1:
-        other = Strategy(dp=Axis(strategy.num_ranks, "bucketed"))
     return dataclasses.replace(
         config,
         resume=str(checkpoint),
         out=str(Path(config.out or "").with_name("second")),
-        strategy=str(other),
+        strategy=str(other_strategy(strategy)),
         batch=BatchConfig(microbatch=2, accumulation=3),
     )
+
+
+def other_strategy(strategy: Strategy) -> Strategy:
+    """Return a strategy of as many ranks that splits otherwise, for the run that resumes."""
+    if strategy.fsdp.degree > 1:
+        return Strategy(dp=Axis(strategy.num_ranks, "bucketed"))
+    return Strategy(fsdp=Axis(strategy.num_ranks, "zero3"))
 
 
 def narrow_run(config: TrainConfig, precision: str) -> TrainConfig:

@@ -30,6 +30,7 @@ from phalanx.parallel.pipeline.awaited import Awaited, received_for
 from phalanx.parallel.pipeline.stage import Absent
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import Spec
+from phalanx.verify.compare import same
 
 
 class Kind(Enum):
@@ -302,5 +303,5 @@ def gap(ours: Tensor, reference: Tensor) -> float:
     if not ours.is_floating_point():
         return 0.0 if torch.equal(ours, reference.to(ours.dtype)) else float("inf")
     difference = (ours.double() - reference.double()).abs()
-    difference[ours.double() == reference.double()] = 0  # both the same infinity
+    difference[same(ours.double(), reference.double())] = 0  # both NaN, or the same infinity
     return float(difference.nan_to_num(float("inf"), float("inf")).max())

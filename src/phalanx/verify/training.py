@@ -8,31 +8,42 @@ PyTorch takes the same steps on one process. A third run is in a narrow data typ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from phalanx.checkpoint import manifest
-from phalanx.comm.together import gather_objects, on_first_rank
 from phalanx.config import TrainConfig
-from phalanx.errors import CheckpointError, PhalanxError, RankFailed
+from phalanx.data.batch import Batch
+from phalanx.data.loader import evaluation_rows
+from phalanx.data.order import Order
+from phalanx.data.samples import Samples
+from phalanx.errors import RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy
+from phalanx.train.evaluate import Evaluation
 from phalanx.train.job.resolve import Job, resolve
-from phalanx.verify.compare import Difference, compare_step, compare_values
-from phalanx.verify.history import History, reference_case, reference_history
-from phalanx.verify.record import owner
+from phalanx.train.step import StepResult
+from phalanx.train.text import TextSession
+from phalanx.verify.cases import decoder_case, initial_decoder
+from phalanx.verify.compare import Difference, compare_values
+from phalanx.verify.history import History, reference_history
+from phalanx.verify.judge import judge, located, once
+from phalanx.verify.plain import PlainNextToken, plain_batch
+from phalanx.verify.record import Case, gradients_of, loss_of, state_of
+from phalanx.verify.reference import MOMENTS
 from phalanx.verify.runs import STEPS, first_run, narrow_run, second_run
 from phalanx.verify.verdict import Place, Verdict
 from phalanx.verify.whereabouts import failed
-from phalanx.verify.witness import locate_rank, train_rank
+from phalanx.verify.witness import SessionWitness, find, take_down
 
 NARROW_ERROR = 5e-3
 """Largest relative error of the losses of the narrow run, beside float64."""
-
-Value = TypeVar("Value")
 
 
 def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> list[Verdict]:
@@ -45,40 +56,73 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
         given: settings of the runs, see runs.py.
         folder: an empty one; in a job that of rank 0 is used, which all ranks must see.
     """
-    folder = _once(lambda: folder)
+    folder = once(lambda: folder)
     config = first_run(given, strategy, folder)
-    first = _once(lambda: resolve(config))
+    first = once(lambda: resolve(config))
     verdicts = [_judged([first])]
     if verdicts[0].is_equal:
-        going_on = second_run(config, strategy, manifest.whole(first.out)[STEPS])
-        verdicts.append(_judged([first, _once(lambda: resolve(going_on))]))
+        resumed = second_run(config, strategy, manifest.whole(first.out)[STEPS])
+        verdicts.append(_judged([first, once(lambda: resolve(resumed))]))
     if verdicts[-1].is_equal:
-        narrow = _once(lambda: resolve(narrow_run(config, given.precision)))
+        narrow = once(lambda: resolve(narrow_run(config, given.precision)))
+        title = f"training {narrow.strategy} in {narrow.config.precision}"
         try:
-            histories = _on_ranks(train_rank, narrow)
+            ranks = _on_ranks(train_rank, narrow)
         except RankFailed as failure:
-            return [*verdicts, failed(_name([narrow]), failure)]
-        verdicts.append(_once(lambda: compare_narrow(narrow, histories)))
+            return [*verdicts, failed(title, failure)]
+        verdicts.append(once(lambda: _compare_narrow(title, narrow, ranks[0])))
     return verdicts
 
 
-def _once(function: Callable[[], Value]) -> Value:
-    """Return what `function()` returns; in a job on rank 0, so that all ranks go on alike."""
-    if not dist.is_initialized():
-        return function()
-    try:
-        return on_first_rank(function, "cannot verify the training run")
-    except CheckpointError as error:
-        cause = error.__cause__
-        if cause is None or isinstance(cause, PhalanxError | OSError):
-            raise
-        raise cause from None  # a fault of the program keeps its traceback
+def train_rank(job: Job) -> History:
+    """Train on this rank, and return what happened."""
+    return take_down(functools.partial(TextSession, job), _TextWitness)
 
 
-def _on_ranks(function: Callable[..., Value], job: Job, *args: Any) -> list[Value]:
+def find_on_rank(job: Job, case: Case, first: Difference) -> Place:
+    """Take the run again on this rank, and find the module at which a step goes wrong."""
+    return find(functools.partial(TextSession, job), _rows, case, first)
+
+
+def _rows(session: TextSession, microbatches: Sequence[Batch]) -> list[Tensor]:
+    del session
+    return [microbatch.rows_B for microbatch in microbatches]
+
+
+class _TextWitness(SessionWitness):
+    """Takes down positions in the text and data types too."""
+
+    session: TextSession
+
+    def __init__(self, session: TextSession) -> None:
+        super().__init__(session, _rows)
+        for block in session.model.blocks:  # those of other stages are never called
+            block.register_forward_hook(self._note_output)
+
+    def keep(self, result: StepResult) -> None:
+        """Take down the step that has just been taken."""
+        super().keep(result)
+        state = state_of(self.session.model, self.step.optimizer)
+        kept = {
+            "weights": state["weight"],
+            "gradients": gradients_of(self.session.model),
+            "moments": {(w, n): t for w in MOMENTS for n, t in state.get(w, {}).items()},
+        }
+        for what, tensors in kept.items():
+            self.history.dtypes[what] = {str(tensor.dtype) for tensor in tensors.values()}
+
+    def evaluation(self, evaluation: Evaluation | None) -> None:
+        """Take down an evaluation, and what it leaves."""
+        super().evaluation(evaluation)
+        self.history.consumed[self.step.steps_done] = self.session.loader.consumed
+
+    def _note_output(self, module: nn.Module, args: object, output: Tensor) -> None:
+        del module, args
+        self.history.dtypes.setdefault("output of a block", set()).add(str(output.dtype))
+
+
+def _on_ranks(function: Any, job: Job, *args: Any) -> list[Any]:
     """Return what `function(job, *args)` returns on each rank."""
-    if dist.is_initialized():
-        return gather_objects(function(job, *args))
     return run_ranks(
         function, job.strategy.num_ranks, job, *args, device=job.device,
         threads=job.config.threads, timeout_s=job.config.timeout_s,
@@ -88,105 +132,80 @@ def _on_ranks(function: Callable[..., Value], job: Job, *args: Any) -> list[Valu
 def _judged(jobs: Sequence[Job]) -> Verdict:
     """Take the last of the runs, compare it, and find the module at fault where that can be."""
     job = jobs[-1]
-    try:
-        histories = _on_ranks(train_rank, job)
-    except RankFailed as failure:
-        return failed(_name(jobs), failure)
-    verdict = _once(lambda: compare(jobs, histories))
-    # A fault of the model shows in an evaluation first, and its step tells the module.
-    wrong = (d for d in verdict.differences if not d.passes and d.quantity != "validation loss")
-    first = next(wrong, None)
-    is_in_step = first is not None and first.quantity in ("loss", "gradient", "norm")
-    if not is_in_step or verdict.replicas or job.config.compile:
-        return verdict
-    again = dataclasses.replace(job.config, out=f"{job.out}-again")
-    job = _once(lambda: resolve(again))
-    place = _on_ranks(locate_rank, job, reference_case(jobs), first)[0]
-    return dataclasses.replace(verdict, place=place)
-
-
-def compare(jobs: Sequence[Job], ranks: Sequence[History]) -> Verdict:
-    """Compare what the last of the jobs has done on each rank with plain PyTorch.
-
-    The job before it, if there is one, is what it goes on from.
-    """
-    ours, expected = ranks[0], reference_history(jobs)
-    start = min(expected.records)
-    differences = compare_step(start, ours.begin, expected.begin)
-    for done in range(start, 2 * STEPS + 1):
-        if done in ours.evaluations and done in expected.evaluations:
-            left, right = ({"": each.evaluations[done]} for each in (ours, expected))
-            differences += compare_values(done, "validation loss", left, right)
-        if done in ours.records and done in expected.records:
-            differences += compare_step(done, ours.records[done], expected.records[done])
-    problems = list(_problems(jobs[-1], ranks, expected))
-    return _verdict(_name(jobs), differences, problems)
-
-
-def _name(jobs: Sequence[Job]) -> str:
     before = "".join(f", going on from {job.strategy}" for job in jobs[:-1])
-    return f"training {jobs[-1].strategy}{before}"
+    title = f"training {job.strategy}{before}"
+    try:
+        ranks = _on_ranks(train_rank, job)
+    except RankFailed as failure:
+        return failed(title, failure)
+    case = case_of(jobs)
+
+    def compared() -> Verdict:
+        validate = functools.partial(_validation_loss, job)
+        expected = reference_history(case, STEPS * (len(jobs) - 1), STEPS, validate)
+        return judge(title, ranks, expected)
+
+    def found(first: Difference) -> Place:
+        again = dataclasses.replace(job.config, out=f"{job.out}-again")
+        return _on_ranks(find_on_rank, once(lambda: resolve(again)), case, first)[0]
+
+    verdict = once(compared)
+    return verdict if job.config.compile else located(verdict, found)
 
 
-def _problems(job: Job, ranks: Sequence[History], expected: History) -> Iterator[Place]:
-    """Yield what is wrong and needs no arithmetic to be judged."""
-    for rank, history in enumerate(ranks):
-        where = f"{job.strategy}, rank {rank}"
-        ours, due = (_course(each) for each in (history, expected))
-        for what in due:
-            if ours[what] != due[what]:
-                text = f"{where}: {what} {ours[what]}, where {due[what]} are due"
-                yield Place(None, text)
-        if not history.is_training:
-            yield Place("", f"{where}: evaluation leaves the model in eval mode, without dropout")
-        if not history.is_kept:
-            yield Place("", f"{where}: evaluation changes the weights")
-        numbers, of_first = (
-            repr([(record["loss"], record["norm"]) for record in each.records.values()])
-            for each in (history, ranks[0])
-        )
-        if numbers != of_first:
-            yield Place(None, f"{where}: its losses or norms are not those of rank 0")
-    for step, (due,) in expected.rows.items():
-        taken = {row for each in ranks for rows in each.rows.get(step, []) for row in rows}
-        if taken and taken != set(due):
-            what = f"its {len(taken)} rows are {min(taken)} to {max(taken)}"
-            where = f"{job.strategy}, step {step}"
-            yield Place(None, f"{where}: {what}, where {due[0]} to {due[-1]} are due")
+def case_of(jobs: Sequence[Job]) -> Case:
+    """Return the steps of the last job, and before them those of the job that it goes on from."""
+    shape, config = jobs[0].shape, jobs[0].config
+    batches = list(_batches(jobs))
+    case = decoder_case(shape, batches, config.seed, config.optimizer, initial_decoder)
+    return dataclasses.replace(case, infer=loss_of)
 
 
-def _course(history: History) -> dict[str, list[int]]:
-    return {
-        "it takes the steps": [step + 1 for step in history.records],
-        "its positions in the data are": list(history.consumed.values()),
-        "it evaluates after the steps": list(history.evaluations),
-    }
+def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
+    """Yield the global batch of each step, by the law of the stream: one position after another."""
+    position = 0
+    for step in range(2 * STEPS):
+        job = jobs[min(step // STEPS, len(jobs) - 1)]
+        corpus, size = job.config.corpus, job.batch.global_size
+        count = len(Samples(job.tokens.train, corpus.seq_len))
+        order = Order(count, job.config.seed, corpus.shuffle)
+        rows = np.arange(position, position + size, dtype=np.int64)
+        yield plain_batch(job.tokens.train, order.samples(rows), rows, corpus)
+        position += size
 
 
-def compare_narrow(job: Job, ranks: Sequence[History]) -> Verdict:
+@torch.no_grad()
+def _validation_loss(job: Job, model: nn.Module) -> float | None:
+    corpus = job.config.corpus
+    count = len(Samples(job.tokens.validation, corpus.seq_len))
+    rows = evaluation_rows(count, job.config.eval_samples)
+    if not len(rows):
+        return None
+    batch = plain_batch(job.tokens.validation, rows, rows, corpus)
+    objective = PlainNextToken(job.config.seed, 0.0)
+    model.eval()
+    loss = float(objective.loss_sum(model, batch, 0)) / objective.num_valid(batch)
+    model.train()
+    return loss
+
+
+def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
     """Check the data types of a narrow run, and that its losses are near those of float64."""
-    precision = job.config.precision
-    problems: list[Place] = []
-    for what, found in ranks[0].dtypes.items():
+    wrong: list[Place] = []
+    for what, found in ours.dtypes.items():
         is_output = what == "output of a block"
-        due = f"torch.{precision}" if is_output else "torch.float32"
+        due = f"torch.{job.config.precision}" if is_output else "torch.float32"
         if found != {due}:
             text = f"the {what} are in {', '.join(sorted(found))}; {due} is due"
-            problems.append(Place("blocks.0" if is_output else "", text))
-    expected = reference_history([job]).records
+            wrong.append(Place("blocks.0" if is_output else "", text))
+    expected = reference_history(case_of([job]), 0, STEPS, lambda _: None).records
     differences = [
         dataclasses.replace(difference, limit=NARROW_ERROR)
-        for step, record in ranks[0].records.items()
+        for step, record in ours.records.items()
         for difference in compare_values(step, "loss", record["loss"], expected[step]["loss"])
     ]
-    return _verdict(f"training {job.strategy} in {precision}", differences, problems)
-
-
-def _verdict(name: str, differences: list[Difference], problems: Sequence[Place]) -> Verdict:
-    verdict = Verdict(name, differences, [problem.what for problem in problems])
-    first, place = verdict.first, next(iter(problems), None)
-    if place is None and first is not None:
-        module = (first.quantity != "norm" and owner(first.name)) or None
-        what = f"{first.what} is the first that differs, and all before agrees"
-        place = Place(module, what, first.step)
+    verdict = Verdict(title, differences, [each.what for each in wrong])
+    place = next(iter(wrong), None)
+    if place is None and (first := verdict.first) is not None:
+        place = Place(None, f"{first.what} is the first that differs", first.step)
     return dataclasses.replace(verdict, place=place)

@@ -129,9 +129,17 @@ class Verdict:
             return f"{self.strategy} sends other bytes than it should"
         worst = max(self.differences, key=_share)
         return (
-            f"{self.strategy} computes what one process computes: the worst of "
+            f"{self.strategy} computes what one process computes{self._not_finite()}: the worst of "
             f"{len(self.differences)} errors is {worst.error:.1e} ({worst.what}), at most "
             f"{worst.limit:.0e} passes"
+        )
+
+    def _not_finite(self) -> str:
+        """Say what is not finite on both sides, which is no fault of the split."""
+        rows = [row for row in self.differences if row.both]
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        return (
+            f", {rows[0].both} in both (step {rows[0].step}, {rows[0].what}{more})" if rows else ""
         )
 
     def details(self) -> list[str]:

@@ -2,154 +2,153 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.comm.comm import Ranks, local_shard
-from phalanx.data.batch import Batch
+from phalanx.data.rows import count_rows
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.job.resolve import Job
 from phalanx.train.loop import Watcher, take_steps
-from phalanx.train.objective import Objective
+from phalanx.train.session import Session
 from phalanx.train.step import StepResult
-from phalanx.train.text import TextSession
 from phalanx.verify.compare import Difference
 from phalanx.verify.history import History
 from phalanx.verify.locate import Recorded, locate, suspect_of
-from phalanx.verify.record import Case, full_tensors, gradients_of, state_of
-from phalanx.verify.reference import MOMENTS, StepRecord
+from phalanx.verify.record import Case, StepWitness, bits_of, full_tensors
+from phalanx.verify.settings import EVALUATION
 from phalanx.verify.trace import Recorder
 from phalanx.verify.verdict import Place
 from phalanx.verify.whereabouts import Whereabouts
 
-
-def train_rank(job: Job) -> History:
-    """Train on this rank, and return what happened."""
-    with Whereabouts() as at:
-        session = TextSession(job)
-        with session:
-            witness = Witness(session)
-            at.follow(session.model)
-            with session.step.watched(witness.phase), session.step.watched(at.phase):
-                take_steps(session, witness)
-    return witness.history
+Rows = Callable[[Any, Sequence[Any]], Sequence[Tensor]]
+"""Returns where the rows of each of a session's microbatches, which it took last, stand in the
+data."""
 
 
-class Witness(Watcher):
-    """Takes down what the loop does as a `history`, in place of a run's records."""
+class SessionWitness(StepWitness, Watcher):
+    """Takes down what the loop does with a session, in place of a run's records.
 
-    def __init__(self, session: TextSession) -> None:
-        self._session = session
-        self._gradients: dict[str, Tensor] = {}
-        self._weights = self._shards()
-        self.history = History(self._state())
-        session.step.objective = _Noting(session.step.objective, self.history.rows)
-        for block in session.model.blocks:  # those of other stages are never called
-            block.register_forward_hook(self._note_output)
+    Attributes:
+        last: microbatches of the last step.
+    """
 
-    @contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        """Take down the gradients once they are reduced, before they are clipped."""
-        if name == "clip":
-            self._gradients = full_tensors(gradients_of(self._session.model), self._session.comm)
-        yield
-
-    def keep(self, result: StepResult) -> None:
-        """Take down a step."""
-        step, model = self._session.step, self._session.model
-        self.history.records[step.steps_done - 1] = {
-            "loss": {"": result.loss},
-            "gradient": self._gradients if self._session.is_first else {},
-            "norm": {f"{step.config.clip_p:g}": result.grad_norm},
-            "learning rate": {"": result.learning_rate},
-            "buffer": {},  # a decoder has none
-            **self._state(),
-        }
-        self._weights = self._shards()
-        state = state_of(model, step.optimizer)
-        kept = {
-            "weights": state["weight"],
-            "gradients": gradients_of(model),
-            "moments": {(what, name): t for what in MOMENTS for name, t in state[what].items()},
-        }
-        for what, tensors in kept.items():
-            self.history.dtypes[what] = {str(tensor.dtype) for tensor in tensors.values()}
-
-    def evaluation(self, evaluation: Evaluation | None) -> None:
-        """Take down an evaluation, and what it leaves."""
-        history, done = self.history, self._session.step.steps_done
-        history.consumed[done] = self._session.loader.consumed
-        if evaluation is not None:
-            history.evaluations[done] = evaluation.loss
-        history.is_training &= self._session.model.training
-        history.is_kept &= all(map(torch.equal, self._weights, self._shards()))
-
-    def _shards(self) -> list[Tensor]:
-        return [local_shard(p).detach().clone() for p in self._session.model.parameters()]
-
-    def _state(self) -> StepRecord:
-        """Gather weights and moments for rank 0; every rank calls this together."""
-        state = state_of(self._session.model, self._session.step.optimizer)
-        full = {what: full_tensors(tensors, self._session.comm) for what, tensors in state.items()}
-        return full if self._session.is_first else {}
-
-    def _note_output(self, module: nn.Module, args: object, output: Tensor) -> None:
-        del module, args
-        self.history.dtypes.setdefault("output of a block", set()).add(str(output.dtype))
-
-
-@dataclass(frozen=True)
-class _Noting(Objective):
-    """An objective that notes the rows that it computes on in training."""
-
-    inner: Objective
-    rows: dict[int, list[list[int]]]
-
-    def loss_sum(self, model: nn.Module, microbatch: Batch, step: int) -> Tensor:
-        if torch.is_grad_enabled():
-            self.rows.setdefault(step, []).append(microbatch.rows_B.tolist())
-        return self.inner.loss_sum(model, microbatch, step)
-
-    def num_valid(self, microbatch: Batch) -> int | Tensor:
-        return self.inner.num_valid(microbatch)
-
-
-def locate_rank(job: Job, case: Case, first: Difference) -> Place:
-    """Take the run again on this rank, and find the module at which a step goes wrong."""
-    comm = Ranks(job.strategy, job.device)
-    return locate(case, job.strategy, comm, first, functools.partial(_record_step, job, case))
-
-
-def _record_step(job: Job, case: Case, first: Difference) -> Recorded:
-    session, step = TextSession(job), first.step
-    copies, suspect = job.strategy.tp.degree == 1, suspect_of(first)
-    recorder = Recorder(session.model, session.step.run, copies=copies, suspect=suspect)
-    rows: dict[int, list[list[int]]] = {}
-    session.step.objective = _Noting(session.step.objective, rows)
-    with session, session.step.watched(recorder.phase):
-        take_steps(session, _Pointer(session, recorder, step))
-    begin = int(case.batches[step].rows_B[0])
-    return recorder, [torch.tensor(each) - begin for each in rows[step]]
-
-
-@dataclass(frozen=True)
-class _Pointer(Watcher):
-    """Has one step of the loop recorded."""
-
-    session: TextSession
-    recorder: Recorder
-    step: int
+    def __init__(self, session: Session, rows: Rows) -> None:
+        super().__init__(session.step)
+        self.session = session
+        self.last: Sequence[Any] = []
+        self._rows = rows
+        self._training = self._in_training()
+        self._weights = self._bits_of_weights()
+        held = {what: full_tensors(tensors, session.comm) for what, tensors in self.held().items()}
+        self.history.begin[session.step.steps_done] = held
 
     @contextmanager
     def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
-        del microbatches
-        if self.session.step.steps_done == self.step:
-            self.recorder.restart()
+        """Note the microbatches of a step."""
+        self._note_idle()
+        self.last = microbatches
+        rows = self._rows(self.session, microbatches)
+        self.history.rows[self.step.steps_done] = [row for each in rows for row in each.tolist()]
+        yield
+
+    def keep(self, result: StepResult) -> None:
+        """Take down the step that has just been taken."""
+        super().keep(result)
+        self._weights = self._bits_of_weights()
+
+    def evaluation(self, evaluation: Evaluation | None) -> None:
+        """Take down an evaluation, and what it leaves."""
+        if evaluation is not None:
+            self.history.evaluations[evaluation.step] = evaluation.loss
+            self._note_idle()
+        self.history.is_kept &= self._weights == self._bits_of_weights()
+
+    def _in_training(self) -> set[str]:
+        return {name for name, module in self.step.model.named_modules() if module.training}
+
+    def _note_idle(self) -> None:
+        self.history.idle += sorted(self._training - self._in_training())
+
+    def _bits_of_weights(self) -> dict[Any, str]:
+        # The shards: a model of FSDP2 may have gathered parameters.
+        groups = enumerate(self.step.optimizer.param_groups)
+        named = {f"{at}.{n}": p for at, group in groups for n, p in enumerate(group["params"])}
+        return bits_of("weight", {name: p.detach() for name, p in named.items()})
+
+
+def take_down(session: Callable[[], Session], witness: Callable[[Any], SessionWitness]) -> History:
+    """Train on this rank, with the others of the job, and return what happened."""
+    with Whereabouts() as at, session() as run:
+        at.follow(run.step.model)
+        seen = witness(run)
+        with run.step.watched(seen.phase), run.step.watched(at.phase):
+            take_steps(run, seen)
+        seen.history.evaluated = float(evaluate(run, seen.last))
+    return seen.history
+
+
+def evaluate(
+    session: Session, microbatches: Sequence[Any], recorder: Recorder | None = None
+) -> Tensor:
+    """Return the sum of the losses of all ranks in eval mode; every rank calls this together."""
+    step = session.step
+    total = torch.zeros((), dtype=torch.float64, device=session.comm.device)
+    modes = {module: module.training for module in step.model.modules()}
+
+    def forward(batch: Any) -> Tensor:
+        if recorder is None:
+            return step.objective.loss_sum(step.model, batch, 0)
+        with recorder.phase("forward"):
+            return step.objective.loss_sum(step.model, batch, 0)
+
+    step.model.eval()
+    for step.run.microbatch, microbatch in enumerate(microbatches):
+        made = step.run.infer(microbatch, forward)
+        total += 0 if made is None else made
+    for module, is_training in modes.items():
+        module.training = is_training
+    return session.comm.all_reduce(total, "loss")
+
+
+def find(session: Callable[[], Session], rows: Rows, case: Case, first: Difference) -> Place:
+    """Train again on this rank, and find the module at which it goes wrong."""
+    with session() as run:
+        strategy, comm = run.strategy, run.comm
+        found = _record(run, rows, case, first)
+    return locate(case, strategy, comm, first, lambda _: found)
+
+
+def _record(run: Session, rows: Rows, case: Case, first: Difference) -> Recorded:
+    pointer = _Pointer(run, rows, first)
+    with run.step.watched(pointer.recorder.phase):
+        take_steps(run, pointer)
+    if first.quantity == EVALUATION:
+        pointer.recorder.restart()
+        evaluate(run, pointer.last, pointer.recorder)
+    begin = sum(count_rows(batch) for batch in case.batches[: first.step])
+    return pointer.recorder, [each.cpu() - begin for each in pointer.rows]
+
+
+class _Pointer(Watcher):
+    """Has one step of the loop recorded."""
+
+    def __init__(self, run: Session, rows: Rows, first: Difference) -> None:
+        copies, suspect = run.strategy.tp.degree == 1, suspect_of(first)
+        self.recorder = Recorder(run.step.model, run.step.run, copies=copies, suspect=suspect)
+        self.rows: Sequence[Tensor] = []
+        self.last: Sequence[Any] = []
+        self._run, self._rows_of, self._first = run, rows, first
+
+    @contextmanager
+    def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
+        """Record a step if it is the one."""
+        self.last = microbatches
+        if self._run.step.steps_done == self._first.step:
+            self.rows = self._rows_of(self._run, microbatches)
+            if self._first.quantity != EVALUATION:
+                self.recorder.restart()
         yield
         self.recorder.is_on = False
