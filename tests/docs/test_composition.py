@@ -9,6 +9,7 @@ import functools
 import itertools
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ def blocks() -> dict[str, str]:
     return {
         "pairs": "\n".join(rows),
         "refusals": "\n".join(f"- {reason}." for reason in reasons),
-        "compared": " ".join(several),
+        "compared": textwrap.fill(" ".join(several), 150, break_on_hyphens=False),
     }
 
 

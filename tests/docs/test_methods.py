@@ -63,8 +63,7 @@ def table() -> str:
     for text, (method, file) in METHODS.items():
         axis, kind = sorted(kinds_of(text))[-1]
         run = COMMANDS.get(axis, f"phalanx verify {text}").format(kind=kind_text(text) or kind)
-        home = f"[{file}](../src/phalanx/parallel/{file}.py)"
-        rows.append(f"| {method} | `{run}` | {home} |")
+        rows.append(f"| {method} | `{run}` | `{file}.py` |")
     return "\n".join(rows)
 
 

@@ -84,7 +84,9 @@ TRAIN = Path(__file__).parents[2] / "docs" / "quick_start.md"
 def test_the_script_of_the_page_queues_again_what_its_time_has_ended(
     code: int, is_saved: bool, tmp_path: Path
 ) -> None:
-    (script,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", TRAIN.read_text(), re.DOTALL)
+    (script,) = re.findall(
+        r"```sh [^\n]*\n(#!/bin/bash\n#SBATCH.*?)```", TRAIN.read_text(), re.DOTALL
+    )
     for name, end in (("srun", f"exit {code}"), ("scontrol", "")):
         program = tmp_path / name
         program.write_text(f'#!/bin/sh\necho {name} "$@"\n{end}\n')

@@ -5,8 +5,8 @@
 
 Both send as few bytes as a ring (Patarasuk and Yuan, 2009) in one round instead of N - 1, and no
 rank waits for a neighbour that waits for its own. gloo's own two take two to three times as
-long, see docs/decisions.md. They are ops of the dispatcher, so that the ledger counts each as the
-one collective that it is. NCCL needs neither: FSDP2's defaults stand there.
+long, see benchmarks/data_parallel. They are ops of the dispatcher, so that the ledger counts each
+as the one collective that it is. NCCL needs neither: FSDP2's defaults stand there.
 
 Those named `_start` return at once, and gloo's own thread sends and receives until they are waited
 for. So FSDP2 gathers the next block while this one computes (parallel/overlap.py):

@@ -3,7 +3,7 @@
 glibc returns a large block to the system as soon as it is freed and asks for it again a moment
 later: every page of it is then zeroed and mapped anew. A training step frees and takes the same
 blocks again and again: that was 20,000 to 60,000 page faults and 3 to 5 % of a step's time
-(docs/decisions.md). The most that the process has in RAM stays the same.
+(benchmarks/data_parallel). The most that the process has in RAM stays the same.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ after the sums over data.
 
 [Note: Adding up in parts] Autograd adds the gradient of a second microbatch to that of the first.
 DTensor plans each new addition over all axes of the mesh together, which takes 0.1 s a shape on
-three axes and 0.9 s on four (docs/decisions.md). So the parts are added, before autograd would.
+three axes and 0.9 s on four (benchmarks/tensor). So the parts are added, before autograd would.
 """
 
 from __future__ import annotations
