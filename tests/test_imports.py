@@ -22,7 +22,7 @@ ROWS = [
     ["debug"],
     ["launch"],
     ["parallel", "server"],
-    ["planner"],
+    ["account"],
     ["data", "measure", "checkpoint"],
     ["hugging_face"],
     ["train"],

@@ -18,6 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import write_result
+from phalanx.account.activations import activations
+from phalanx.account.flops import step_flops
+from phalanx.account.parameters import num_parameters
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
@@ -31,8 +34,6 @@ from phalanx.models.initial import fill_initial
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
-from phalanx.planner.activations import activations
-from phalanx.planner.model_shape import num_parameters, step_flops
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer

@@ -19,6 +19,7 @@ from typing import Annotated
 
 from rich.table import Table
 
+from phalanx.account.fit import check_memory_for
 from phalanx.bench.verb import Found, ResultConfig, Say, table
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
@@ -26,7 +27,6 @@ from phalanx.launch.local import run_ranks
 from phalanx.measure.utilization import percent
 from phalanx.parallel.pipeline.schedule import Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Span, Timeline, most_in_flight, simulate
-from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Axis, Strategy
 from timed import RankRecord, StageTimes, run_rank
 from timeline import Outcome, write_trace

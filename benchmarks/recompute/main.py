@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from phalanx.account.flops import step_flops
 from phalanx.models.decoder import Decoder
 from phalanx.parallel import recompute
-from phalanx.planner.model_shape import step_flops
 from phalanx.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

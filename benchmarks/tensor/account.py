@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from block import PATTERNS, OneBlock, Precision
+from phalanx.account.activations import activations
 from phalanx.comm.ledger import Entry
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.batch_shape import BatchShape
@@ -19,7 +20,6 @@ from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.placed import placed
 from phalanx.parallel.tensor.roles import bind_roles
-from phalanx.planner.activations import activations
 from phalanx.strategy import Axis, Strategy
 
 

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from account import Amounts, crossing_tokens, theory
 from block import DEFAULT_SIZES, PATTERNS, BlockSize, OneBlock, Precision
+from phalanx.account.fit import check_memory_for
 from phalanx.bench.verb import Found, ResultConfig, Say, table, use_threads
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
@@ -33,7 +34,6 @@ from phalanx.measure.logs import values_of
 from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.split import TensorSplit
-from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Axis, Strategy, require_built
 from split_block import LayoutPoint, measure_rank
 

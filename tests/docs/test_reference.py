@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from phalanx.account.parameters import num_parameters
 from phalanx.config import TrainConfig
 from phalanx.config.fields import settings
 from phalanx.config.load import load_config
 from phalanx.models.registry import PRESETS
-from phalanx.planner.model_shape import num_parameters
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

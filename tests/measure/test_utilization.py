@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.account.flops import Flops
 from phalanx.measure.peaks import DATA_SHEETS, Arithmetic, Peak, peak_of
 from phalanx.measure.utilization import Utilization, percent
-from phalanx.planner.model_shape import Flops
 
 CAUSAL = Flops(linear_forward=100, attention_forward=10, recompute=30)
 FULL = Flops(linear_forward=100, attention_forward=20, recompute=40)

@@ -29,6 +29,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from phalanx.account.flops import Flops
 from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
@@ -36,7 +37,6 @@ from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
 from phalanx.measure.logs import values_of
 from phalanx.measure.products import arithmetic_of, measure_matmul, quick_ceiling
 from phalanx.measure.utilization import Utilization, percent
-from phalanx.planner.model_shape import Flops
 
 Recipe = Literal["plain", "lecture"]
 

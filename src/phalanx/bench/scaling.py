@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import torch
 from rich.table import Table
 
+from phalanx.account.fit import check_memory_for
 from phalanx.bench.verb import Found, ResultConfig, Say, table
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
@@ -33,7 +34,6 @@ from phalanx.models.initial import fill_initial
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
-from phalanx.planner.fit import check_memory_for
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer

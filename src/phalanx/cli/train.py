@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from phalanx.account.parameters import num_parameters
 from phalanx.cli import script
 from phalanx.cli.config_view import show_config
 from phalanx.cli.screen import Preparation, print_json, say, screen
@@ -17,7 +18,6 @@ from phalanx.config.fields import value_at
 from phalanx.config.load import Loaded, load_config, unfound_paths
 from phalanx.errors import PhalanxError
 from phalanx.models.registry import PRESETS
-from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import built
 
 if TYPE_CHECKING:

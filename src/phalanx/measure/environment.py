@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 
+from phalanx.account import host
 from phalanx.launch.local import num_cores
-from phalanx.planner import host
 
 _FAST_BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "arm_bf16", "bf16")
 _SHOWN_FLAGS = (

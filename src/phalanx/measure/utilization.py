@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from phalanx.account.flops import Attention, Flops
 from phalanx.measure.peaks import Peak
-from phalanx.planner.model_shape import Attention, Flops
 
 Reference = Literal["data sheet", "ceiling"]
 

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.nn.attention.varlen import varlen_attn
 
 from phalanx.models import cpu
+from phalanx.models.kernels import device_type
 from phalanx.models.layers import Linear, Norm
 from phalanx.models.shape import ModelShape
 
@@ -107,7 +108,8 @@ def attend(
         return _attend_by_lengths(q_BTHK, k_BTGK, v_BTGK, documents, window)
     by_blocks = is_cut or cpu.attends_by_blocks(q_BTHK)
     # On a GPU, of PyTorch's fused kernels flash alone takes fewer key heads than query heads.
-    if is_grouped and (by_blocks or (q_BTHK.is_cuda and not _runs_flash(q_BTHK))):
+    is_cuda = device_type(q_BTHK) == "cuda"
+    if is_grouped and (by_blocks or (is_cuda and not _runs_flash(q_BTHK))):
         repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
         k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
         is_grouped = False
@@ -178,11 +180,11 @@ def _runs_flash(q_BTHK: Tensor) -> bool:
     """Tell whether PyTorch's flash kernels take queries like these."""
     width = q_BTHK.shape[-1]
     return (
-        q_BTHK.is_cuda
+        device_type(q_BTHK) == "cuda"
         and q_BTHK.dtype in (torch.bfloat16, torch.float16)
         and width % 8 == 0
         and width <= 256
-        and _has_flash(q_BTHK.device.index)
+        and (q_BTHK.is_meta or _has_flash(q_BTHK.device.index))
     )
 
 

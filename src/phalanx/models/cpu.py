@@ -19,6 +19,8 @@ from torch import Tensor, library
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
+from phalanx.models.kernels import device_type
+
 _BLOCK_ELEMENTS = 1 << 18
 """Elements of an fp32 buffer: small enough for caches, large enough to hide the calls."""
 
@@ -28,7 +30,7 @@ _QUERY_BLOCK = 256
 
 def is_preferred(x: Tensor) -> bool:
     """Tell whether the functions of this file are the fast ones for x."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return device_type(x) == "cpu" and not torch.compiler.is_compiling()
 
 
 def attends_by_blocks(x: Tensor) -> bool:
@@ -48,7 +50,7 @@ def turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
     """
     num_rows, length, num_heads, width = x_BTHK.shape
     half = width // 2
-    for row in range(num_rows):
+    for row in range(0 if x_BTHK.is_meta else num_rows):
         for positions in _blocks(length, num_heads * width):
             cos_t, sin_t = (table[row % len(table), positions] for table in (cos, sin))
             x_tHK = x_BTHK[row, positions].to(cos.dtype)
@@ -102,7 +104,7 @@ class _RMSNorm(Function):
         num_rows, width = x_ND.shape
         wide = torch.promote_types(x.dtype, torch.float32)
         y_ND, scale_N1 = torch.empty_like(x_ND), x.new_empty(num_rows, 1, dtype=wide)
-        for rows in _blocks(num_rows, width):
+        for rows in () if x.is_meta else _blocks(num_rows, width):
             x_nD = torch.empty_like(x_ND[rows], dtype=wide).copy_(x_ND[rows])
             norm_n1 = torch.linalg.vector_norm(x_nD, dim=-1, keepdim=True)
             scale_N1[rows] = norm_n1.square_().div_(width).add_(eps).rsqrt_()

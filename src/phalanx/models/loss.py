@@ -24,14 +24,14 @@ from torch.autograd import Function
 IGNORE = -100
 """The label of a token that does not count."""
 
-_CHUNK_BYTES = {"cpu": 1 << 29, "cuda": 1 << 30}
+_CHUNK_BYTES = {"cpu": 1 << 29, "cuda": 1 << 30, "meta": 1 << 62}
 """Most bytes of logits held at a time, by device type: 1,046 rows of 128,256 in fp32 on a CPU, and
 4,185 in bf16 on a GPU."""
 
 _CPU_CHUNK_ROWS = 1024
 """Rows after which a longer chunk gains a CPU little; of small vocabularies, 8 M logits."""
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
+_BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26, "meta": 1 << 62}
 """Logits held in fp32 at a time: what stays in the cache of a core; 256 MiB on a GPU."""
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from phalanx.comm.comm import Ranks
+from phalanx.comm.comm import Counting, Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
@@ -176,6 +176,11 @@ class Plan(Generic[Model]):
         """Return what tp does to each parameter; empty without tp."""
         return [row for split in self._splits for row in split.table()]
 
+    def apply(self, comm: Ranks | Counting) -> None:
+        """Split the model, in place; on the meta device by ranks that need not exist."""
+        for split in self._splits:
+            split.apply(self.model, cast(Ranks, comm))
+
     def build(self, comm: Ranks, first_weights: FirstWeights | None = None) -> Runner:
         """Split the model, in place; every rank calls this together, once.
 
@@ -190,8 +195,7 @@ class Plan(Generic[Model]):
         """
         model = self.model
         before = dict(model.named_parameters(remove_duplicate=False))
-        for split in self._splits:
-            split.apply(model, comm)
+        self.apply(comm)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in before and parameter is not before[name]:
                 # What a user has attached, as a mark that an optimizer's groups go by.

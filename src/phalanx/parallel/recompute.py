@@ -15,7 +15,7 @@ Layout    Parameters stay where they are, under their names: no module is wrappe
 Backward  torch.utils.checkpoint without reentrance: it stops as soon as all is there that backward
           needs, so that the last product of a segment is not run again where nothing reads it
           (under tp it is: what a product keeps is known when it has run).
-Cost      FLOPs: `planner.model_shape.step_flops`; bytes: `planner.activations`. Nothing is sent:
+Cost      FLOPs: `account.flops.step_flops`; bytes: `account.activations`. Nothing is sent:
           FSDP2 gathers a block in backward once, as without recomputation, but with K > 1 the
           blocks of a segment stay gathered together until backward has passed them.
 Limits    A forward must compute the same when it runs again: a block that changes state of its own

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from phalanx.account.flops import Flops
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
@@ -21,7 +22,6 @@ from phalanx.config.schema import RunConfig
 from phalanx.measure.memory import Kind
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
-from phalanx.planner.model_shape import Flops
 from phalanx.strategy import Strategy
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Log

@@ -19,6 +19,9 @@ from rich.text import Text
 from torch import nn
 from typing_extensions import override
 
+from phalanx.account.activations import activations, held_by
+from phalanx.account.flops import Flops, step_flops
+from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint import state
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Comm, Ranks, local_shard
@@ -36,9 +39,6 @@ from phalanx.measure.products import arithmetic_in
 from phalanx.models.initial import fill_initial
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.plan import plan_decoder
-from phalanx.planner.activations import activations
-from phalanx.planner.model_shape import Flops, num_parameters, step_flops
-from phalanx.planner.stages import held_of
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
 from phalanx.train.job.resolve import Job, manifest_of
@@ -240,10 +240,13 @@ class TextSession(Session):
             has_documents=job.config.corpus.document_mask,
             has_casts=False,  # they have a row of their own
         )
-        held, pp_rank = job.batch.accumulation, self.comm.coord("pp")
+        num_microbatches = job.batch.accumulation
+        schedule = self.plan.schedule(num_microbatches)
         return {
-            **predicted_bytes(self.plan.holds(job.batch.accumulation)),
-            "activations": held_of(job.strategy, job.shape, of_one, held, pp_rank),
+            **predicted_bytes(self.plan.holds(num_microbatches)),
+            "activations": held_by(
+                *(of_one, job.shape.num_layers, self.plan.cut, schedule, self.comm.coord("pp"))
+            ),
         }
 
     @override

@@ -1,4 +1,4 @@
-"""What a rank of cp keeps for backward, and what passes in a ring, beside the planner's account."""
+"""What a rank of cp keeps for backward, and what passes in a ring, beside the account."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from live_bytes import LiveBytes
 from marks import by_hand
+from phalanx.account.activations import activations
 from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -18,7 +19,6 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.context.partial import Backward, Sight
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.plan import Plan
-from phalanx.planner.activations import activations
 from phalanx.strategy import Strategy
 
 LLAMA = ModelShape(

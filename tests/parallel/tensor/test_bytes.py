@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from marks import by_hand
+from phalanx.account.activations import activations
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
@@ -17,7 +18,6 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.split import StateBytes
-from phalanx.planner.activations import activations
 from phalanx.strategy import Strategy
 from phalanx.train.optimizer import build_optimizer
 

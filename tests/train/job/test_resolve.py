@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfig
@@ -21,7 +22,6 @@ from phalanx.data import corpus
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face.companions import TOKENIZER, keep_tokenizer
 from phalanx.launch.agreement import check_same
-from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job.request import choose_strategy
 from phalanx.train.job.resolve import (
     DEFAULT_STEPS,

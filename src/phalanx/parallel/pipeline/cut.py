@@ -96,7 +96,7 @@ def ranges_of(cut: Sequence[int]) -> tuple[range, ...]:
 def chain_flops(shape: ModelShape) -> list[float]:
     """Return the FLOPs a token, forward and backward, of embedding, each block and head.
 
-    They are those of products alone, as planner/model_shape.py counts them; attention is that of
+    They are those of products alone, as account/flops.py counts them; attention is that of
     rows of `shape.max_seq_len`, causal.
     """
     queries, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

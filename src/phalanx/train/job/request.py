@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.account.fit import Load, check_fit, check_memory_for
+from phalanx.account.host import may_have_gpu
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
@@ -20,8 +22,6 @@ from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape
-from phalanx.planner.fit import Load, check_fit, check_memory_for
-from phalanx.planner.host import may_have_gpu
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.job import resume
 
@@ -67,6 +67,26 @@ class Request:
     def origin(self) -> Checkpoint | None:
         """The checkpoint that the first weights of this process come from, or None."""
         return self.start or self.init
+
+    def check_memory(self, *, has_activations: bool) -> None:
+        """Refuse what this host cannot hold; activations are counted with torch.
+
+        Raises:
+            ConfigError: the arithmetic, and what would fit.
+        """
+        load = Load(
+            shape=self.shape,
+            strategy=self.strategy,
+            microbatch=self.batch.microbatch,
+            accumulation=self.batch.accumulation,
+            seq_len=self.config.corpus.seq_len,
+            precision=self.config.precision,
+            device="cuda" if self.device == "cuda" else "cpu",
+            has_activations=has_activations,
+        )
+        is_alone = not is_under_torchrun()
+        num_here = self.strategy.num_ranks if is_alone else read_rank_env().num_here
+        check_fit(load, self.name, num_here)
 
     def settings(self, **more: Any) -> TrainConfig:
         """Return the settings with what is settled, paths that hold from any folder, and `more`."""
@@ -119,18 +139,9 @@ def settle(config: TrainConfig) -> Request:
             + (", as many as it has learned" if is_fixed else ", or shape.max_seq_len higher")
         )
     batch = solve_batch(config.batch, strategy.data_ranks, strategy.pp.degree)
-    load = Load(
-        shape=shape,
-        strategy=strategy,
-        microbatch=batch.microbatch,
-        accumulation=batch.accumulation,
-        seq_len=config.corpus.seq_len,
-        precision=config.precision,
-        is_compiled=config.compile,
-    )
-    num_here = read_rank_env().num_here if is_under_torchrun() else strategy.num_ranks
-    check_fit(load, name, device, num_here)
-    return Request(config, strategy, device, shape, name, batch, start, init)
+    request = Request(config, strategy, device, shape, name, batch, start, init)
+    request.check_memory(has_activations=False)
+    return request
 
 
 def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint.manifest import Manifest, not_whole_after
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
@@ -20,7 +21,6 @@ from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
-from phalanx.planner.model_shape import num_parameters
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resume import check_stream, first_epoch, stream_of, to_keep, tokenizer_of
 from phalanx.train.job.run_folder import (
@@ -129,8 +129,8 @@ def _check_split(request: Request) -> None:
 
     Raises:
         StrategyError: sizes are not divisible, or there are too few blocks for a segment.
-        ConfigError: rows of a microbatch would be padded, blocks compiled that cannot be, or the
-            loss scaled in stages that do not agree on the scale.
+        ConfigError: rows of a microbatch would be padded, blocks compiled that cannot be, the loss
+            scaled in stages that do not agree on the scale, or this host has not the memory.
     """
     from phalanx.parallel.plan import plan_decoder
 
@@ -156,6 +156,8 @@ def _check_split(request: Request) -> None:
             f"precision is float16, whose loss is scaled, and the stages of pp{strategy.pp.degree} "
             "would not agree on the scale; the nearest is bfloat16"
         )
+    if not config.compile:
+        request.check_memory(has_activations=True)
 
 
 def _count_steps(request: Request, order: Order) -> int:

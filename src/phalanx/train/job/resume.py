@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
+from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.config import BatchConfig, TrainConfig
@@ -18,7 +19,6 @@ from phalanx.hugging_face import companions
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
-from phalanx.planner.model_shape import num_parameters
 
 if TYPE_CHECKING:
     from phalanx.data.tokens import TokenFiles

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
@@ -17,7 +18,6 @@ from phalanx.errors import ConfigError, size_text
 from phalanx.hugging_face.companions import keep_tokenizer
 from phalanx.hugging_face.origin import keep_family
 from phalanx.models.shape import ModelShape
-from phalanx.planner.model_shape import num_parameters
 from phalanx.storage import existing, free_bytes, replace_file
 from phalanx.strategy import Strategy
 from phalanx.train.job.resume import to_keep

@@ -2,19 +2,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from marks import by_hand
+from phalanx.account.flops import KEEP_ALL, attention_pairs, step_flops
+from phalanx.account.parameters import num_parameters
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import row_keys
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import recompute
-from phalanx.planner.model_shape import KEEP_ALL, attention_pairs, num_parameters, step_flops
 from phalanx.strategy import Recompute, Strategy
 
 BASE = ModelShape(
@@ -147,6 +148,7 @@ def test_attention_of_a_window_counts_in_the_blocks_that_have_one() -> None:
     assert step_flops(replace(WINDOWED, window=24), 24, 3).attention_forward == a_pair * 900
 
 
+@settings(max_examples=20)
 @given(
     seq_len=st.integers(1, 4096),
     num_sequences=st.integers(1, 64),

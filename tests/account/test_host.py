@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.planner import host
+from phalanx.account import host
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import sys
 import pytest
 import torch
 
+from phalanx.account import host
+from phalanx.account.fit import Load, _need_of_rank, check_fit, need_of
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
-from phalanx.planner import host
-from phalanx.planner.fit import Load, _need_of_rank, check_fit, need_of
 from phalanx.strategy import Strategy
 
 SMALL = ModelShape(
@@ -30,6 +30,10 @@ def load(strategy: str, shape: ModelShape = SMALL, **changes: object) -> Load:
     return dataclasses.replace(
         Load(shape, Strategy.parse(strategy), 2, 1, 32, "float32"), **changes
     )
+
+
+def on_gpu(of: Load) -> Load:
+    return dataclasses.replace(of, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_both_gradients_and_activations_count_where_they_accumulate() -> None:
     one, two = need_of(load("dp1")), need_of(load("dp1", accumulation=2))
     assert one.total == one.weights + one.moments + max(one.gradients, one.activations)
     assert two.total == two.weights + two.moments + two.gradients + two.activations
-    assert need_of(load("dp1", is_compiled=True)).activations == 0
+    assert need_of(load("dp1", has_activations=False)).activations == 0
 
 
 def test_the_limit_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +67,10 @@ def test_the_limit_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 2 * (need_of(big).total + host.RANK_BYTES)
     monkeypatch.setattr(host, "free_memory_bytes", lambda: needed - (1 << 30))
     monkeypatch.setattr(host, "free_swap_bytes", lambda: 1 << 30)
-    check_fit(big, "llama3-1b", "cpu", 2)
+    check_fit(big, "llama3-1b", 2)
     monkeypatch.setattr(host, "free_swap_bytes", lambda: (1 << 30) - 1)
     with pytest.raises(ConfigError) as caught:
-        check_fit(big, "llama3-1b", "cpu", 2)
+        check_fit(big, "llama3-1b", 2)
     assert re.match(
         r"llama3-1b \(1,235,814,400 parameters\) does not fit: under dp2, 2 ranks hold at least "
         r"[\d.]+ GiB \(each 4\.6 of weights, 9\.21 of AdamW's moments, 4\.6 of gradients, "
@@ -79,14 +83,14 @@ def test_the_limit_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_holds_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     big = load("fsdp8", shape_of("llama3-8b"))
     monkeypatch.setattr(host, "largest_gpu_bytes", lambda: None)
-    check_fit(big, "llama3-8b", "cuda", 8)  # nobody can say
+    check_fit(on_gpu(big), "llama3-8b", 8)  # nobody can say
     monkeypatch.setattr(host, "largest_gpu_bytes", lambda: 80 << 30)
-    check_fit(big, "llama3-8b", "cuda", 8)
+    check_fit(on_gpu(big), "llama3-8b", 8)
     monkeypatch.setattr(host, "largest_gpu_bytes", lambda: 8 << 30)
     with pytest.raises(
         ConfigError, match=r"a rank holds at least .* largest GPU of this host has 8"
     ):
-        check_fit(big, "llama3-8b", "cuda", 8)
+        check_fit(on_gpu(big), "llama3-8b", 8)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +165,10 @@ def test_a_host_is_refused_for_the_stages_that_it_must_hold(
     room = (sum(needs) if counted == "all" else min(needs)) + num_here * host.RANK_BYTES
     monkeypatch.setattr(host, "free_swap_bytes", lambda: 0)
     monkeypatch.setattr(host, "free_memory_bytes", lambda: room)
-    check_fit(of, "blocks", "cpu", num_here)
+    check_fit(of, "blocks", num_here)
     monkeypatch.setattr(host, "free_memory_bytes", lambda: room - 2)
     with pytest.raises(ConfigError, match="does not fit: under pp2"):
-        check_fit(of, "blocks", "cpu", num_here)
+        check_fit(of, "blocks", num_here)
 
 
 def test_a_cut_by_hand_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +176,7 @@ def test_a_cut_by_hand_is_refused_with_the_arithmetic(monkeypatch: pytest.Monkey
     monkeypatch.setattr(host, "free_memory_bytes", lambda: 3 * host.RANK_BYTES)
     huge = dataclasses.replace(BLOCKS, hidden=8192, ffn=24576, num_heads=128, num_kv_heads=128)
     with pytest.raises(ConfigError, match="does not fit: under pp2,cut:6"):
-        check_fit(load("pp2,cut:6+6", huge), "huge", "cpu", 2)
+        check_fit(load("pp2,cut:6+6", huge), "huge", 2)
 
 
 def test_a_cut_by_memory_is_proposed_where_the_fastest_does_not_fit(
@@ -189,10 +193,10 @@ def test_a_cut_by_memory_is_proposed_where_the_fastest_does_not_fit(
     assert best < 0.75 * fastest
     room = int((best / 0.8 + fastest) / 2)
     assert best < 0.8 * room < fastest
-    monkeypatch.setattr("phalanx.planner.fit._SMALLEST_GPU_BYTES", 0)
+    monkeypatch.setattr("phalanx.account.fit._SMALLEST_GPU_BYTES", 0)
     monkeypatch.setattr(host, "largest_gpu_bytes", lambda: room)
     with pytest.raises(ConfigError, match=r"try --strategy (pp2,cut:\d+\+\d+) ") as caught:
-        check_fit(of, "blocks", "cuda", 2)
+        check_fit(on_gpu(of), "blocks", 2)
     (text,) = re.findall(r"try --strategy (pp2,cut:\S+) ", str(caught.value))
     assert need_of(dataclasses.replace(of, strategy=Strategy.parse(text))).total <= 0.8 * room
-    check_fit(dataclasses.replace(of, strategy=Strategy.parse(text)), "blocks", "cuda", 2)
+    check_fit(on_gpu(dataclasses.replace(of, strategy=Strategy.parse(text))), "blocks", 2)

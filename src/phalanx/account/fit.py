@@ -1,4 +1,4 @@
-"""Whether a model can be trained on this host at all. No torch.
+"""Whether a model can be trained on this host at all. No torch where activations do not count.
 
 [Note: What is counted]
 Only what must be in memory at once, so that no run is refused that would fit: on each rank
@@ -10,24 +10,28 @@ microbatches are accumulated. Not counted are gathered copies, buckets, buffers 
 libraries but for the least a process takes. On a CPU the ranks of this host share what is free,
 swap included, the stages of a pipeline each with its own; on a GPU each must fit into the largest
 there is.
+
+A request is checked twice: at once for weights, moments and gradients, which closed forms give; and
+again with activations, whose count needs torch, where the job loads it in any case.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
+from phalanx.account import host
+from phalanx.account.parameters import num_parameters, parameters_of
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.registry import PRESETS
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.pipeline.cut import chain_flops, num_stages
+from phalanx.parallel.pipeline.cut import chain_flops, cut_of, num_stages, schedule_of
 from phalanx.parallel.pipeline.partition import partition
-from phalanx.planner import host
-from phalanx.planner.activations import activations
-from phalanx.planner.model_shape import num_parameters
-from phalanx.planner.stages import held_of, parameters_of
+from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.strategy import Axis, Recompute, Strategy
 
 _SMALLEST_GPU_BYTES = 4 << 30
@@ -42,7 +46,8 @@ class Load:
         microbatch: sequences in one forward pass of one rank.
         accumulation: microbatches of a step.
         precision: data type of the arithmetic; "auto", not known yet, counts as the smallest.
-        is_compiled: blocks are, so that what they keep is the compiler's choice.
+        device: "cpu" or "cuda".
+        has_activations: whether activations count; compiled blocks keep what the compiler chooses.
     """
 
     shape: ModelShape
@@ -51,7 +56,13 @@ class Load:
     accumulation: int
     seq_len: int
     precision: str
-    is_compiled: bool = False
+    device: Literal["cpu", "cuda"] = "cpu"
+    has_activations: bool = True
+
+    @property
+    def arithmetic(self) -> str:
+        """Data type of the arithmetic, the smallest if it is not known yet."""
+        return "bfloat16" if self.precision == "auto" else self.precision
 
 
 @dataclass(frozen=True)
@@ -78,35 +89,47 @@ def need_of(load: Load) -> Need:
 
 
 def _need_of_host(load: Load, num_here: int) -> int:
-    """Return what the ranks of a host must hold together, at least.
+    """Return what the ranks of a host must hold together, at least; on a GPU, the fullest rank.
 
     Where they are some of all ranks, they may be of the stages of a pipeline that hold the least.
     """
+    if load.device == "cuda":
+        return need_of(load).total
     needs = [_need_of_rank(load, pp_rank).total for pp_rank in range(load.strategy.pp.degree)]
+    each = num_here * host.RANK_BYTES
     if num_here < load.strategy.num_ranks:
-        return num_here * min(needs)
-    return num_here * sum(needs) // len(needs)
+        return num_here * min(needs) + each
+    return num_here * sum(needs) // len(needs) + each
 
 
 def _need_of_rank(load: Load, pp_rank: int, cut: Sequence[range] | None = None) -> Need:
     strategy, shape = load.strategy, load.shape
-    precision = "bfloat16" if load.precision == "auto" else load.precision
-    master_bytes = 8 if precision == "float64" else 4
-    of_one = activations(shape, strategy, load.seq_len, load.microbatch, precision)
-    split = parameters_of(strategy, shape, pp_rank, cut) // strategy.tp.degree * master_bytes
-    share = split // strategy.num_shards
-    kept = 0
-    if not load.is_compiled:
-        kept = held_of(strategy, shape, of_one, load.accumulation, pp_rank, cut)
+    num_here, schedule = num_parameters(shape).total, None
+    if strategy.pp.degree > 1:
+        cut, schedule = cut or cut_of(strategy, shape), schedule_of(strategy, load.accumulation)
+        num_here = parameters_of(shape, cut, schedule.stages_of(pp_rank))
+    split = num_here // strategy.tp.degree * (8 if load.arithmetic == "float64" else 4)
+    shard = split // strategy.num_shards
     # Stage 1 adds whole gradients up; those of one microbatch it reduces as they come.
     adds_whole = strategy.fsdp.kind == "zero1" and load.accumulation > 1
     return Need(
-        weights=share,
-        moments=2 * share,
-        gradients=split if adds_whole else share,
-        activations=kept,
+        weights=shard,
+        moments=2 * shard,
+        gradients=split if adds_whole else shard,
+        activations=_activations(load, cut, schedule, pp_rank) if load.has_activations else 0,
         is_accumulated=load.accumulation > 1,
     )
+
+
+def _activations(
+    load: Load, cut: Sequence[range] | None, schedule: Schedule | None, pp_rank: int
+) -> int:
+    from phalanx.account.activations import activations, held_by
+
+    strategy, shape = load.strategy, load.shape
+    sizes = (load.seq_len, load.microbatch, load.arithmetic)
+    of_one = activations(shape, strategy, *sizes, device=load.device)
+    return held_by(of_one, shape.num_layers, cut, schedule, pp_rank)
 
 
 def with_cut_that_fits(load: Load, room_bytes: float) -> Load | None:
@@ -151,57 +174,70 @@ def check_memory_for(num_ranks: int) -> None:
         )
 
 
-def check_fit(load: Load, name: str, device: str, num_here: int) -> None:
+def check_fit(load: Load, name: str, num_here: int) -> None:
     """Refuse a model, called `name`, that the `num_here` ranks of this host cannot hold.
 
     Raises:
         ConfigError: the arithmetic, and what would fit.
     """
-    if device == "cuda":
-        room, where, each = None, "the largest GPU of this host has", 0
+    if load.device == "cuda":
+        num_here, room = 1, None
         if need_of(load).total > _SMALLEST_GPU_BYTES:
             room = host.largest_gpu_bytes()
-        num_here = 1
     else:
-        room, each = host.free_memory_bytes() + host.free_swap_bytes(), host.RANK_BYTES
-        where = "this host has left"
-
-    def whole(other: Load) -> int:
-        if device == "cuda":
-            return need_of(other).total
-        return _need_of_host(other, num_here) + num_here * each
-
-    if room is None or whole(load) <= room:
+        room = host.free_memory_bytes() + host.free_swap_bytes()
+        if num_here * host.RANK_BYTES > room:
+            return  # too many processes for any model, which is said elsewhere
+    if room is None or (whole := _need_of_host(load, num_here)) <= room:
         return
-    if num_here * each > room:
-        return  # too many processes for any model, which is said elsewhere
-    ways = [*_ways_out(load)]
-    if device == "cuda" and (other_cut := with_cut_that_fits(load, 4 / 5 * room)) is not None:
-        ways.insert(0, (f"--strategy {other_cut.strategy}", other_cut))
     # What is counted is not all: only what leaves a fifth of the room is worth an advice.
-    fitting: list[tuple[str, int]] = []
-    for words, other in ways:
-        with suppress(StrategyError):  # another model may have fewer layers than stages
-            size = whole(other)
-            if 5 * size <= 4 * room:
-                fitting.append((words, size))
-    splits = [way for way in fitting if not way[0].startswith("--model")]
-    advice = [f"{words} (at least {_gib(size)} GiB)" for words, size in splits[:2]]
-    advice += [f"{words} ({_gib(size)} GiB)" for words, size in fitting[len(splits) :][:1]]
+    advice = _advice(load, num_here, 4 * room // 5)
     ranks = f"{num_here} ranks hold" if num_here > 1 else "a rank holds"
-    need = need_of(load)
-    each_words = "the fullest" if load.strategy.pp.degree > 1 else "each"
+    where = "the largest GPU of this host has" if load.device == "cuda" else "this host has left"
     raise ConfigError(
         f"{name} ({num_parameters(load.shape).total:,} parameters) does not fit: under "
-        f"{load.strategy}, {ranks} at least {_gib(whole(load))} GiB ({each_words} "
-        f"{_gib(need.weights)} of weights, {_gib(need.moments)} of AdamW's moments, "
-        f"{_gib(need.gradients)} of gradients, {_gib(need.activations)} of activations for "
-        f"{load.microbatch} x {load.seq_len} tokens), and {where} {_gib(room)}; "
+        f"{load.strategy}, {ranks} at least {_gib(whole)} GiB ({_parts(load)}), and {where} "
+        f"{_gib(room)}; "
         + (f"try {', or '.join(advice)}" if advice else "spread it over more hosts or GPUs")
     )
 
 
-def _ways_out(load: Load) -> Iterator[tuple[str, Load]]:
+def _parts(load: Load) -> str:
+    """Return what one rank must hold, by what it is."""
+    need = need_of(load)
+    parts = [
+        f"{_gib(need.weights)} of weights",
+        f"{_gib(need.moments)} of AdamW's moments",
+        f"{_gib(need.gradients)} of gradients",
+    ]
+    if load.has_activations:
+        tokens = f"{load.microbatch} x {load.seq_len} tokens"
+        parts.append(f"{_gib(need.activations)} of activations for {tokens}")
+    which = "the fullest" if load.strategy.pp.degree > 1 else "each"
+    return f"{which} {', '.join(parts)}"
+
+
+def _advice(load: Load, num_here: int, room: int) -> list[str]:
+    """Return up to two other ways to train the model in some room, and the largest that fits."""
+
+    def fitting(ways: Iterable[tuple[str, Load]]) -> Iterator[tuple[str, int]]:
+        for words, other in ways:
+            states = dataclasses.replace(other, has_activations=False)
+            with suppress(StrategyError):  # another model may have fewer layers than stages
+                if _need_of_host(states, num_here) <= room:  # which is soon known
+                    if (size := _need_of_host(other, num_here)) <= room:
+                        yield words, size
+
+    splits = [*_other_splits(load)]
+    if load.device == "cuda" and (other_cut := with_cut_that_fits(load, room)) is not None:
+        splits.insert(0, (f"--strategy {other_cut.strategy}", other_cut))
+    found = itertools.islice(fitting(splits), 2)
+    advice = [f"{words} (at least {_gib(size)} GiB)" for words, size in found]
+    models = itertools.islice(fitting(_smaller_models(load)), 1)
+    return advice + [f"{words} ({_gib(size)} GiB)" for words, size in models]
+
+
+def _other_splits(load: Load) -> Iterator[tuple[str, Load]]:
     """Yield other ways to train this, the nearest first: as options, and as what they come to."""
     strategy = load.strategy
     degree = strategy.dp.degree * strategy.fsdp.degree
@@ -216,6 +252,10 @@ def _ways_out(load: Load) -> Iterator[tuple[str, Load]]:
             words = "" if other == strategy else f" --strategy {other}"
             tiny = dataclasses.replace(load, strategy=other, **small)
             yield f"--batch.microbatch 1{words}", tiny
+
+
+def _smaller_models(load: Load) -> Iterator[tuple[str, Load]]:
+    """Yield the presets, the largest first."""
     largest_first = sorted(PRESETS.items(), key=lambda row: -num_parameters(row[1]).total)
     for name, shape in largest_first:
         if shape.max_seq_len >= load.seq_len:

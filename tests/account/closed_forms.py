@@ -1,4 +1,4 @@
-"""Bytes of activations that one rank holds for backward, by recompute policy. No torch.
+"""Closed forms of the activations that one rank holds, by recompute policy.
 
 [Note: What a block keeps]
 Autograd keeps the tensors below of one block; `_block` lists them with their sizes. By where they
@@ -43,8 +43,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from phalanx.account.parameters import num_parameters
 from phalanx.models.shape import ModelShape
-from phalanx.planner.model_shape import num_parameters
 from phalanx.strategy import Axis, Strategy
 
 ITEM_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

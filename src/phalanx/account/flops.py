@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a decoder, counted once for the whole project. No torch.
+"""FLOPs of a step of a decoder: products with weights counted, attention by its pairs.
 
 [Note: How FLOPs are counted]
 - One multiply-add is 2 FLOPs. Only matrix products count: norms, activations, biases, rotary
@@ -29,39 +29,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from phalanx.account.count import Case, Counted, count, kind_of
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape, causal_pairs
-from phalanx.strategy import Recompute
+from phalanx.strategy import Recompute, Strategy
 
 Attention = Literal["causal", "full"]
 
 KEEP_ALL: Final = Recompute()
 """Nothing is recomputed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """Number of parameters of a decoder, by part; each part is a sum over all layers."""
-
-    embedding: int
-    """Token embedding; it is the output projection too if that is tied."""
-    position: int
-    """Learned position embedding; 0 with rotary embedding."""
-    attention: int
-    """Projections of queries, keys, values and output, with their biases."""
-    mlp: int
-    """Feed-forward matrices, with their biases."""
-    norm: int
-    """Every norm: two or four a layer, the last one, and those of queries and keys."""
-    output: int
-    """Output projection of its own; 0 if tied."""
-    matmul: int
-    """Weights that multiply each token: projections, feed-forward and output (tied or not)."""
-
-    @property
-    def total(self) -> int:
-        """Parameters that exist; a tied matrix counts once."""
-        return self.embedding + self.position + self.attention + self.mlp + self.norm + self.output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,35 +72,6 @@ class Flops:
         return self.model + self.recompute
 
 
-def num_parameters(shape: ModelShape) -> Parameters:
-    """Count the parameters of a decoder of this shape."""
-    query_width = shape.num_heads * shape.head_dim
-    kv_width = shape.num_kv_heads * shape.head_dim
-    num_mlp_inputs = 1 if shape.mlp == "gelu" else 2  # up alone, or gate and up
-
-    attention_weights = shape.hidden * (2 * query_width + 2 * kv_width)
-    attention_biases = query_width + 2 * kv_width if shape.has_bias("qkv") else 0
-    attention_biases += shape.hidden if shape.has_bias("other") else 0
-    mlp_weights = (num_mlp_inputs + 1) * shape.hidden * shape.ffn
-    mlp_biases = num_mlp_inputs * shape.ffn + shape.hidden if shape.has_bias("other") else 0
-    num_norm_vectors = 2 if shape.norm == "layer" else 1  # weight and bias, or weight alone
-    norm_width = num_norm_vectors * shape.hidden
-    query_key_width = {False: 0, True: 2 * shape.head_dim, "projection": query_width + kv_width}
-    query_key_norms = num_norm_vectors * query_key_width[shape.qk_norm]
-    num_norms = 4 if shape.norm_at == "both" else 2
-    vocabulary = shape.vocab_size * shape.hidden
-
-    return Parameters(
-        embedding=vocabulary,
-        position=shape.max_seq_len * shape.hidden if shape.position == "learned" else 0,
-        attention=shape.num_layers * (attention_weights + attention_biases),
-        mlp=shape.num_layers * (mlp_weights + mlp_biases),
-        norm=shape.num_layers * (num_norms * norm_width + query_key_norms) + norm_width,
-        output=0 if shape.tied else vocabulary,
-        matmul=shape.num_layers * (attention_weights + mlp_weights) + vocabulary,
-    )
-
-
 def step_flops(
     shape: ModelShape,
     seq_len: int,
@@ -146,27 +93,30 @@ def step_flops(
             f"FLOPs of a step: seq_len is {seq_len} and num_sequences {num_sequences}; they must "
             "be at least 1 and 0"
         )
-    num_tokens = seq_len * num_sequences
-    num_pairs = num_sequences * sum(
-        attention_pairs(seq_len, attention, shape.window_of(block))
-        for block in range(shape.num_layers)
-    )
-    output_weights = shape.vocab_size * shape.hidden
-    block_weights = (num_parameters(shape).matmul - output_weights) // shape.num_layers
-
-    block_linear = 2 * block_weights * num_tokens
+    windows = [shape.window_of(block) for block in range(shape.num_layers)]
+    num_pairs = num_sequences * sum(attention_pairs(seq_len, attention, w) for w in windows)
     all_attention = 4 * num_pairs * shape.num_heads * shape.head_dim
+    once = _of_sequence(shape, seq_len, "none")
+    block, head = (num_sequences * each for each in (once.block_flops, once.head_flops // 3))
     segment_size = recompute.segment_size(shape.num_layers)
     recomputed = 0
     if segment_size is not None:
-        recomputed = shape.num_layers * block_linear + all_attention
-        if shape.dropout == 0.0 and shape.norm_at == "input":
-            num_segments = -(-shape.num_layers // segment_size)
-            recomputed -= num_segments * 2 * shape.ffn * shape.hidden * num_tokens
+        last = num_sequences * (once.block_flops - _of_sequence(shape, seq_len, "full").again_flops)
+        num_segments = -(-shape.num_layers // segment_size)
+        recomputed = shape.num_layers * block + all_attention - num_segments * last
     return Flops(
-        linear_forward=shape.num_layers * block_linear + 2 * output_weights * num_tokens,
+        linear_forward=shape.num_layers * block + head,
         attention_forward=all_attention,
         recompute=recomputed,
+    )
+
+
+def _of_sequence(shape: ModelShape, seq_len: int, recompute: Literal["none", "full"]) -> Counted:
+    """Count one sequence through one block; blocks differ in their windows, no weights do."""
+    strategy = Strategy(recompute=Recompute(recompute))
+    one = kind_of(shape, None, seq_len)
+    return count(
+        Case(shape=one, strategy=strategy, seq_len=seq_len, num_sequences=1, precision="float32")
     )
 
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
+from phalanx.account.flops import step_flops
+from phalanx.account.parameters import parameters_of
 from phalanx.models.registry import PRESETS
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import chain_flops, cut_of
 from phalanx.parallel.plan import plan_decoder
-from phalanx.planner.model_shape import step_flops
-from phalanx.planner.stages import parameters_of
 from phalanx.strategy import Strategy
 
 DEMO = PRESETS["demo"]
@@ -32,8 +32,12 @@ def test_the_stages_of_a_rank_have_as_many_parameters_as_is_counted(
 ) -> None:
     strategy = Strategy.parse(text)
     for rank in range(strategy.pp.degree):
-        held = plan_decoder(strategy, shape, pp_rank=rank).holds().parameter_bytes // 4
-        assert held == parameters_of(strategy, shape, rank)
+        plan = plan_decoder(strategy, shape, pp_rank=rank)
+        cut, schedule = plan.cut, plan.schedule(1)
+        assert cut is not None
+        assert schedule is not None
+        held = plan.holds().parameter_bytes // 4
+        assert held == parameters_of(shape, cut, schedule.stages_of(rank))
 
 
 @pytest.mark.parametrize("name", PRESETS)

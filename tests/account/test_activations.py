@@ -6,18 +6,20 @@ import dataclasses
 import itertools
 from typing import Any
 
+import closed_forms
 import pytest
 import torch
 from torch import Tensor
 
 from live_bytes import LiveBytes
 from marks import by_hand
+from phalanx.account import activations as measured
+from phalanx.account.activations import activations
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Block, Decoder
 from phalanx.models.random import row_keys
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import recompute
-from phalanx.planner.activations import activations
 from phalanx.strategy import Recompute, Strategy
 
 LLAMA = ModelShape(
@@ -123,6 +125,27 @@ def check(shape: ModelShape, precision: str, text: str, *, has_documents: bool) 
     tokens_bytes = 8 * NUM_ROWS * SEQ_LEN  # made before, and so not seen
     assert predicted.kept == pytest.approx(kept + tokens_bytes, rel=0.05)
     assert predicted.peak == pytest.approx(live.held + tokens_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("device", ["cuda", by_hand("cpu")])
+def test_the_count_is_that_of_the_closed_forms(device: Any) -> None:
+    """The forms say what a block keeps on a GPU too, and under each layout."""
+    names = ["llama, grouped, dropout", "olmo2"]
+    layouts = ["dp1", "tp2:megatron", "tp4:2d", "cp2", "cp2:ulysses"]
+    for name, text, policy_text in itertools.product(names, layouts, ["none", "selective"]):
+        shape = dataclasses.replace(SHAPES[name], num_kv_heads=4)
+        strategy = dataclasses.replace(Strategy.parse(text), recompute=policy(policy_text))
+        sizes = (shape, strategy, SEQ_LEN, NUM_ROWS, "bfloat16")
+        counted, form = (
+            account.activations(*sizes, device=device, has_documents=name == "olmo2")
+            for account in (measured, closed_forms)
+        )
+        for part in ("blocks", "head", "gradient"):
+            found, form_bytes = getattr(counted, part), getattr(form, part)
+            assert found == pytest.approx(form_bytes, rel=0.05), (name, strategy, part)
+        again = form.blocks + form.recomputed
+        found = counted.blocks + counted.recomputed
+        assert found == pytest.approx(again, rel=0.05), (name, strategy)
 
 
 def test_what_is_held_grows_with_the_root_of_the_depth() -> None:

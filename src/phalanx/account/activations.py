@@ -1,0 +1,179 @@
+"""Bytes of activations that one rank holds for backward, by recompute policy.
+
+[Note: What a rank holds]
+`count` says what one block of each kind keeps, and what backward makes when it runs it again. So of
+L blocks in segments of K
+
+    none        L blocks
+    segments    L / K residuals; and K blocks less one residual when backward is at a segment
+    selective   L blocks, which keep the results of products; and what one block makes again
+
+Besides blocks: the ids, angles of the rotation, where documents begin, the mask of the embedding's
+dropout; and the last norm's input with what the loss has made ahead. Under tp and cp all this is a
+rank's own shards.
+
+Where backward is at attention, a ring has blocks of keys and values on their way with their
+gradients, beyond what is kept: `passing`. Its closed form stands here, since a count cannot tell
+these from gradients inside the block.
+
+Not counted are buffers that pass: the gradients inside the block at work, which are up to 6 F
+elements a token. Compiled blocks keep what the compiler chooses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.account.count import Case, Counted, Device, count, kind_of
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.pipeline.schedule import Schedule
+from phalanx.strategy import Recompute, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes that one rank holds for the backward of one microbatch."""
+
+    blocks: int
+    """Kept by all blocks from forward on."""
+    recomputed: int
+    """Made again in backward for the segment at work; 0 where nothing is recomputed."""
+    inputs: int
+    """What all blocks share, and the embedding's; held until the end."""
+    head: int
+    """The last norm and the loss; gone before backward reaches the blocks."""
+    gradient: int
+    """The gradient that flows back along the residual stream."""
+    passing: int = 0
+    """What passes in a ring while backward is at attention, beyond what it has freed by then."""
+
+    @property
+    def kept(self) -> int:
+        """Bytes held when forward is done."""
+        return self.blocks + self.inputs + self.head
+
+    @property
+    def peak(self) -> int:
+        """Most bytes held for backward, without buffers that pass."""
+        in_backward = self.blocks + self.recomputed + self.inputs + self.gradient + self.passing
+        return max(self.kept, in_backward)
+
+
+def activations(
+    shape: ModelShape,
+    strategy: Strategy,
+    seq_len: int,
+    num_sequences: int,
+    precision: str,
+    *,
+    device: Device = "cpu",
+    has_documents: bool = False,
+    has_casts: bool | None = None,
+) -> Activations:
+    """Return what one rank holds; see [Note: What a rank holds].
+
+    Args:
+        shape: the decoder.
+        strategy: how the work is split, and what is run again.
+        seq_len: tokens in one sequence.
+        num_sequences: sequences in one microbatch of one rank.
+        precision: data type of the arithmetic, such as "bfloat16".
+        device: whose kernels run.
+        has_documents: several documents stand in a row.
+        has_casts: whether blocks keep casts of their weights; if None, where precision is below 32
+            bits, and neither fsdp gathers them in it nor tp has products of its own.
+
+    Raises:
+        StrategyError: segments of more blocks than there are.
+    """
+    tp, cp, recompute = strategy.tp, strategy.cp, strategy.recompute
+    segment_size = recompute.segment_size(shape.num_layers)
+    kept = Recompute("none") if segment_size is not None else recompute
+    if has_casts is None:
+        has_casts = tp.degree == strategy.fsdp.degree == 1
+    case = Case(
+        shape=shape,
+        strategy=Strategy(tp=tp, cp=cp, recompute=kept),
+        seq_len=seq_len,
+        num_sequences=num_sequences,
+        precision=precision,
+        device=device,
+        has_documents=has_documents,
+        has_casts=has_casts,
+    )
+    windows = [shape.window_of(number) for number in range(shape.num_layers)]
+    counted: dict[int | None, Counted] = {
+        window: count(dataclasses.replace(case, shape=kind_of(shape, window, seq_len)))
+        for window in dict.fromkeys(windows)
+    }
+    first, blocks = counted[windows[0]], [counted[window].block for window in windows]
+    held, again = sum(blocks), max(each.again for each in counted.values())
+    if segment_size is not None:
+        starts = range(0, shape.num_layers, segment_size)
+        held = len(starts) * first.stream
+        again = max(sum(blocks[at : at + segment_size]) for at in starts) - first.stream
+    return Activations(
+        blocks=held,
+        recomputed=again,
+        inputs=max(each.inputs for each in counted.values()),
+        head=first.head,
+        gradient=first.stream,
+        passing=_passing(case) if cp.degree > 1 and cp.kind == "ring" else 0,
+    )
+
+
+def _passing(case: Case) -> int:
+    """Return the bytes that pass in a ring in backward, beyond the MLP's that it has freed."""
+    shape, tp, cp = case.shape, case.strategy.tp, case.strategy.cp
+    item_bytes = getattr(torch, case.precision).itemsize
+    num_chunks = 2 * cp.degree
+    num_held = -(-case.seq_len // num_chunks) * num_chunks // cp.degree
+    pair = 2 * shape.num_kv_heads * shape.head_dim  # of keys and values
+    num_gradients = 3 if cp.degree == 2 else 4  # of two ranks, none is made while another is sent
+    passing = 2 * pair * item_bytes + num_gradients * pair * max(4, item_bytes)
+    freed = (2 if shape.mlp == "gelu" else 4) * shape.ffn * item_bytes
+    return max(0, passing - freed) * num_held * case.num_sequences // tp.degree
+
+
+def held_by(
+    of: Activations,
+    num_layers: int,
+    cut: Sequence[range] | None,
+    schedule: Schedule | None,
+    pp_rank: int,
+) -> int:
+    """Return the most bytes that a rank holds for backward, without what passes.
+
+    Args:
+        of: what a rank that runs the whole model holds of one microbatch.
+        num_layers: of the model.
+        cut: the links of each stage of a pipeline; None without one.
+        schedule: of a step; None without a pipeline.
+        pp_rank: coordinate of the rank on pp.
+    """
+    if cut is None or schedule is None:
+        return of.peak
+    kept = [_kept(links, num_layers, of) for links in cut]
+    held = peak = 0
+    for op, stage, _ in schedule.orders[pp_rank]:
+        if op == "F":
+            held += kept[stage]
+        elif op != "W":
+            head = of.head if stage == len(cut) - 1 else 0
+            peak = max(peak, held - head + of.recomputed + of.gradient + of.passing)
+        peak = max(peak, held)
+        if op in ("B", "W"):
+            held -= kept[stage]
+    return peak
+
+
+def _kept(links: Sequence[int], num_layers: int, of: Activations) -> int:
+    """Return what a stage keeps of a microbatch: of its blocks, what it got and what it sent."""
+    last = num_layers + 1
+    num_blocks = sum(0 < link < last for link in links)
+    end = of.head if last in links else of.gradient  # what was sent is as large as its gradient
+    return of.blocks * num_blocks // num_layers + of.inputs + end

@@ -1,0 +1,75 @@
+"""Parameters of a decoder: closed forms, for what is settled before torch is loaded. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.models.shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Number of parameters of a decoder, by part; each part is a sum over all layers."""
+
+    embedding: int
+    """Token embedding; it is the output projection too if that is tied."""
+    position: int
+    """Learned position embedding; 0 with rotary embedding."""
+    attention: int
+    """Projections of queries, keys, values and output, with their biases."""
+    mlp: int
+    """Feed-forward matrices, with their biases."""
+    norm: int
+    """Every norm: two or four a layer, the last one, and those of queries and keys."""
+    output: int
+    """Output projection of its own; 0 if tied."""
+    matmul: int
+    """Weights that multiply each token: projections, feed-forward and output (tied or not)."""
+
+    @property
+    def total(self) -> int:
+        """Parameters that exist; a tied matrix counts once."""
+        return self.embedding + self.position + self.attention + self.mlp + self.norm + self.output
+
+
+def num_parameters(shape: ModelShape) -> Parameters:
+    """Count the parameters of a decoder of this shape."""
+    query_width = shape.num_heads * shape.head_dim
+    kv_width = shape.num_kv_heads * shape.head_dim
+    num_mlp_inputs = 1 if shape.mlp == "gelu" else 2  # up alone, or gate and up
+
+    attention_weights = shape.hidden * (2 * query_width + 2 * kv_width)
+    attention_biases = query_width + 2 * kv_width if shape.has_bias("qkv") else 0
+    attention_biases += shape.hidden if shape.has_bias("other") else 0
+    mlp_weights = (num_mlp_inputs + 1) * shape.hidden * shape.ffn
+    mlp_biases = num_mlp_inputs * shape.ffn + shape.hidden if shape.has_bias("other") else 0
+    num_norm_vectors = 2 if shape.norm == "layer" else 1  # weight and bias, or weight alone
+    norm_width = num_norm_vectors * shape.hidden
+    query_key_width = {False: 0, True: 2 * shape.head_dim, "projection": query_width + kv_width}
+    query_key_norms = num_norm_vectors * query_key_width[shape.qk_norm]
+    num_norms = 4 if shape.norm_at == "both" else 2
+    vocabulary = shape.vocab_size * shape.hidden
+
+    return Parameters(
+        embedding=vocabulary,
+        position=shape.max_seq_len * shape.hidden if shape.position == "learned" else 0,
+        attention=shape.num_layers * (attention_weights + attention_biases),
+        mlp=shape.num_layers * (mlp_weights + mlp_biases),
+        norm=shape.num_layers * (num_norms * norm_width + query_key_norms) + norm_width,
+        output=0 if shape.tied else vocabulary,
+        matmul=shape.num_layers * (attention_weights + mlp_weights) + vocabulary,
+    )
+
+
+def parameters_of(shape: ModelShape, cut: Sequence[range], stages: Sequence[int]) -> int:
+    """Return how many parameters some stages of a cut have, before other axes split them."""
+    count, num_layers = num_parameters(shape), shape.num_layers
+    last_norm = shape.hidden * (2 if shape.norm == "layer" else 1)
+    block = (count.attention + count.mlp + count.norm - last_norm) // num_layers
+    first = count.embedding + count.position
+    last = last_norm + (count.embedding if shape.tied else count.output)
+    sizes = [first, *[block] * num_layers, last]
+    links = [link for stage in stages for link in cut[stage]]
+    has_both = 0 in links and num_layers + 1 in links
+    return sum(sizes[link] for link in links) - (count.embedding if shape.tied and has_both else 0)
