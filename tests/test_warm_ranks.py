@@ -19,8 +19,8 @@ from marks import by_hand
 from phalanx.comm import comm, join
 from phalanx.errors import RankFailed
 from phalanx.launch import attach
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
-from phalanx.launch.pulse import PULSE
 
 DONE: list[str] = []
 

@@ -41,10 +41,11 @@ from typing import Any
 from phalanx.launch import local
 from phalanx.launch import rank as one_rank
 from phalanx.launch.by_value import ByValue
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.failure import describe
+from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.local import Rank
 from phalanx.launch.rank import LEAVE, Line, RankInfo
 from phalanx.launch.signals import leave_to_parent
-from phalanx.launch.supervisor import Rank
 
 MOST_RANKS = 4
 MOST_GROUPS = 24
@@ -251,7 +252,7 @@ def _do(
         line.send("result", ByValue(result))
     except BaseException as error:
         with suppress(OSError):
-            line.send("failure", one_rank._describe(info.rank, error))
+            line.send("failure", describe(info.rank, error))
 
 
 class _Start:

@@ -18,8 +18,8 @@ from marks import by_hand
 from phalanx.checkpoint import manifest, progress, saver, tensor_file
 from phalanx.checkpoint.saver import Saver
 from phalanx.errors import CheckpointError, PeerLost, TrainingError
+from phalanx.launch.failure import is_lost_peer
 from phalanx.launch.local import run_ranks
-from phalanx.launch.rank import is_lost_peer
 
 TIMEOUT_S = 1.0
 

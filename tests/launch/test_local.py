@@ -25,12 +25,12 @@ from phalanx.errors import (
     RankFailed,
     TrainingError,
 )
-from phalanx.launch import local, rank, supervisor
+from phalanx.launch import board, local, rank
+from phalanx.launch.board import Board
 from phalanx.launch.by_value import ByValue
+from phalanx.launch.failure import is_reader_gone
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
-from phalanx.launch.pulse import PULSE
-from phalanx.launch.rank import is_reader_gone
-from phalanx.launch.roll import Roll
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -151,7 +151,7 @@ def return_on_rank_one() -> None:
 def test_a_rank_that_returns_early_is_blamed_in_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "UNEVEN_S", 0.5)
+    monkeypatch.setattr(board, "UNEVEN_S", 0.5)
     with pytest.raises(TrainingError, match=r"^rank 1 returned, and now nobody") as raised:
         run_ranks(return_on_rank_one, 3)  # those that wait would do so for 600 s
     assert re.search(r"ranks 0, 2: .*\n.* in return_on_rank_one", str(raised.value))
@@ -163,7 +163,7 @@ def return_late_on_rank_one() -> int:
 
 
 def test_a_rank_that_works_alone_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "UNEVEN_S", 0.1)
+    monkeypatch.setattr(board, "UNEVEN_S", 0.1)
     assert run_ranks(return_late_on_rank_one, 2) == [0, 1]
 
 
@@ -257,9 +257,9 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
     """Or the second one, where the first is heeded."""
     begun, told = tmp_path / "begun", list[str]()
     is_heard, is_told = threading.Event(), threading.Event()
-    hear = Roll.hear
+    hear = Board.hear
 
-    def hear_and_note(self: Roll, rank: int, beat: Any) -> None:
+    def hear_and_note(self: Board, rank: int, beat: Any) -> None:
         hear(self, rank, beat)
         if begun.exists() and self.heeds_stop() == heeds_stop:
             is_heard.set()
@@ -273,8 +273,8 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
             event.wait()
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Roll, "hear", hear_and_note)
-    monkeypatch.setattr(supervisor, "tell", tell)
+    monkeypatch.setattr(Board, "hear", hear_and_note)
+    monkeypatch.setattr(local, "tell", tell)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Interrupted) as caught:
         run_ranks(sleep_long, 1, begun, heeds_stop)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,9 @@ import torch.distributed as dist
 
 from marks import by_hand
 from phalanx.errors import TrainingError
-from phalanx.launch import supervisor
-from phalanx.launch.local import run_ranks
-from phalanx.launch.pulse import PULSE, Beat
+from phalanx.launch import board, local
+from phalanx.launch.heartbeat import PULSE, Beat
+from phalanx.launch.local import Supervisor, run_ranks
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -36,16 +37,14 @@ def stop_rank(stopped: int) -> None:
 def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
     stopped: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "STOPPED_S", 0.0)  # at the first look after it
+    monkeypatch.setattr(board, "STOPPED_S", 0.0)  # at the first look after it
     with pytest.raises(TrainingError) as caught:
         run_ranks(stop_rank, 2, stopped, timeout_s=4)
-    words = (
-        rf"rank {stopped} \(process \d+\) has been stopped by a signal for \d+ s \(last heard of: f"
-    )
+    words = rf"rank {stopped} on .* \(process \d+\) has been stopped by a signal for \d+ s "
     caught.match(words)
     told = capfd.readouterr().err.splitlines()
-    assert len(told) == 1 and "lets it go on" in told[0]
-    assert f"rank {stopped} (process" in told[0]
+    assert len(told) == 1 and "continues it" in told[0]
+    assert f"rank {stopped} on {socket.gethostname()} (process" in told[0]
 
 
 def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
@@ -54,7 +53,7 @@ def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
     for beat in (Beat(), Beat(), Beat(heeds_stop=True)):
         theirs.send(("beat", beat))
     process: Any = SimpleNamespace(pid=os.getpid())
-    watch = supervisor.Supervisor([(process, ours)], [signal.SIGTERM], 100.0).watch
+    watch = Supervisor([(process, ours)], [signal.SIGTERM], 100.0).watch
     with ThreadPoolExecutor() as parent:
         result = parent.submit(watch)
         while not theirs.poll(0.1):
@@ -92,7 +91,7 @@ def hold_the_lock() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
-    with pytest.raises(TrainingError, match=r"rank 1 \(process \d+\) has not answered for"):
+    with pytest.raises(TrainingError, match=r"rank 1 on .* \(process \d+\) has not been heard of"):
         run_ranks(hold_the_lock, 2, timeout_s=4)
 
 
@@ -104,7 +103,7 @@ def begin_late() -> None:
 def test_ranks_that_take_long_to_begin_are_announced_once(
     limit_s: float, num_said: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "STARTING_S", limit_s)
+    monkeypatch.setattr(local, "STARTING_S", limit_s)
     said: list[int] = []
     run_ranks(begin_late, 1, say_starting=lambda: said.append(1), threads=1)
     assert len(said) == num_said

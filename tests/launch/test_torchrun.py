@@ -21,13 +21,13 @@ from marks import by_hand
 from phalanx.errors import ConfigError
 from phalanx.launch import agreement, torchrun
 from phalanx.launch.agreement import check_same
-from phalanx.launch.hosts import PeerFailed
+from phalanx.launch.failure import PeerFailed
 from phalanx.launch.rank_env import RankEnv, read_rank_env
 
 SCRIPT = """
 import os, signal, sys, time
 import torch.distributed as dist
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.torchrun import leave_failed, run_here
 
 rank = int(os.environ["RANK"])
@@ -130,7 +130,7 @@ def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script
 )
 def test_a_rank_that_is_stopped_is_named_and_killed(when: str, doing: str, script: str) -> None:
     done = run_two(script, when)
-    said = rf"^rank 0: rank 1 on .* not been heard of .* \(last heard of: {doing}"
+    said = rf"^rank 0: rank 1 on .* been stopped by a signal .* \(last heard of: {doing}"
     assert re.search(said, done.stderr, re.MULTILINE), done.stderr
     # torchrun waits 30 s for a stopped process before it says this.
     assert "forcefully exiting" not in done.stderr
@@ -238,7 +238,7 @@ def test_a_gpu_that_only_one_task_sees_is_its_own(monkeypatch: pytest.MonkeyPatc
 
 STOPPING = """
 import sys, time
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.torchrun import run_here
 
 def work(value):

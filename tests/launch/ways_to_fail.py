@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx
 from phalanx.checkpoint import tensor_file
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.train import pace
 from phalanx.train import run as runs
 from phalanx.train.step import Step

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import IterableDataset
 
 import phalanx
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.train.report import records
 
 

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from marks import by_hand
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
-from phalanx.launch.pulse import PULSE
 from phalanx.parallel import data, reduce
 
 LIMIT = 1e-10

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.measure.logs import LiveDisplay
 from phalanx.train import notice
 

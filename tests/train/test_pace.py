@@ -2,8 +2,8 @@
 
 import torch.distributed as dist
 
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
-from phalanx.launch.pulse import PULSE
 from phalanx.train.pace import Pace
 
 STEP_S = 0.25

@@ -20,8 +20,8 @@ from marks import by_hand
 from phalanx.comm.comm import Counting, Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
-from phalanx.launch.pulse import PULSE
 from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape

@@ -21,8 +21,8 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.saver import Saver
 from phalanx.config import TrainConfig
 from phalanx.errors import Interrupted, RankFailed, message_of
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
-from phalanx.launch.pulse import PULSE
 from phalanx.launch.signals import ENDING
 from phalanx.train import run
 from phalanx.train.job.resolve import Job, resolve

@@ -38,7 +38,7 @@ from phalanx.checkpoint.state import AnyOptimizer, Held, held_by, held_once_trai
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of
 from phalanx.errors import CheckpointError, PeerLost, size_text
-from phalanx.launch.rank import is_lost_peer
+from phalanx.launch.failure import is_lost_peer
 from phalanx.storage import Checksum
 
 NICENESS = 10

@@ -26,13 +26,9 @@ from phalanx.errors import (
 )
 from phalanx.launch import signals
 from phalanx.launch.exit_code import exit_code_of
+from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left
 from phalanx.launch.local import server_stopped
-from phalanx.launch.rank import (
-    READER_LEFT,
-    escape_unknown_characters,
-    is_reader_gone,
-    reader_has_left,
-)
+from phalanx.launch.rank import escape_unknown_characters
 
 VERBS: Final[Mapping[str, str]] = {
     "train": "train a decoder on text over one or many processes",

@@ -14,8 +14,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx.errors import ConfigError, named
-from phalanx.launch.hosts import PeerFailed
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.failure import PeerFailed
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.rank_env import RankEnv
 
 if TYPE_CHECKING:

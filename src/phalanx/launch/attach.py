@@ -19,10 +19,9 @@ from typing import Any, Final
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, ScriptError, message_of
 from phalanx.launch import exit_code, signals, slurm, torchrun
 from phalanx.launch.agreement import check_same
-from phalanx.launch.pulse import PULSE
-from phalanx.launch.rank import READER_LEFT, is_reader_gone, reader_has_left
+from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left, tell
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
-from phalanx.launch.supervisor import tell
 
 DEFAULT_TIMEOUT_S: Final = 600.0
 """Longest wait for another rank in one collective where nothing is said, in seconds."""

@@ -1,10 +1,13 @@
 """Run a function on several ranks of this host, watch them, and say which failed first.
 
+    parent    starts the ranks, hears beats, results and failures over a pipe to each, ends them
+    rank      `run_rank`: joins, calls the function, and leaves when the parent says so
+
 The ranks are forked from one server process that has torch loaded already, so that two ranks start
 in a fraction of a second. They meet at a socket that the parent has bound before they start: no
 port is guessed. A rank that has finished waits until all have, and leaves without tearing its
-threads down; a rank that fails ends the job at once. What runs in a rank is in `rank`, what watches
-it from here in `supervisor`.
+threads down; a rank that fails ends the job at once. What a person is told of ranks that hold the
+job up is worked out by the `board`, as under torchrun.
 """
 
 from __future__ import annotations
@@ -20,15 +23,32 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
-from typing import Any
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, Final
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, Interrupted, PhalanxError, TrainingError
+from phalanx.launch.board import Board
 from phalanx.launch.by_value import ByValue
-from phalanx.launch.rank import RankInfo, own_sockets, run_rank
+from phalanx.launch.failure import Failure, death, first_of, tell
+from phalanx.launch.rank import LEAVE, RankInfo, own_sockets, run_rank
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.launch.signals import collected, ignored_by_children
-from phalanx.launch.supervisor import Rank, Supervisor
+
+Rank = tuple[ForkServerProcess, Any]
+"""A process, and the parent's end of the pipe to it (its class depends on the system)."""
+
+STARTING_S: Final = 2.0
+"""How long ranks may take to begin before it is said, in seconds."""
+
+GRACE_S: Final = 0.3
+"""How long the failures of other ranks are collected before the first is chosen by its clock."""
+
+TICK_S: Final = 0.25
+"""How often the supervisor looks up, in seconds."""
+
+MISSED_S: Final = 2.0
+"""How long a rank must be silent to be the one that another has waited for in vain, in seconds."""
 
 LEAVING_S = 2.0
 """How long ranks have to leave by themselves before they are killed, in seconds."""
@@ -69,7 +89,7 @@ def run_ranks(
         TrainingError: a rank returned, and all others stood in a collective for UNEVEN_S after it;
             or one was silent for `timeout_s`.
         Interrupted: SIGINT, SIGTERM or SIGHUP came, and was not heeded by the ranks (see
-            `pulse.Pulse.heeding`), or was not the first.
+            `heartbeat.Pulse.heeding`), or was not the first.
     """
     if is_under_torchrun():
         return _run_here(function, num_ranks, args, device, timeout_s)
@@ -199,6 +219,118 @@ def end_ranks(ranks: list[Rank]) -> None:
             process.kill()
     for process, _ in ranks:
         process.join()
+
+
+class Supervisor:
+    """Hears the ranks of this host until all have returned or one has failed."""
+
+    def __init__(
+        self,
+        ranks: list[Rank],
+        signals: list[int],
+        timeout_s: float,
+        say_starting: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin to watch; `signals` is the list to which those that come are added."""
+        self._ranks = ranks
+        self._signals = signals
+        self._board = Board(timeout_s, here=range(len(ranks)))
+        self._results: dict[int, Any] = {}
+        self._failures: list[Failure] = []
+        self._going: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
+        self._is_asked_to_stop = False
+        self._begin_s = self._looked_s = time.monotonic()
+        self._say_starting = say_starting
+
+    def watch(self) -> list[Any]:
+        """Return what each rank returned, or raise what `run_ranks` does."""
+        while self._going and not self._failures:
+            self._receive(TICK_S)
+            if self._say_starting is not None and time.monotonic() - self._begin_s > STARTING_S:
+                if not self._board.has_begun(len(self._ranks)):
+                    self._say_starting()
+                self._say_starting = None
+            self._obey_signals()
+            if time.monotonic() - self._looked_s > 1:
+                self._looked_s = time.monotonic()
+                self._look()
+        if self._failures:
+            until_s = time.monotonic() + GRACE_S
+            while self._going and (left_s := until_s - time.monotonic()) > 0:
+                self._receive(left_s)
+            raise self._advised(self._failure())
+        for _, line in self._ranks:
+            with suppress(OSError):  # it has ended already: what it returned is here
+                line.send(LEAVE)
+        return [self._results[rank] for rank in range(len(self._ranks))]
+
+    def _receive(self, limit_s: float) -> None:
+        """Take all that the ranks have sent, or what they send first within some time."""
+        ready: list[Any] = wait(list(self._going), limit_s)
+        # A signal must not meet a rank as it was several beats ago, on a busy machine.
+        while ready:
+            for line in ready:
+                self._take(line)
+            ready = wait(list(self._going), 0)
+
+    def _take(self, line: Any) -> None:
+        """Take one word of a rank."""
+        rank = self._going[line]
+        kind: str
+        value: Any
+        try:
+            kind, value = line.recv()
+        except (EOFError, ConnectionResetError):
+            kind, value = "failure", death(rank, self._ranks[rank][0])
+        if kind == "beat":
+            self._board.hear(rank, value)
+            return
+        del self._going[line]
+        if kind == "failure":
+            self._failures.append(value)
+        else:
+            self._results[rank] = value
+            self._board.leave(rank)
+
+    def _obey_signals(self) -> None:
+        """Ask the ranks to end after their step; those that would not, and at once, by raising."""
+        if not self._signals or (len(self._signals) == 1 and self._is_asked_to_stop):
+            return
+        signum = self._signals[0]
+        if len(self._signals) > 1 or not self._board.heeds_stop():
+            raise Interrupted(signum, self._board.stands())
+        self._is_asked_to_stop = True
+        for line in self._going:
+            with suppress(OSError):  # it has ended: the next look finds that out
+                line.send(signum)
+        tell(
+            f"{signal.Signals(signum).name}: the run ends after the step under way and a "
+            "checkpoint; a second signal ends it at once"
+        )
+
+    def _look(self) -> None:
+        """Tell who holds the others up, and end the job if nobody can go on."""
+        self._board.look_up()
+        going = sorted(self._going.values())
+        for message in self._board.news(going):
+            tell(message)
+        if words := self._board.over(going) or self._board.uneven(going):
+            raise self._advised(TrainingError(words))
+
+    def _failure(self) -> PhalanxError:
+        """Return the error of the rank that failed first by itself, or say whom the ranks miss."""
+        first = first_of(self._failures)
+        if not first.is_lost_peer:
+            return first.as_error()
+        silent = self._board.silent(MISSED_S, self._going.values())
+        words = self._board.in_vain(first.rank, silent)
+        return TrainingError(words if silent else f"{words}\n{first.text.rstrip()}")
+
+    def _advised(self, error: PhalanxError) -> PhalanxError:
+        """Add which checkpoint stands, as far as the ranks have said so."""
+        if stands := self._board.stands():
+            error.add_note(stands)
+        return error
 
 
 def num_cores() -> int:

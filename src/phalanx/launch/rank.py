@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import dis
 import io
 import multiprocessing
 import os
-import re
-import select
 import shutil
-import signal
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Final
 
-from phalanx import errors
-from phalanx.errors import (
-    NO_THREAD,
-    PeerLost,
-    PhalanxError,
-    RankFailed,
-    limit_met,
-    message_of,
-    shortened,
-    within_limits,
-)
+from phalanx.errors import within_limits
 from phalanx.launch.by_value import ByValue
-from phalanx.launch.exit_code import exit_code_of
+from phalanx.launch.failure import describe
+from phalanx.launch.heartbeat import BEAT_S, PULSE
 from phalanx.launch.malloc import keep_freed_memory
-from phalanx.launch.pulse import BEAT_S, PULSE
 from phalanx.launch.signals import leave_to_parent
-
-_LOST = re.compile(
-    "gloo/transport|Application timeout|Connection (was likely )?(closed|reset|refused)"
-    "|Socket closed|NCCL.*(timeout|timed out|remote process exited|aborted)"
-    "|TCPStore.*(timed out|reset|closed)",
-    re.DOTALL | re.IGNORECASE,
-)
-"""What gloo, NCCL and the store say of a rank that does not come or has left."""
 
 HELPERS_S: Final = 1.0
 """How long a process that a rank has started has to end by itself before it is killed, in seconds.
 """
-
-READER_LEFT: Final = 128 + signal.SIGPIPE
-"""The exit code after `| head` and the like, where nobody reads the rest."""
 
 LEAVE = "leave"
 """What the parent sends when the rank may end; a number is the signal to stop by."""
@@ -72,35 +45,6 @@ class RankInfo:
     threads: int
     timeout_s: float
     sockets: str = ""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How one rank failed.
-
-    Attributes:
-        time_s: when, by the host's clock.
-        text: the message of a PhalanxError, else the traceback.
-        kind: class of a PhalanxError; None for any other exception.
-        is_lost_peer: another rank did not come, or left: its failure says more.
-        exit_code: of a program that ends by it.
-    """
-
-    rank: int
-    time_s: float
-    text: str
-    kind: type[PhalanxError] | None = None
-    is_lost_peer: bool = False
-    exit_code: int = 1
-
-    def as_error(self) -> PhalanxError:
-        """Return what the caller of `run_ranks` is to catch."""
-        error: PhalanxError = RankFailed(self.rank, self.text)
-        if self.kind is not None:
-            # Not by calling the class: some compose their message from other arguments.
-            error = self.kind.__new__(self.kind, self.text)
-        error.exit_code = self.exit_code
-        return error
 
 
 class Line:
@@ -188,7 +132,7 @@ def run_rank(
         line.send("result", ByValue(result))
         exit_code = 0
     except BaseException as error:
-        failure = _describe(info.rank, error)
+        failure = describe(info.rank, error)
         if line.is_of_fork:
             print(failure.text, file=sys.stderr)  # noqa: T201 - no one else tells it
         # Once another rank has failed, the parent listens no more.
@@ -254,80 +198,6 @@ def remove_sockets() -> None:
     """Remove the folder of this process's sockets, which Python does at a normal end alone."""
     if folder := own_sockets():
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _describe(rank: int, error: BaseException) -> Failure:
-    kind, text, exit_code = None, shortened(traceback.format_exc()), 1
-    if isinstance(error, PhalanxError):
-        # The nearest class that every process knows: a user's own may be of a script.
-        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        text, exit_code = shortened(message_of(error)), error.exit_code
-    elif words := out_of_threads(error):
-        kind, text = errors.ConfigError, f"rank {rank}: {words}"
-        exit_code = kind.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        exit_code = 128 + getattr(error, "signum", signal.SIGINT)
-    if isinstance(error, SystemExit):  # which has cut the work short, whatever its code
-        exit_code = exit_code_of(error.code) or 1
-    return Failure(rank, time.time(), text, kind, is_lost_peer(error), exit_code)
-
-
-def out_of_threads(error: BaseException) -> str:
-    """Return what to say of an error of Python's that a thread cannot be started; else nothing."""
-    if not isinstance(error, RuntimeError) or NO_THREAD not in str(error):
-        return ""
-    places = [f"{at.filename}:{at.lineno}" for at in traceback.extract_tb(error.__traceback__)]
-    own = [place for place in places if not place.startswith(threading.__file__)]
-    return "\nat ".join([limit_met(error), *own[-1:]])
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` says no more than that another rank did not come, or has left.
-
-    A script's own error may have the words of a network's: it comes of a `raise` that is neither
-    torch.distributed's nor ours. What C++ raises, a `work.wait()` in a script say, comes of none.
-    """
-    if isinstance(error, PeerLost):
-        return True
-    # torch has no class for what gloo says; tests/launch/test_local.py pins its words.
-    if not isinstance(error, (RuntimeError, PhalanxError)) or not _LOST.search(str(error)):
-        return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    from phalanx.debug.fingerprint import is_collective  # it loads torch
-
-    return is_collective(trace.tb_frame) or not _is_raise(trace)
-
-
-def _is_raise(trace: TracebackType) -> bool:
-    """Return whether the innermost frame of an error stands at a `raise` of Python."""
-    code = trace.tb_frame.f_code.co_code
-    return dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
-
-
-def is_reader_gone(error: BaseException) -> bool:
-    """Return whether `error`, or what a rank says in it, came of writing to a pipe nobody reads.
-
-    A rich console turns the BrokenPipeError into a SystemExit.
-    """
-    return "BrokenPipeError" in "".join(traceback.format_exception(error))
-
-
-def reader_has_left() -> bool:
-    """Return whether standard output is a pipe without a reader, as after `| head`, and mute it.
-
-    A pipe may break elsewhere too, between processes of a job: that is not the reader's doing.
-    """
-    standard_output = 1
-    pipe = select.poll()
-    pipe.register(standard_output, 0)
-    if not pipe.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), standard_output)
-    return True
 
 
 def _join(info: RankInfo, listener: socket.socket | None) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -29,23 +30,23 @@ from phalanx.errors import (
 from phalanx.launch import interface, slurm
 from phalanx.launch.agreement import agree
 from phalanx.launch.exit_code import exit_code_of
-from phalanx.launch.hosts import PeerFailed, Watch, advised, end_with_parent, kill_silent
-from phalanx.launch.local import num_cores
-from phalanx.launch.malloc import keep_freed_memory
-from phalanx.launch.pulse import PULSE
-from phalanx.launch.rank import (
+from phalanx.launch.failure import (
     READER_LEFT,
-    end_helpers,
-    flush_streams,
+    PeerFailed,
+    advised,
     is_lost_peer,
     is_reader_gone,
     out_of_threads,
     reader_has_left,
-    remove_sockets,
+    tell,
 )
+from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.local import num_cores
+from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.rank import end_helpers, flush_streams, remove_sockets
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.signals import ENDING, answered, ignore
-from phalanx.launch.supervisor import tell
+from phalanx.launch.watch import Watch, kill_silent
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -124,7 +125,7 @@ def joined(
     from phalanx.comm import join
 
     env = read_rank_env()
-    end_with_parent()
+    _end_with_parent()
     stopping = _Stopping(env.local_rank == 0)
     with answered(stopping):
         device = _use_device(env, device)
@@ -316,6 +317,24 @@ def leave_fork(exit_code: int) -> NoReturn:
     """End a fork of this rank, whose helpers and job are the rank's."""
     flush_streams()
     os._exit(exit_code)
+
+
+def _end_with_parent() -> None:
+    """Have this rank end soon after torchrun has, which ends its ranks unless it was killed."""
+    parent, is_first = os.getppid(), os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        if is_first:
+            gone = f"torchrun (process {parent}) has ended, and its ranks on this host end with it"
+            tell(advised(gone))
+        end_helpers()
+        remove_sockets()
+        os._exit(1)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _is_follower() -> bool:

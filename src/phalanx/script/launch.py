@@ -12,7 +12,7 @@ import torch.distributed as dist
 from phalanx.errors import PhalanxError, ScriptError
 from phalanx.launch.attach import ASKED, add_line, as_mistake, check_end, no_ends
 from phalanx.launch.exit_code import exit_code_of
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.script.loader import has_empty_batch
 from phalanx.script.run import STRATEGY
 

@@ -37,7 +37,7 @@ from phalanx.comm.together import gather_objects
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import ScriptError, StrategyError
 from phalanx.launch.attach import attach, check_end, tell_in_one_message
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics, require_statistics
 from phalanx.parallel.dropout import Masks, Place, name_draws
 from phalanx.parallel.plan import Plan

@@ -24,7 +24,7 @@ from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.attach import at_end
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.models.attention import to_device
 from phalanx.parallel.accumulate import Runner
 from phalanx.script.buffers import warn_of_buffers

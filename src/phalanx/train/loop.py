@@ -14,7 +14,7 @@ from rich.console import Console
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import barrier
 from phalanx.debug.check import LIMIT_S, CollectiveCheck
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.notice import compiling
 from phalanx.train.pace import Pace

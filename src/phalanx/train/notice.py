@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 
 PATIENCE_S = 2.0
 """How long a person waits without a word."""

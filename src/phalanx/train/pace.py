@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from phalanx.comm.together import max_over_ranks
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 
 COMPARE_S = 1.0
 """About how often the ranks compare, in seconds."""

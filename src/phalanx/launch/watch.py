@@ -1,5 +1,7 @@
 """Watch a job from within each of its ranks, over the job's store: several hosts have no parent.
 
+What is said of ranks that hold the job up is worked out by the `board`, as for ranks of one host.
+
     messenger  beat -> store, every few seconds; reads the beats of others once this rank stands
                still: of those before it on its host, and of all if it speaks for the host
     watch      no network: tells who is silent, and ends this rank if that lasts for the timeout
@@ -11,6 +13,7 @@ changed, by the reader's own clock: the clocks of hosts differ.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -18,15 +21,15 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from phalanx.errors import PhalanxError, TrainingError, message_of, named
-from phalanx.launch.bulletin import Bulletin, Failed
-from phalanx.launch.pulse import PULSE, Beat
-from phalanx.launch.rank import end_helpers, remove_sockets
+from phalanx.launch.board import SILENT_S, Board
+from phalanx.launch.failure import PeerFailed, advised, tell
+from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.rank_env import RankEnv
-from phalanx.launch.roll import SILENT_S, Roll
-from phalanx.launch.supervisor import SLEPT_S, tell
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -40,30 +43,80 @@ RANKS_PER_BEAT_S: Final = 500
 CURIOUS_S: Final = 3.0
 """How long this rank stands still before it asks for the others, in seconds."""
 
-WORDS_S: Final = 2.0
-"""How long the disk may take to say which checkpoint stands, in seconds."""
+
+@dataclass(frozen=True)
+class Failed:
+    """The first error of the job that a rank met by itself; `host` is its host's first rank."""
+
+    rank: int
+    host: int
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.name} failed first: {self.message}"
 
 
-def end_with_parent() -> None:
-    """Have this rank end soon after torchrun has, which ends its ranks unless it was killed."""
-    parent, is_first = os.getppid(), os.environ.get("LOCAL_RANK", "0") == "0"
+class Exchange:
+    """One rank's way to tell the others and to hear of them.
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        if is_first:
-            gone = f"torchrun (process {parent}) has ended, and its ranks on this host end with it"
-            tell(advised(gone))
-        end_helpers()
-        remove_sockets()
-        os._exit(1)
+    Attributes:
+        processes: process of each rank of this host; empty until all ranks of the job are there.
+        reached_s: when the store last answered.
+    """
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=watch, name="parent", daemon=True).start()
+    def __init__(self, store: Store, env: RankEnv, timeout_s: float) -> None:
+        """Say that this rank is there; see `Watch`."""
+        self._store, self._rank, self._here = store, env.rank, env.here
+        self._number = 0
+        self._heard: dict[int, int] = {}
+        self.processes: dict[int, int] = {}
+        store.set_timeout(timedelta(seconds=timeout_s))
+        self.send(Beat())
+        if store.add("ranks", 1) == env.num_ranks:
+            store.set("all ranks", "")
 
+    def send(self, beat: Beat) -> None:
+        """Tell where this rank stands."""
+        self._number += 1
+        self._store.set(f"beat/{self._rank}", json.dumps([self._number, vars(beat)]))
+        self._store.check([f"beat/{self._rank}"])  # an answer, which setting has not
+        self.reached_s = time.monotonic()
 
-class PeerFailed(TrainingError):
-    """Another rank tells the error; this one ends with it."""
+    def are_all_there(self) -> bool:
+        """Return whether each rank has told of itself at least once."""
+        if not self.processes and self._store.check(["all ranks"]):
+            texts = self._store.multi_get([f"beat/{rank}" for rank in self._here])
+            processes = [json.loads(text)[1]["process"] for text in texts]
+            self.processes = dict(zip(self._here, processes, strict=True))
+        return bool(self.processes)
+
+    def read(self, ranks: range, board: Board) -> None:
+        """Enter the beats of some ranks, all of which are there, into a board."""
+        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        for rank, text in zip(ranks, texts, strict=True):
+            number, beat = json.loads(text)
+            if self._heard.get(rank) != number:
+                self._heard[rank] = number
+                board.hear(rank, Beat(**beat))
+
+    def failed(self) -> Failed | None:
+        """Return who failed first."""
+        is_known = self._store.check(["failed"])
+        return Failed(**json.loads(self._store.get("failed"))) if is_known else None
+
+    def fail(self, message: str) -> bool:
+        """Tell of this rank's error; return whether another rank of this host has told the same."""
+        mine = Failed(self._rank, self._here.start, socket.gethostname(), message[:1000])
+        with suppress(RuntimeError):  # without the store each tells its own
+            for key in ("failed", f"failed/{mine.host}"):
+                text = self._store.compare_set(key, "", json.dumps(vars(mine))).decode()
+                first = Failed(**json.loads(text))
+                if first == mine or first.message != mine.message:
+                    return False
+                if first.host == mine.host:
+                    return True
+        return False
 
 
 class Watch:
@@ -80,12 +133,14 @@ class Watch:
         self._rank, self._num_ranks, self._here = env.rank, env.num_ranks, env.here
         self._timeout_s = timeout_s
         self._interval_s = max(min(STORE_BEAT_S, timeout_s / 5), env.num_ranks / RANKS_PER_BEAT_S)
+        self._exchange = Exchange(store, env, timeout_s)
+        # Without torchrun, the ranks of a host may be those of several containers.
+        self._knows_processes = "TORCHELASTIC_RUN_ID" in os.environ
         # Among thousands of ranks a beat is old before it is read.
-        self._silent_s = max(SILENT_S, 3 * self._interval_s)
-        self._bulletin = Bulletin(store, env, timeout_s)
-        self._roll = Roll()
+        silent_s = max(SILENT_S, 3 * self._interval_s)
+        self._board = Board(timeout_s, env.here if self._knows_processes else (), silent_s)
         self._failed: Failed | None = None
-        self._read_s = self._looked_s = time.monotonic()
+        self._read_s = time.monotonic()
         self._is_store_gone = False
         self._is_curious = False
         self._is_listening = False
@@ -109,8 +164,8 @@ class Watch:
 
         try:
             while not self._ended.wait(1.0 if self._is_curious else self._interval_s):
-                self._bulletin.send(self._beat)
-                if self._bulletin.are_all_there():
+                self._exchange.send(self._beat)
+                if self._exchange.are_all_there():
                     self._listen(self._is_curious or self._beat.still_s > CURIOUS_S)
         except (dist.DistError, RuntimeError):
             self._is_store_gone = True
@@ -120,16 +175,16 @@ class Watch:
         if is_wanted:
             now_s = time.monotonic()
             if not self._is_listening:
-                self._roll.wake(now_s - self._read_s)
+                self._board.wake(now_s - self._read_s)
             self._read_s = now_s
-            self._bulletin.read(self._listened_to(), self._roll)
-            self._failed = self._failed or self._bulletin.failed()
+            self._exchange.read(self._listened_to(), self._board)
+            self._failed = self._failed or self._exchange.failed()
         self._is_listening = is_wanted
 
     def _speaks(self) -> bool:
         """Return whether this rank speaks for its host: those before it there are not heard of."""
-        limit_s = min(self._silent_s, self._timeout_s)
-        silent = self._roll.silent(limit_s) if self._is_listening else ()
+        limit_s = min(self._board.silent_s, self._timeout_s)
+        silent = self._board.silent(limit_s) if self._is_listening else ()
         return all(rank in silent for rank in range(self._here.start, self._rank))
 
     def _listened_to(self) -> range:
@@ -139,55 +194,40 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._ended.wait(1.0):
-            self._wake()
+            self._exchange.reached_s += self._board.look_up()
             self._beat = PULSE.beat()
             if self._speaks():
                 self._tell()
-            if lost := self._lost(self._timeout_s):
+            if lost := self._lost(self._timeout_s) or self._board.over(self._heard()):
                 self._end(lost)
             elif self._failed is not None and self._beat.still_s > SILENT_S:
                 self._end(str(self._failed))
 
-    def _wake(self) -> None:
-        """Hold nobody for silent for the time in which this process was stopped itself."""
-        now_s = time.monotonic()
-        slept_s, self._looked_s = now_s - self._looked_s, now_s
-        if slept_s > SLEPT_S:
-            self._bulletin.reached_s += slept_s
-            self._roll.wake(slept_s)
-
     def _tell(self) -> None:
         """Tell, once, who holds this host up."""
-        end = f"the job ends after the timeout of {self._timeout_s:g} s"
-        silent = self._silent_for(self._silent_s)
         if (
             not self._is_store_gone
-            and self._silent_s < self._unreached_s() < self._timeout_s
+            and self._board.silent_s < self._unreached_s() < self._timeout_s
             and not self._is_told_unreached
         ):
             self._is_told_unreached = True
-            tell(f"{self._unreached()}; {end}")
-        if news := [rank for rank in silent if self._roll.is_news(rank)]:
-            if self._silent_s < self._timeout_s:
-                tell(f"{self._silent(news)}; {end}")
-        elif self._is_listening and not silent and (stall := self._roll.stall()) is not None:
-            tell(stall)
+            tell(f"{self._unreached()}; the job ends after the timeout of {self._timeout_s:g} s")
+        if self._is_listening:
+            for message in self._board.news(self._heard()):
+                tell(message)
 
     def _unreached_s(self) -> float:
-        return time.monotonic() - self._bulletin.reached_s
+        return time.monotonic() - self._exchange.reached_s
 
-    def _silent_for(self, limit_s: float) -> list[int]:
-        """Return who was silent for longer than a limit, of the time that this rank listened."""
-        listened_to = self._listened_to() if self._is_listening else ()
-        return [rank for rank in self._roll.silent(limit_s) if rank in listened_to]
+    def _heard(self) -> range:
+        """Return whose silence would mean something: this rank asks for their beats."""
+        return self._listened_to() if self._is_listening else range(0)
 
     def _lost(self, limit_s: float) -> str:
-        """Say what has not been heard of for longer than a limit; nothing if all have."""
+        """Say that the store has not answered for longer than a limit; nothing if it has."""
         # A store that has gone does not come back.
-        if self._unreached_s() > (min(SILENT_S, limit_s) if self._is_store_gone else limit_s):
-            return self._unreached()
-        silent = self._silent_for(limit_s)
-        return self._silent(silent) if silent else ""
+        is_lost = self._unreached_s() > (min(SILENT_S, limit_s) if self._is_store_gone else limit_s)
+        return self._unreached() if is_lost else ""
 
     def _end(self, message: str) -> None:
         """End this process, whatever its main thread waits for."""
@@ -202,17 +242,17 @@ class Watch:
 
     def _give_up_silent(self, limit_s: float) -> None:
         """Note which processes of this host have to be killed once the job has ended."""
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # else they may be of another container
-            silent = [rank for rank in self._silent_for(limit_s) if rank in self._here]
-            _given_up.extend(self._bulletin.processes[rank] for rank in silent)
+        if self._knows_processes:
+            silent = [r for r in self._board.silent(limit_s, self._heard()) if r in self._here]
+            _given_up.extend(self._exchange.processes[rank] for rank in silent)
 
     def is_torn_down(self) -> bool:
         """Return whether torchrun ends this rank since another of its host has ended, and end it.
 
         Its signal is that of a user who asks the job to stop.
         """
-        gone = [rank for rank, pid in self._bulletin.processes.items() if not _is_there(pid)]
-        if not gone or "TORCHELASTIC_RUN_ID" not in os.environ:
+        gone = [rank for rank, pid in self._exchange.processes.items() if not _is_there(pid)]
+        if not gone or not self._knows_processes:
             return False
         self._end(f"{named(gone)} {'have' if len(gone) > 1 else 'has'} ended, so the job ends")
         return True  # and the main thread tells why
@@ -229,15 +269,6 @@ class Watch:
             "host of rank 0 is lost or stopped, or the network to it is cut"
         )
 
-    def _silent(self, ranks: list[int]) -> str:
-        names = ", ".join(sorted({self._bulletin.names[rank] for rank in ranks}))
-        for_s = f"for {max(self._roll.silence_s(rank) for rank in ranks):.0f} s"
-        return (
-            f"{named(ranks)} on {names} {'have' if len(ranks) > 1 else 'has'} not been heard of "
-            f"{for_s} (last heard of: {self._roll.doing(ranks[0])}): the process or the host is "
-            "lost or stopped, or the network to it is cut"
-        )
-
     # Errors of this rank.
 
     def judged(self, error: Exception, is_lost_peer: bool) -> Exception:
@@ -250,7 +281,7 @@ class Watch:
             return error
         if is_lost_peer:
             judged = self._whose(error)
-        elif self._bulletin.fail(message_of(error)):
+        elif self._exchange.fail(message_of(error)):
             judged = PeerFailed("another rank of this host tells it")
         else:
             judged = error
@@ -269,11 +300,14 @@ class Watch:
             time.sleep(0.25)
             if self._failed is not None and self._failed.host == self._here.start:
                 return PeerFailed(self._failed.message)
+            silent = self._board.silent(limit_s, self._heard())
             message = str(self._failed or self._lost(limit_s))
+            if silent and not message:
+                message = self._board.in_vain(self._rank, silent)
         if not self._speaks():
             return PeerFailed(message)
         if not message:
-            message = self._roll.told(f"rank {self._rank} has waited in vain; all stood")
+            message = self._board.in_vain(self._rank, ())
         self._give_up_silent(limit_s)
         judged = TrainingError(advised(message))
         judged.__cause__ = error if isinstance(error, PhalanxError) else None
@@ -288,15 +322,6 @@ def kill_silent() -> None:
     for pid in _given_up:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def advised(message: str) -> str:
-    """Close a message with what to do, unless it says that or the disk is lost too."""
-    advice: list[str] = []
-    asked = threading.Thread(target=lambda: advice.append(PULSE.advice()), daemon=True)
-    asked.start()
-    asked.join(WORDS_S)
-    return "\n".join([message, *(text for text in advice if text and text not in message)])
 
 
 def _is_there(pid: int) -> bool:

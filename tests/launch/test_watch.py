@@ -1,6 +1,7 @@
 """Several hosts, as network namespaces: they find each other, and name one that is cut off."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,20 +15,20 @@ import torch.distributed as dist
 
 from namespaces import HOSTS, ip
 from phalanx.errors import ConfigError, TrainingError
-from phalanx.launch import hosts
-from phalanx.launch.bulletin import Bulletin
-from phalanx.launch.hosts import PeerFailed, Watch
+from phalanx.launch import watch
+from phalanx.launch.board import SILENT_S, Board
+from phalanx.launch.failure import PeerFailed
+from phalanx.launch.heartbeat import Beat
 from phalanx.launch.interface import address_towards, interface_of
-from phalanx.launch.pulse import Beat
 from phalanx.launch.rank_env import RankEnv
-from phalanx.launch.roll import SILENT_S, Roll
+from phalanx.launch.watch import Exchange, Watch
 
 SCRIPT = """
 import os, sys, threading
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from phalanx.launch.pulse import PULSE
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.torchrun import leave, leave_failed, run_here
 
 def work(_):
@@ -70,7 +71,7 @@ def test_hosts_meet_by_the_right_interface_and_each_names_the_one_that_is_cut_of
         words = job.communicate(timeout=5 + 10 + 30)[1]
         assert job.returncode == 1, words
         if rank == 0:
-            assert f"rank 1 on {HOSTS[1]} has not been heard of for" in words
+            assert re.search(rf"rank 1 on {HOSTS[1]} \(process \d+\) has not been heard of", words)
         else:
             assert f"{HOSTS[1]} has not reached the job's store at {HOSTS[0]}:" in words
         assert words.splitlines()[-1] == "the checkpoint stands"
@@ -95,14 +96,15 @@ def watch_of() -> Callable[[int], Watch]:
 def test_a_rank_that_is_not_heard_of_is_named_once_a_host(
     watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "STORE_BEAT_S", 2.0)  # a busy machine may hold one back
+    monkeypatch.setattr(watch, "STORE_BEAT_S", 2.0)  # a busy machine may hold one back
     first, second, _ = (watch_of(rank) for rank in range(3))  # the third sends no more
     lost = RuntimeError("Connection closed by peer")
     with first, second, ThreadPoolExecutor() as threads:
         of_second = threads.submit(second.judged, lost, True)
         judged = first.judged(lost, True)
         assert isinstance(judged, TrainingError)
-        assert str(judged).startswith(f"rank 2 on {socket.gethostname()} has not been heard of")
+        who = rf"rank 2 on {socket.gethostname()} \(process {os.getpid()}\) has not been heard of"
+        assert re.match(rf"{who} .*; rank 0 has waited in vain for another rank$", str(judged))
         assert isinstance(of_second.result(), PeerFailed)
 
 
@@ -110,71 +112,71 @@ def test_who_did_not_listen_holds_nobody_for_silent(
     watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
     first, second, _ = (watch_of(rank) for rank in range(3))
     first._listen(True)  # it stood still for a moment
     clock[0] = 5.0
     first._listen(False)
     clock[0] = 3600.0  # of steps, in which it had no reason to ask
-    assert first._silent_for(30) == []
+    assert first._board.silent(30, first._heard()) == []
     first._listen(True)
-    assert first._silent_for(30) == []
+    assert first._board.silent(30, first._heard()) == []
     clock[0] = 3640.0
-    second._bulletin.send(Beat())
+    second._exchange.send(Beat())
     first._listen(True)
-    assert first._silent_for(30) == [0, 2]
+    assert first._board.silent(30, first._heard()) == [0, 2]
 
 
 def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
     watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, read = [0.0], list[range]()
-    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
     first, second, _ = (watch_of(rank) for rank in range(3))
-    monkeypatch.setattr(Bulletin, "read", spied(Bulletin.read, read))
+    monkeypatch.setattr(Exchange, "read", spied(Exchange.read, read))
 
     def look(is_first_there: bool) -> bool:
         clock[0] += SILENT_S + 1
         if is_first_there:
-            first._bulletin.send(Beat())
+            first._exchange.send(Beat())
         for _ in range(2):
             second._listen(True)
         return second._speaks()
 
     assert not look(True) and set(read) == {range(1)}
-    assert second._silent_for(1.0) == []
+    assert second._board.silent(1.0, second._heard()) == []
     assert look(False) and read[-1] == range(3)
     assert not look(True)
-    assert second._silent_for(1.0) == []  # of the others it hears no more
+    assert second._board.silent(1.0, second._heard()) == []  # of the others it hears no more
 
 
 def test_who_was_stopped_itself_holds_nobody_for_silent(
     watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
     first, _, _ = (watch_of(rank) for rank in range(3))
     first._listen(True)
     clock[0] = 3600.0
-    first._wake()
-    assert first._lost(1.0) == ""
+    first._exchange.reached_s += first._board.look_up()
+    assert first._lost(1.0) == first._board.over(first._heard()) == ""
 
 
 def spied(
-    read: Callable[[Bulletin, range, Roll], None], seen: list[range]
-) -> Callable[[Bulletin, range, Roll], None]:
-    def spy(bulletin: Bulletin, ranks: range, roll: Roll) -> None:
+    read: Callable[[Exchange, range, Board], None], seen: list[range]
+) -> Callable[[Exchange, range, Board], None]:
+    def spy(exchange: Exchange, ranks: range, board: Board) -> None:
         seen.append(ranks)
-        read(bulletin, ranks, roll)
+        read(exchange, ranks, board)
 
     return spy
 
 
 def test_among_thousands_an_old_beat_is_no_silence() -> None:
     few, many = (Watch(new_store(), RankEnv(0, number, 0, 1), 60) for number in (3, 4096))
-    assert few._silent_s == SILENT_S
+    assert few._board.silent_s == SILENT_S
     # Beats come as seldom as they are read, so one may be twice as old.
-    assert many._silent_s > 2 * many._interval_s > SILENT_S
+    assert many._board.silent_s > 2 * many._interval_s > SILENT_S
 
 
 def test_an_error_that_all_meet_is_told_once_a_host(watch_of: Callable[[int], Watch]) -> None:

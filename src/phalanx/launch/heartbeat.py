@@ -7,12 +7,14 @@ host, the job's store under torchrun.
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -36,6 +38,8 @@ class Beat:
         stands: which checkpoint stands and how to resume from it, if this rank says so.
         waits: whether it waits for other ranks, however long they need.
         in_collective: whether that place is within a call that other ranks have to make too.
+        process: number of its process.
+        host: name of its host.
     """
 
     doing: str = "starting"
@@ -46,6 +50,8 @@ class Beat:
     stands: str = ""
     waits: bool = False
     in_collective: bool = False
+    process: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
 
 
 class Pulse:

@@ -7,8 +7,8 @@ from collections.abc import Generator
 
 import pytest
 
-from phalanx.launch import pulse
-from phalanx.launch.pulse import Beat, Pulse
+from phalanx.launch import heartbeat
+from phalanx.launch.heartbeat import Beat, Pulse
 
 
 class Held:
@@ -56,8 +56,8 @@ def two_places() -> Generator[None]:
 def test_only_the_same_call_at_the_same_place_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     one, now_s, call = Pulse(), 0.0, two_places()
     thread = threading.main_thread().ident
-    monkeypatch.setattr(pulse.time, "monotonic", lambda: now_s)
-    monkeypatch.setattr(pulse.sys, "_current_frames", lambda: {thread: call.gi_frame})
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(heartbeat.sys, "_current_frames", lambda: {thread: call.gi_frame})
 
     def look() -> float:
         nonlocal now_s
@@ -80,13 +80,13 @@ def test_only_the_same_call_at_the_same_place_stands_still(monkeypatch: pytest.M
 
 def test_a_place_of_long_arithmetic_is_no_standing_still(monkeypatch: pytest.MonkeyPatch) -> None:
     one, now_s = Pulse(), 0.0
-    monkeypatch.setattr(pulse.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now_s)
 
     def _engine_run_backward() -> list[float]:
         nonlocal now_s
-        frame = pulse.sys._getframe()
+        frame = heartbeat.sys._getframe()
         thread = threading.main_thread().ident
-        monkeypatch.setattr(pulse.sys, "_current_frames", lambda: {thread: frame})
+        monkeypatch.setattr(heartbeat.sys, "_current_frames", lambda: {thread: frame})
         stills = []
         for _ in range(3):
             now_s += 2.0

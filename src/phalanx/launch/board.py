@@ -1,0 +1,232 @@
+"""Where all ranks of a job stand, as far as one watcher has heard, and what to say of it.
+
+The parent of local ranks hears them over pipes (`local`), a rank under torchrun over the job's
+store (`watch`). Whoever hears them, the board says who is silent or stopped, who holds the others
+up and who has waited in vain, in the same words.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from phalanx.errors import named
+from phalanx.launch.heartbeat import Beat
+
+STILL_S: Final = 20.0
+"""How long a rank's main thread may stand at one place before it is told, in seconds."""
+
+SILENT_S: Final = 10.0
+"""How long a rank may send no beat before it is told, in seconds; one sends about one a second."""
+
+STOPPED_S: Final = 2.0
+"""How long a process must be stopped before it is told: Ctrl-Z and `fg` stop all for a moment."""
+
+UNEVEN_S: Final = 15.0
+"""How long all others may stand in a collective after a rank has returned: they wait for it."""
+
+SLEPT_S: Final = 5.0
+"""A watcher that did not look for so long was stopped itself, and its ranks with it."""
+
+PATIENCE: Final = 5
+"""How many times as long a rank may stand still outside of the steps."""
+
+NUM_TOLD: Final = 4
+"""Groups of ranks that a message describes."""
+
+
+class Board:
+    """What each rank was last heard to do.
+
+    Attributes:
+        silent_s: how long a rank may send no beat before it is told, in seconds.
+    """
+
+    def __init__(
+        self, timeout_s: float, here: Container[int] = (), silent_s: float = SILENT_S
+    ) -> None:
+        """Begin without a rank; the system of this process knows the processes of those `here`."""
+        self.silent_s = silent_s
+        self._timeout_s = timeout_s
+        self._here = here
+        self._beats: dict[int, tuple[Beat, float]] = {}
+        self._returned: set[int] = set()
+        self._limit_s = STILL_S
+        self._is_told = False
+        self._told_silent: set[int] = set()
+        self._stopped_since_s: dict[int, float] = {}
+        self._looked_s = time.monotonic()
+
+    # What the ranks say.
+
+    def hear(self, rank: int, beat: Beat) -> None:
+        """Note a beat of a rank."""
+        self._beats[rank] = (beat, time.monotonic())
+        self._told_silent.discard(rank)
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank has returned."""
+        self._beats.pop(rank, None)
+        self._returned.add(rank)
+
+    def has_begun(self, num_ranks: int) -> bool:
+        """Return whether all ranks have begun their work."""
+        begun = (beat.doing != "starting" for beat, _ in self._beats.values())
+        return sum(begun) == num_ranks
+
+    def heeds_stop(self) -> bool:
+        """Return whether all ranks will end after their step if they are asked to."""
+        return bool(self._beats) and all(beat.heeds_stop for beat, _ in self._beats.values())
+
+    def stands(self) -> str:
+        """Return which checkpoint stands and how to resume from it, if a rank has said so."""
+        return next((beat.stands for beat, _ in self._beats.values() if beat.stands), "")
+
+    # Who is silent.
+
+    def look_up(self) -> float:
+        """Hold nobody for silent for the time in which the watcher was stopped; return that time.
+
+        The watcher calls this about once a second.
+        """
+        now_s = time.monotonic()
+        slept_s, self._looked_s = now_s - self._looked_s, now_s
+        if slept_s <= SLEPT_S:
+            return 0.0
+        self.wake(slept_s)
+        return slept_s
+
+    def wake(self, slept_s: float) -> None:
+        """Note that the watcher has not listened for some time: nobody is silent for that."""
+        self._stopped_since_s.clear()
+        self._beats = {
+            rank: (beat, at_s + slept_s) for rank, (beat, at_s) in list(self._beats.items())
+        }
+
+    def silent(self, limit_s: float, among: Container[int] | None = None) -> list[int]:
+        """Return the ranks, of some or of all, that were not heard for longer than a limit."""
+        now_s, beats = time.monotonic(), sorted(self._beats.items())
+        heard = [(rank, at_s) for rank, (_, at_s) in beats if among is None or rank in among]
+        return [rank for rank, at_s in heard if now_s - at_s > limit_s]
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether a signal has stopped a rank's process; unknown but here, on Linux."""
+        if rank in self._here and rank in self._beats:
+            with suppress(OSError, IndexError):
+                status = Path(f"/proc/{self._beats[rank][0].process}/stat").read_text()
+                return status.rpartition(")")[2].split()[0] == "T"
+        return False
+
+    def news(self, among: Container[int]) -> list[str]:
+        """Return what to tell, each once, of who of some ranks holds the job up."""
+        end = f"the job ends after the timeout of {self._timeout_s:g} s"
+        told: list[str] = []
+        stopped = self._stopped(among)
+        silent = self.silent(self.silent_s, among) if self.silent_s < self._timeout_s else []
+        for rank in filter(self._is_news, stopped):
+            process = self._beats[rank][0].process
+            told.append(f"{self.why([rank])}; {end}, and `kill -CONT {process}` continues it")
+        if new := list(filter(self._is_news, silent)):
+            told.append(f"{self.why(new)}; {end}")
+        if not stopped and not silent and (stall := self.stall()) is not None:
+            told.append(stall)
+        return told
+
+    def over(self, among: Container[int]) -> str:
+        """Say who of some ranks was silent for the timeout; nothing if nobody was."""
+        silent = self.silent(self._timeout_s, among)
+        return f"{self.why(silent)}; the timeout of {self._timeout_s:g} s is over" if silent else ""
+
+    def why(self, ranks: Sequence[int]) -> str:
+        """Say what is known of ranks that do not answer."""
+        beats = [self._beats[rank][0] for rank in ranks]
+        hosts = ", ".join(sorted({beat.host for beat in beats}))
+        who = f"{named(ranks)} on {hosts}"
+        if len(ranks) == 1:
+            who += f" (process {beats[0].process})"
+        is_stopped = all(map(self.is_stopped, ranks))
+        how = "been stopped by a signal" if is_stopped else "not been heard of"
+        for_s = time.monotonic() - min(self._beats[rank][1] for rank in ranks)
+        words = f"{who} {'have' if len(ranks) > 1 else 'has'} {how} for {for_s:.0f} s"
+        words += f" (last heard of: {beats[0].doing})"
+        if not is_stopped and not all(rank in self._here for rank in ranks):
+            words += ": the process or the host is lost or stopped, or the network to it is cut"
+        return words
+
+    def _stopped(self, among: Container[int]) -> list[int]:
+        """Return who of some ranks is stopped for longer than a moment."""
+        now_s = time.monotonic()
+        for rank in list(self._beats):
+            if rank not in among or not self.is_stopped(rank):
+                self._stopped_since_s.pop(rank, None)
+            else:
+                self._stopped_since_s.setdefault(rank, now_s)
+        since_s = sorted(self._stopped_since_s.items())
+        return [rank for rank, at_s in since_s if now_s - at_s >= STOPPED_S]
+
+    def _is_news(self, rank: int) -> bool:
+        """Return whether this is asked for the first time since the rank was heard."""
+        is_news = rank not in self._told_silent
+        self._told_silent.add(rank)
+        return is_news
+
+    # Who waits for whom.
+
+    def uneven(self, going: Sequence[int]) -> str:
+        """Blame the ranks that returned, if all that have not wait for them; else say nothing.
+
+        One that works alone, to draw a picture or write a file, may do so for as long as it needs.
+        """
+        beats = [self._beats[rank][0] for rank in going if rank in self._beats]
+        waiting = [beat for beat in beats if beat.in_collective and beat.still_s >= UNEVEN_S]
+        if not self._returned or not going or len(waiting) < len(going):
+            return ""
+        return self.told(
+            f"{named(sorted(self._returned))} returned, and now nobody answers those that wait in "
+            "a collective; each rank must make the same calls:"
+        )
+
+    def in_vain(self, rank: int, silent: Sequence[int]) -> str:
+        """Say whom a rank has waited for in vain: those that are silent, or nobody knows whom."""
+        waited = f"{named([rank])} has waited in vain for another rank"
+        return f"{self.why(silent)}; {waited}" if silent else self.told(f"{waited}; all stood")
+
+    def stall(self) -> str | None:
+        """Return what to tell if ranks stand still; once for each time that they do."""
+        beats = {rank: beat for rank, (beat, _) in sorted(self._beats.items())}
+        still_s = {rank: beat.still_s for rank, beat in beats.items() if not beat.waits}
+        longest_s = max(still_s.values(), default=0.0)
+        if longest_s < STILL_S:
+            self._is_told = False
+        # Before and after the steps one rank may work for long while the others wait.
+        is_stepping = any(beat.is_stepping for beat in beats.values())
+        limit_s = self._limit_s * (1 if is_stepping else PATIENCE)
+        if longest_s < limit_s or self._is_told or len(beats) < 2:
+            return None
+        still = [rank for rank in still_s if still_s[rank] >= limit_s]
+        # A job that stood so long and went on is a slow one: it is told later the next time.
+        self._is_told, self._limit_s = True, 2 * longest_s
+        told = self.told(f"{named(still)} at one place for {longest_s:.0f} s:")
+        return (
+            f"{told}\nUnless this is a slow step: end it, and start again with --debug-comm, which "
+            "compares the calls of the ranks"
+        )
+
+    def told(self, heading: str) -> str:
+        """Return where the ranks stand, below a heading, in a line or two for each group alike."""
+        groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for rank, (beat, _) in sorted(self._beats.items()):
+            groups[beat.doing, beat.place].append(rank)
+        lines = [heading]
+        for (doing, place), ranks in list(groups.items())[:NUM_TOLD]:
+            still_s = min(self._beats[rank][0].still_s for rank in ranks)
+            lines.append(f"  {named(ranks)}: {doing}")
+            if place:
+                lines.append(f"    for {still_s:.0f} s at {place}")
+        if len(groups) > NUM_TOLD:
+            lines.append(f"  and {len(groups) - NUM_TOLD} more groups of ranks, each elsewhere")
+        return "\n".join(lines)
