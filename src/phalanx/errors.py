@@ -110,7 +110,7 @@ class CheckpointError(PhalanxError):
 
 
 class TrainingError(PhalanxError):
-    """Training went wrong in a way that going on would hide."""
+    """Training went wrong in a way that more steps would hide."""
 
     exit_code = 1
 

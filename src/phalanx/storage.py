@@ -174,7 +174,7 @@ def _sweep(parent: Path) -> None:
     """Remove the folders that crashed processes have left half written, a day or more ago."""
     for path in parent.glob("*." + 8 * "[0-9a-f]" + PARTIAL):
         try:
-            # The folder's own time is that of its making; the files tell of work that goes on.
+            # The folder's own time is that of its making; the files tell of work that continues.
             newest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
         except OSError:
             continue  # its own process has just removed or renamed it, or it is not ours

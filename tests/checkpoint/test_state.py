@@ -344,6 +344,6 @@ def test_only_whole_checkpoints_are_found_and_the_last_by_number(tmp_path: Path)
     assert list(manifest.whole(tmp_path)) == [9, 10]
     assert manifest.find(tmp_path).name == "step-00000010"
     assert manifest.not_whole_after(manifest.find(tmp_path)) == (
-        "goes on from step-00000010: step-00000012 has no manifest.json, so not all was saved"
+        "resumes from step-00000010: step-00000012 has no manifest.json, so not all was saved"
     )
     assert manifest.not_whole_after(tmp_path / "checkpoints" / "step-00000012") is None

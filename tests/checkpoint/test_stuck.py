@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) 
         assert words.startswith(f"cannot save {final} ({manifest.find(tmp_path)} stands): ")
         if rank == 1 and number == 0:
             assert words.endswith(
-                "rank 1 had not written its shards (0 bytes so far) and did not go on for 1 s"
+                "rank 1 had not written its shards (0 bytes so far) and made no progress for 1 s"
             )
         if rank == 0 and number == 1:
             assert "rank 0, which publishes it, says nothing for " in words
@@ -160,7 +160,7 @@ def test_a_lost_rank_is_not_waited_for_and_any_other_is(
     if is_saved:
         assert words[1:] == [] and words_1 == ["it is saved"]
     else:
-        assert words[1].endswith("(0 bytes so far) and did not go on for 0.5 s")
+        assert words[1].endswith("(0 bytes so far) and made no progress for 0.5 s")
         assert (kind_1, words_1) == ("PeerLost", words[1:])
 
 

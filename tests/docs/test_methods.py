@@ -44,7 +44,7 @@ METHODS = {
 
 SPLITS = {
     "dp": "the samples",
-    "fsdp": "the samples, and what is stored for each layer",
+    "fsdp": "the samples, and the storage of each layer",
     "tp": "every layer",
     "recompute": "nothing: backward recomputes activations (activation checkpointing)",
     "pp": "the model, by layers",
@@ -73,7 +73,7 @@ def kind_text(text: str) -> str:
 
 
 def overview() -> str:
-    rows = ["| what is split | by |", "|---|---|"]
+    rows = ["| an axis splits | strategies |", "|---|---|"]
     for axis, what in SPLITS.items():
         texts = [text for text in METHODS if {name for name, _ in kinds_of(text)} == {axis}]
         rows.append(f"| {what} | {', '.join(f'`{text}`' for text in texts)} |")

@@ -200,7 +200,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
         stopping.train("dp2", options)
     (step,) = map(int, re.findall(r"step (\d+) of", str(stopped.value)))
     assert str(stopped.value).endswith(
-        f"stands; go on by: phalanx.Options(out={str(tmp_path)!r}, resume=True)"
+        f"stands; resume by: phalanx.Options(out={str(tmp_path)!r}, resume=True)"
     )
     some = dataclasses.replace(plain, steps=step + 3)
     fitted = some.train("fsdp2", dataclasses.replace(options, resume=True))
@@ -275,7 +275,7 @@ def test_a_job_that_is_killed_says_what_stands_and_the_command_that_resumes(
     # The last was being written.
     stands = f"{manifest.find(tmp_path)} stands"
     assert re.search("step-0000000[123] stands", stands)
-    assert said[-1] == f"{stands}; go on by: {command} --resume {tmp_path}"
+    assert said[-1] == f"{stands}; resume by: {command} --resume {tmp_path}"
 
 
 @pytest.mark.parametrize(("script", "words"), [

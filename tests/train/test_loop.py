@@ -45,7 +45,8 @@ def test_a_run_learns_and_writes_what_it_says(config: TrainConfig, whole: dict[s
     assert opening.strip() and opening in Path(config.data or "").read_text()
     assert whole["tokens_per_s"] == pytest.approx(8 * 24 * whole["batches_per_s"])
     assert whole["seconds"] >= sum(record["wall_s"] for record in records(config.out, "step"))
-    assert whole["go_on"] == f"phalanx train --resume {config.out} --steps 12"
+    assert whole["resume"] == f"phalanx train --resume {config.out} --steps 12"
+    assert whole["go_on"] == whole["resume"]  # deprecated, for one release
     (tensorboard,) = Path(whole["paths"]["tensorboard"]).iterdir()
     assert tensorboard.stat().st_size > 0
     assert len(losses(config.out)) == 6
@@ -142,7 +143,7 @@ def test_a_run_goes_on_under_torchrun_and_says_what_differs(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["run"].startswith("decoder-6.77k")
     assert losses(tmp_path / "out") == losses(config.out)[3:]
-    assert done.stdout.count("goes on with other settings than before: corpus.tail keep -> dr") == 1
+    assert done.stdout.count("resumes with other settings than before: corpus.tail keep -> dr") == 1
     assert done.stdout.count("other settings") == done.stdout.count("dp2 on cpu; global batch") == 1
 
 

@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(config: TrainConfig, tmp_path
     assert last == len(before) >= 5
     assert str(error) == (
         f"interrupted by SIGTERM; step {last} of 100000 is done; {manifest.folder_of(out, last)} "
-        f"stands; go on by: phalanx train --resume {out}"
+        f"stands; resume by: phalanx train --resume {out}"
     )
     again = dataclasses.replace(config, resume=config.out)
     error, both = interrupted(again, signal.SIGHUP, last + 5)
@@ -123,7 +123,7 @@ def test_a_killed_rank_says_how_to_go_on(
     (last / manifest.NAME).touch()
     with pytest.raises(RankFailed) as caught:
         run.start(job)
-    on = f"{last} stands; go on by: phalanx train --resume {tmp_path}"
+    on = f"{last} stands; resume by: phalanx train --resume {tmp_path}"
     assert message_of(caught.value).splitlines()[-1] == on
 
 
@@ -162,7 +162,7 @@ def test_a_terminal_gets_its_cursor_back_and_the_temporary_folder_is_as_it_was(
             break
     assert job.wait(30) == 128 + signal.SIGTERM, shown.decode()
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l") >= 0
-    assert shown.decode().count("go on by: phalanx train --resume") == 1
+    assert shown.decode().count("resume by: phalanx train --resume") == 1
     assert b"Traceback" not in shown
     # Neither more than the compiler's cache, which torch makes, nor less than was there.
     left = {path.name for path in temporary.iterdir()}

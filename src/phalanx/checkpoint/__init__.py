@@ -1,1 +1,1 @@
-"""Save a run to disk and go on from it."""
+"""Save a run to disk and resume from it."""

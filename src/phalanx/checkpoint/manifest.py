@@ -71,7 +71,7 @@ class Manifest:
         registered: states of registered objects by their names, see checkpoint/registered.py.
         best: which evaluation was the best so far, see train/best.py; None if none was looked for.
         scaler: state of the scaler of the loss, or None if the precision needs none.
-        has_optimizer: whether it holds the optimizer's state, so that a run can go on from it; one
+        has_optimizer: whether it holds the optimizer's state, so that a run can resume from it; one
             with weights alone can only begin a run.
         is_passing: whether it was made by the clock or at a signal, and is to be removed
             once a later one is whole.
@@ -98,7 +98,7 @@ class Manifest:
     format: int = FORMAT
 
     def check_shape(self, shape: ModelShape) -> None:
-        """Refuse to go on with another model.
+        """Refuse to resume with another model.
 
         What is no property of weights may differ: dropout, and the longest row of a model whose
         positions are rotary.
@@ -125,7 +125,7 @@ class Manifest:
             )
 
     def check_optimizer(self) -> None:
-        """Refuse to go on from weights alone.
+        """Refuse to resume from weights alone.
 
         Raises:
             CheckpointError: there is no state of an optimizer.
@@ -252,7 +252,7 @@ def not_whole_after(folder: Path) -> str | None:
     if not later:
         return None
     have = "have" if len(later) > 1 else "has"
-    return f"goes on from {folder.name}: {', '.join(later)} {have} no {NAME}, so not all was saved"
+    return f"resumes from {folder.name}: {', '.join(later)} {have} no {NAME}, so not all was saved"
 
 
 def passing(run: Path) -> list[Path]:

@@ -164,7 +164,7 @@ class SaveProgress:
             num_bytes = [states[r][2] if states[r][0] == self._number else 0 for r in late[:8]]
             raise self._error(
                 f"{named(late)} had not written {'their' if len(late) > 1 else 'its'} shards "
-                f"({', '.join(map(str, num_bytes))} bytes so far) and did not go on for "
+                f"({', '.join(map(str, num_bytes))} bytes so far) and made no progress for "
                 f"{self.timeout_s:g} s"
             )
         return states

@@ -159,7 +159,7 @@ class Registered:
                 each.load_state_dict(state)
             except Exception as error:  # whatever the user's object does with it
                 raise CheckpointError(
-                    f"cannot go on with '{name}', a {type(each).__name__}, which refuses its "
+                    f"cannot resume '{name}', a {type(each).__name__}, which refuses its "
                     f"state: {type(error).__name__}: {brief(error, 200)}"
                 ) from error
 

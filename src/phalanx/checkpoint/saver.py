@@ -1,6 +1,6 @@
-"""Save a run while it goes on: copy the state, then write it behind the training's back.
+"""Save a run while it trains: copy the state, then write it behind the training's back.
 
-    main thread    begin: copy what this rank writes into host memory   steps go on ... finish
+    main thread    begin: copy what this rank writes into host memory   steps continue ... finish
     writer thread  write, hash, sync -> rank 0: index, manifest -> rename -> remove older
 
 Which rank writes what follows from the shardings (`plan`), so nothing is exchanged but how far each
@@ -110,7 +110,7 @@ class Saver:
 
         The moments that the optimizer, an Adam, does not have yet are reckoned with. This rank may
         take `free_bytes`, or what it gets if that is None. Returns what a person should know if
-        there is not enough; saving goes on without.
+        there is not enough; saving continues without.
         """
         held = held_once_trained(model, optimizer)
         tensors = [held[name].local for name in self._ours(held)]

@@ -51,7 +51,7 @@ CHUNK_BYTES: Final = 8 << 20
 """Bytes that are hashed and written at a time."""
 
 SYNC_BYTES: Final = 256 << 20
-"""Bytes after which the disk must hold what was written, so that a slow one is seen to go on."""
+"""Bytes after which the disk must hold the written part: a slow disk is seen to make progress."""
 
 
 @dataclass(frozen=True)

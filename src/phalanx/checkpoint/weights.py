@@ -80,7 +80,7 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
     """
     if about.script is not None:
         raise CheckpointError(
-            f"{folder} is of a training script, whose module is no decoder of phalanx; go on from "
+            f"{folder} is of a training script, whose module is no decoder of phalanx; resume from "
             "it in that script by run.resume, or for a phalanx.Trainer by phalanx train --script "
             "FILE:JOB --resume RUN"
         )

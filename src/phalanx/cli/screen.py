@@ -73,7 +73,7 @@ class Preparation:
     """Shows how far some work is done, a part at a time.
 
     On a terminal by a bar, which only moves where the size of the part is not known; elsewhere by a
-    line for each part that takes long, and one now and then while it goes on.
+    line for each part that takes long, and one now and then while it lasts.
     """
 
     def __init__(self, console: Console, *, has_bars: bool = True) -> None:

@@ -90,7 +90,7 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, str, Options]:
         trainer = dataclasses.replace(trainer, steps=config.steps)
     strategy, device = choose(config.strategy, config.nproc, config.device)
     if config.out is not None and config.resume is not None:
-        raise ConfigError("out and resume are both given, and resume goes on in its own folder")
+        raise ConfigError("out and resume are both given, and resume writes to its own folder")
     name = f"{Path(config.script).stem}-{config.script.rpartition(':')[2]}"
     out = Path(config.resume or config.out or new_folder(name, strategy))
     shared = {each.name: getattr(config, each.name) for each in dataclasses.fields(RunConfig)}

@@ -98,7 +98,7 @@ def _schedule_lines(request: Request) -> list[str]:
 
 
 def _announce(job: Job, console: Console) -> None:
-    """Say what is about to run, and how that differs from the run it goes on with."""
+    """Say what is about to run, and how that differs from the run it resumes."""
     from phalanx.cli.layout import tables_of
     from phalanx.train.job.resolve import remarks_on, words_of
 

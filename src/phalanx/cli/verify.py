@@ -150,7 +150,7 @@ def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Ver
     if all(verdict.is_equal for verdict in verdicts):
         from phalanx.verify.training import verify_training
 
-        console.print(Text(f"{strategy}: a small run, saved and gone on with", "dim"))
+        console.print(Text(f"{strategy}: a small run, saved and resumed", "dim"))
         with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
             verdicts += verify_training(strategy, config, Path(folder))
     return verdicts

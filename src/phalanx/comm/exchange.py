@@ -210,7 +210,7 @@ class LastReduction:
         self._transfer: Transfer | None = None
 
     def leave(self, transfer: Transfer) -> None:
-        """Let a reduction go on until `end`, which comes by itself when this backward ends."""
+        """Let a reduction run until `end`, which comes by itself when this backward ends."""
         self.end()
         self._transfer = transfer
         # Private, and the only way to know that backward ends; tests/parallel/test_overlap.py
@@ -228,7 +228,7 @@ class LastReduction:
 class ExchangeReduceScatter(_Allocates, ReduceScatter):
     """`reduce_scatter` as FSDP2 asks for it; only sums.
 
-    FSDP2 never waits for a reduction: on a GPU the order of a stream does. Here one goes on while
+    FSDP2 never waits for a reduction: on a GPU the order of a stream does. Here one runs while
     backward computes the block before, unless FSDP2 reads its output at once. It has ended when the
     buffers of the next are made, or else when backward ends.
     """

@@ -67,9 +67,9 @@ class Use(Flag):
     """What a setting of a run is for: one of the first five, and more as it applies."""
 
     LAW = auto()
-    """All hosts must be told the same, and a run that goes on says so if it is told another."""
+    """All hosts must have the same, and a resumed run says so if it has another."""
     STREAM = auto()
-    """It fixes the order of the samples: a run that goes on cannot be told another."""
+    """It fixes the order of the samples: a resumed run cannot take another."""
     RESOLVED = auto()
     """What it comes to is compared instead, such as the strategy or the tokenizer's digest."""
     LOCAL = auto()
@@ -79,7 +79,7 @@ class Use(Flag):
     UNKEPT = auto()
     """A run does not keep it: it is about one start of the run, or follows from what is kept."""
     FRESH = auto()
-    """A run that goes on does not take it from its file: the checkpoint has what it led to."""
+    """A resumed run does not take it from its file: the checkpoint has what it led to."""
     OF_TOKENIZER = auto()
     """Nor this, where the tokenizer that it led to stands beside the file."""
 

@@ -36,7 +36,7 @@ def check(config: TrainConfig) -> None:
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but each says where the weights "
-            "come from; resume goes on with a run, init begins another from its weights"
+            "come from; resume continues a run, init begins another from its weights"
         )
     if config.tokenizer is not None and config.corpus.vocab_size is not None:
         raise ConfigError(

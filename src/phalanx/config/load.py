@@ -62,7 +62,7 @@ def load_config(
     layers.append(("command line", words))
     said = {key: value for _, values in layers for key, value in values.items()}
     if schema is TrainConfig and (run_file := _run_file(said.get("resume"))) is not None:
-        layers.insert(0, (str(run_file), _to_go_on(run_file, keys, said)))
+        layers.insert(0, (str(run_file), _to_resume(run_file, keys, said)))
     config, sources = schema(), dict.fromkeys(keys, "default")
     for source, values in layers:
         for key, value in values.items():
@@ -72,7 +72,7 @@ def load_config(
 
 
 def _run_file(resume: str | None) -> Path | None:
-    """Return the file of settings of the run that is to go on, if there is one."""
+    """Return the file of settings of the run to resume, if there is one."""
     if resume is None:
         return None
     if os.path.lexists(Path(resume) / RUN_FILE):  # a pipe, or a link to nowhere, is told of, too
@@ -83,8 +83,8 @@ def _run_file(resume: str | None) -> Path | None:
     return run_file if is_there else None
 
 
-def _to_go_on(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run that are taken where it goes on, and `said` anew otherwise."""
+def _to_resume(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that are that a resume takes, and `said` anew otherwise."""
     has_tokenizer = (run_file.parent / "tokenizer.json").is_file()
     dropped = keys_for(TrainConfig, Use.FRESH | Use.OF_TOKENIZER if has_tokenizer else Use.FRESH)
     for key, others in (  # another setting may say the same in another way
@@ -97,7 +97,7 @@ def _to_go_on(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]) 
     values = read_values(str(run_file), keys, is_foreign=True)
     if unkept := [key for key in keys_for(TrainConfig, Use.UNKEPT) if key in values]:
         raise ConfigError(
-            f"{run_file}: no run keeps '{unkept[0]}' there, and a run that goes on does not take "
+            f"{run_file}: no run keeps '{unkept[0]}' there, and a resumed run does not take "
             f"it from a file that somebody else may have written; take it out, or give "
             f"--{unkept[0].replace('_', '-')} on the command line"
         )

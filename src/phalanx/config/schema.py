@@ -73,7 +73,7 @@ class CorpusConfig:
     samples from the start of the epoch."""
     cache: Annotated[str | None, Use.PATH | Use.FRESH] = None
     """Folder of tokenizers and token files; $XDG_CACHE_HOME/phalanx or ~/.cache/phalanx if unset. A
-    run that goes on writes to another only if it is given anew."""
+    resumed run writes to another only if it is given anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class OptimizerConfig:
     lr: Annotated[float, Use.LAW, Range(0, math.inf, "()")] = 2e-3
     """Highest learning rate."""
     min_lr_ratio: Annotated[float, Use.LAW, Range(0, 1, "[]")] = 0.02
-    """The learning rate at the last step, as a share of lr."""
+    """The learning rate at the last step, as a part of lr."""
     warmup_steps: Annotated[int | None, Use.LAW, Range(0)] = None
     """Steps over which the learning rate rises from 0; a tenth of the steps, at most 200, if
     unset."""
@@ -179,7 +179,7 @@ class TrainConfig(JobConfig):
 
     model: Annotated[str | None, Use.RESOLVED] = None
     """Preset of the model's shape, listed at the end of this help; that of the checkpoint to begin
-    with or go on from, else demo, if unset."""
+    with or resume from, else demo, if unset."""
     data: Annotated[str | None, Use.PATH] = None
     """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the
     working folder; the standard library of this Python if unset."""

@@ -8,7 +8,7 @@ rank                0    1    0    1    0    1    0    1           (rank r takes
 microbatch          0    0    0    0    1    1    1    1           of 2 rows on each rank
 ```
 
-So the global batch of a step does not depend on the number of ranks, and a run can go on from
+So the global batch of a step does not depend on the number of ranks, and a run can resume from
 `consumed` with another number of ranks, or another G.
 """
 
@@ -68,7 +68,7 @@ class Loader:
         end: positions in the stream (`stream_length`); None never ends.
         tail: what becomes of the last, partial batch.
         consumed: positions of the stream that belong to the steps given out so far, and to those of
-            the loader that it goes on from. This integer is the whole state.
+            the loader that it resumes from. This integer is the whole state.
     """
 
     samples: Samples

@@ -5,7 +5,7 @@
     rank 2  ──> not there ──────────────────────────┘  say where it is, and what the others wait in
 
 The first to come leaves its fingerprint for the others to compare with, and the last, who is known
-by a count, lets all go on: a rank makes as many calls to the store in a group of any size. Only
+by a count, lets all continue: a rank makes as many calls to the store in a group of any size. Only
 where one differs, or ranks give and take unlike shapes, each reads what all others said.
 
 A `CollectiveCheck` is a dispatch mode, so it belongs to the thread that entered it, and to the
@@ -18,7 +18,7 @@ A send and its receive are compared when the second of them is called, without a
 messages.py.
 
 A rank that waits for long says for whom, in a call or, by `Comm`, for a message. Ranks that wait
-for each other in a cycle never go on, and are told so.
+for each other in a cycle never continue, and hear so.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class CollectiveCheck(Watch):
                 self._messages.leave()
         except dist.DistNetworkError:
             if error is None:
-                raise  # else the error goes on, and matters more
+                raise  # else the error propagates, and matters more
         finally:
             self._telling.close()
             super().__exit__(kind, error, trace)

@@ -1,4 +1,4 @@
-"""Find deadlocks: ranks that wait for each other in a cycle, and so will never go on.
+"""Find deadlocks: ranks that wait for each other in a cycle, and so will never continue.
 
 A rank that waits for long says so in the store: for whom, and what to look at to know whether the
 other is still to come. Whoever waits follows these from rank to rank, and looks whether they lead

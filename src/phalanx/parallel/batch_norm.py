@@ -154,7 +154,7 @@ def _moving(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of `data`, which all of them go on to use."""
+    """The sum of a tensor over the ranks of `data`, which all of them use then."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, comm: Comm) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -34,7 +34,7 @@ def require_built(strategy: Strategy) -> None:
     if strategy.fsdp.degree > 1 and dp.degree > 1 and dp.kind != "bucketed":
         plain = dataclasses.replace(strategy, dp=Axis(dp.degree, "bucketed"))
         raise StrategyError(
-            f"strategy '{strategy}': beside fsdp, dp adds up the shares as they come, and dp:"
+            f"strategy '{strategy}': beside fsdp, dp adds up the shards as they come, and dp:"
             f"{dp.kind} would be ignored; write '{plain}'"
         )
 

@@ -140,7 +140,7 @@ def summary_of(
         console = Console()
         if console.is_terminal:
             console.show_cursor(True)
-            console.print()  # what comes next does not go on in the line of the display
+            console.print()  # what comes next does not continue in the line of the display
         if isinstance(error, Interrupted):
             raise Interrupted(error.signum, advice()) from None
         if isinstance(error, TrainingError):

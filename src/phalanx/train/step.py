@@ -154,7 +154,7 @@ class Step:
             raise TrainingError(
                 f"step {self.steps_done + 1}: the loss is {found.loss} and the norm of the "
                 f"gradient {found.norm}; the weights are those of the step before. Lower the "
-                "learning rate, or go on past such steps: phalanx train --nonfinite skip"
+                "learning rate, or skip such steps: phalanx train --nonfinite skip"
             )
         groups = self.optimizer.param_groups
         rate = float(groups[0]["lr"])

@@ -303,9 +303,9 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile each block, once for each size of a microbatch; a model without blocks as one.
 
     A graph for any size may add up in another order than one for a fixed size, and which of them a
-    batch meets depends on what the process has computed before: a resumed run would not go on to
+    batch meets depends on what the process has computed before: a resumed run would not continue to
     the bit. Sizes are few, but each comes with and without gradients and documents; beyond the
-    limit Dynamo would go on uncompiled.
+    limit Dynamo would run uncompiled.
     """
     with suppress(ImportError):  # torch shows progress with tqdm where that is installed
         from tqdm import tqdm

@@ -335,7 +335,7 @@ def test_settings_other_than_the_run_had_are_named(config: TrainConfig) -> None:
         optimizer=OptimizerConfig(lr=1e-4, clip_p=float("inf")),
     )
     assert remarks_on(resolve(other)) == [
-        "goes on with other settings than before: steps 4 -> 8, precision float32 -> float64, "
+        "resumes with other settings than before: steps 4 -> 8, precision float32 -> float64, "
         "corpus.document_mask True -> False, batch.global_size 4 -> 8, optimizer.lr 0.002 -> "
         "0.0001, optimizer.clip_p 2.0 -> inf, shape.dropout 0.0 -> 0.1"
     ]
@@ -356,7 +356,7 @@ def test_that_a_run_goes_back_is_said(config: TrainConfig) -> None:
     (Path("run") / "checkpoints" / "step-00000004" / manifest.NAME).unlink()
     (line,) = remarks_on(resolve(dataclasses.replace(config, resume="run", out=None)))
     assert line == (
-        "goes on from step-00000002: step-00000004 has no manifest.json, so not all was saved"
+        "resumes from step-00000002: step-00000004 has no manifest.json, so not all was saved"
     )
 
 

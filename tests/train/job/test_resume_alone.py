@@ -232,7 +232,7 @@ def test_what_is_given_beside_replaces_and_is_named(run: Path, tmp_path: Path) -
     )
     assert str(job.batch) == "global batch 8 = microbatch 2 x accumulation 1 x 4 data ranks"
     assert remarks_on(job) == [
-        f"goes on with other settings than before: strategy fsdp2 -> dp4, steps {STEPS} -> 170, "
+        f"resumes with other settings than before: strategy fsdp2 -> dp4, steps {STEPS} -> 170, "
         "save_every 4 -> 60, optimizer.lr 0.003 -> 0.1"
     ]
     for words, num_steps in (("--steps 50", 50), ("--epochs 1", None)):

@@ -46,7 +46,7 @@ def summary_of(**changes: object) -> Summary:
         best=None, sent=[], sent_text=None, memory=None,
         no_memory="no account", resident_bytes=2**30,
         sample="To be\x1b[31m or\nnot", paths={"metrics": "runs/a b/metrics.jsonl"},
-        go_on="phalanx train --resume 'runs/a b' --steps 10",
+        resume="phalanx train --resume 'runs/a b' --steps 10",
     )  # fmt: skip
     return dataclasses.replace(summary, **changes)  # type: ignore[arg-type]
 

@@ -173,7 +173,7 @@ class _Simulation:
             yield from (self._maker(send),) if sender == receiver else (receive, send)
 
     def _awaited(self, action: Action) -> Iterator[Action]:
-        """Yield what a rank waits for at an action: nothing if it goes on."""
+        """Yield what a rank waits for at an action: nothing if it continues."""
         yield from (need for need in self._needs(action) if need not in self._times)
         if action.op in SENDS + RECEIVES:
             line = self._line(action)

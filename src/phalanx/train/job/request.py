@@ -31,13 +31,13 @@ class Request:
     """What is settled of a run before its data is read.
 
     Attributes:
-        config: the settings, completed by the checkpoint that the run goes on from.
+        config: the settings, completed by the checkpoint that the run resumes from.
         strategy: how the work is split.
         device: "cpu" or "cuda".
         shape: the model.
         name: what the model is called, see `resume.name_of`.
         batch: the batch law, solved.
-        start: the checkpoint to go on from, or None.
+        start: the checkpoint to resume from, or None.
         init: the checkpoint that the first weights come from, or None.
     """
 
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def done(self) -> tuple[int, int]:
-        """Steps taken before the run goes on, and samples consumed of its present length."""
+        """Steps taken before the run resumes, and samples consumed of its present length."""
         if self.start is None:
             return 0, 0
         about = self.start.about

@@ -293,7 +293,7 @@ def _remarks_on_going_on(before: Manifest, now: Manifest) -> list[str]:
         and not (key == "precision" and "auto" in (value, earlier[key]))
     ]
     if differing:
-        lines.append(f"goes on with other settings than before: {', '.join(differing)}")
+        lines.append(f"resumes with other settings than before: {', '.join(differing)}")
     if before.steps_done >= now.num_steps:
         lines.append(
             f"nothing left to do: the checkpoint is after step {before.steps_done}, and the run "

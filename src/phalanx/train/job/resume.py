@@ -1,6 +1,6 @@
-"""What a run takes from the checkpoint it begins with or goes on from, and what differs from it.
+"""What a run takes from the checkpoint it begins with or resumes from, and what differs from it.
 
-`start` is a checkpoint to go on from (--resume), `origin` that or one whose weights a run begins
+`start` is a checkpoint to resume from (--resume), `origin` that or one whose weights a run begins
 with (--init); no run has both.
 """
 
@@ -30,7 +30,7 @@ DEFAULT_MODEL: Final = "demo"
 def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -> str:
     """Return what the run's model is called.
 
-    It is that of the preset, of the run it goes on with or has its weights from, or of the folder
+    It is that of the preset, of the run it resumes or has its weights from, or of the folder
     of converted weights; a preset whose sizes were replaced is called by its number of parameters.
     """
     if origin is not None:
@@ -173,7 +173,7 @@ def first_epoch(config: TrainConfig, about: Manifest | None, num_tokens: int) ->
 
 
 def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> None:
-    """Refuse to go on in another order of samples than the run was in.
+    """Refuse to resume in another order of samples than the run was in.
 
     Raises:
         CheckpointError: names the setting by which it is another, and what it was.

@@ -45,7 +45,7 @@ def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
         if (run := manifest.run_of(path)) is None:
             raise ConfigError(
                 f"resume is {path}, a checkpoint outside the folder of its run; say with --out "
-                "where to go on"
+                "where to resume"
             )
         return run
     return new_folder(name, strategy)
@@ -88,7 +88,7 @@ def keep_origin(job: Job) -> None:
 
 
 _HEAD: Final = """\
-# The settings of this run, as they were resolved. `phalanx train --resume` on this folder goes on
+# The settings of this run, as they were resolved. `phalanx train --resume` on this folder resumes
 # with them; `phalanx train --config` on this file begins another run with the same settings.
 
 """
@@ -107,7 +107,7 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
     if start is None or not any(start.folder.samefile(ours) for ours in checkpoints.values()):
         raise ConfigError(
             f"{out} holds checkpoints of another run, the last after step {last}; give another "
-            f"--out, or go on with that run by --resume {out}"
+            f"--out, or resume that run by --resume {out}"
         )
     if last > start.about.steps_done:
         raise ConfigError(

@@ -36,7 +36,7 @@ def render(summary: Summary, *, report: bool) -> RenderableType:
         parts += [Text(line, style="italic") for line in [*lines[:SAMPLE_LINES], *more]]
     parts += [Text()]
     parts += [_path(name, path) for name, path in summary.paths.items()]
-    parts += [_path("go on", summary.go_on)]
+    parts += [_path("resume", summary.resume)]
     if not report and summary.steps is not None:
         parts += [_line("tables", "--report prints where time, bytes and memory went")]
     return Group(*parts)
@@ -149,7 +149,7 @@ def _shown(character: str) -> str:
 
 
 def _line(name: str, text: str) -> RenderableType:
-    """Return one row of the result; what does not fit goes on under its text."""
+    """Return one row of the result; what does not fit continues under its text."""
     row = Table.grid(padding=(0, 1, 0, 0))
     row.add_column(width=11, no_wrap=True)
     row.add_column()

@@ -40,13 +40,13 @@ def write_text(
     num_tokens: int = 64,
     seed: int,
 ) -> str:
-    """Return `prompt` as the model goes on with it, in whole characters.
+    """Return `prompt` as the model continues it, in whole characters.
 
     A model that has learned little writes bytes that make none; those are left out.
 
     Each token is computed from the whole text before it: fine for a sample of a small model, and
     what any faster way must agree with. Every rank of the job calls this together, since the
-    weights may be spread over them; the first that has the logits draws, so that all go on alike.
+    weights may be spread over them; the first that has the logits samples, so all continue alike.
 
     `run` is what runs the model. `first_id` is the token that opens a document.
     """

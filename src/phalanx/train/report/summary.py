@@ -45,7 +45,7 @@ class Summary:
         resident_bytes: the most that rank 0's process has had in RAM.
         sample: the model's own text.
         paths: what was written, by name.
-        go_on: the command, or the Python, that trains as long again.
+        resume: the command, or the Python, that trains as long again.
     """
 
     run: str
@@ -67,7 +67,12 @@ class Summary:
     resident_bytes: int
     sample: str
     paths: Mapping[str, str]
-    go_on: str
+    resume: str
+
+    @property
+    def go_on(self) -> str:
+        """Deprecated since 0.2: `resume`; readers of the JSON document may still ask for it."""
+        return self.resume
 
     @property
     def loss(self) -> float | None:
@@ -145,7 +150,7 @@ def summarize_run(records: Records) -> Summary:
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
         sample=sample,
         paths=_paths(session),
-        go_on=session.resume_command(2 * max(1, session.step.steps_done)),
+        resume=session.resume_command(2 * max(1, session.step.steps_done)),
     )
     if records.log is not None:
         values = values_of(summary)

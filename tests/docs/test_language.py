@@ -1,0 +1,104 @@
+"""One word for one thing: retired words stay out of the documents, and grow rarer in the code.
+
+A room of src may hold as many as `LEFT` says: fewer is an order to lower the number.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+
+RETIRED = {
+    r"that of": "repeat the noun",
+    r"those of": "repeat the noun",
+    r"what is": "name it",
+    r"so many": "say how many, or the number of",
+    r"(go|goes|going|went|gone) on": "resume, continue",
+    r"(tell|tells|told|telling)": "report, notify, say",
+    r"((a|the|its|their|rank's|each) shares?|shares? of)": "shard of a tensor, part of others",
+}
+"""Words that the field does not use so -> the words to write."""
+
+LONGEST = 160
+"""Characters of a line of prose that a diff still shows; rows of tables have no line breaks."""
+
+LEFT: dict[str, int] = {
+    "bench": 7,
+    "checkpoint": 26,
+    "cli": 11,
+    "comm": 28,
+    "config": 8,
+    "data": 14,
+    "debug": 33,
+    "errors": 4,
+    "hugging_face": 17,
+    "launch": 48,
+    "measure": 25,
+    "models": 28,
+    "parallel": 134,
+    "planner": 18,
+    "script": 97,
+    "storage": 3,
+    "strategy": 2,
+    "train": 43,
+    "verify": 55,
+}
+"""Retired words that stand in a room of src today."""
+
+
+def found_in(text: str) -> Counter[str]:
+    """Return how often each retired word stands in a text, over line breaks too."""
+    flat = re.sub(r"\s*\n\s*#?\s*", " ", text)
+    return Counter(
+        {
+            word: number
+            for word in RETIRED
+            if (number := len(re.findall(rf"(?i)(?<![\w`.-]){word}(?![\w(=-])", flat)))
+        }
+    )
+
+
+def rooms() -> dict[str, int]:
+    """Return how many retired words each room of src holds."""
+    counted: Counter[str] = Counter()
+    for path in sorted((ROOT / "src/phalanx").rglob("*.py")):
+        room = path.relative_to(ROOT / "src/phalanx").parts[0].removesuffix(".py")
+        counted[room] += found_in(path.read_text()).total()
+    return {room: number for room, number in counted.items() if number}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_no_retired_word(page: Path) -> None:
+    prose = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    assert not found_in(prose), f"{page.name}: {found_in(prose)}; write {RETIRED}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_prose_fit_a_diff(page: Path) -> None:
+    prose = re.sub(r"(?ms)^```.*?^```", lambda m: "\n" * m[0].count("\n"), page.read_text())
+    lines = prose.splitlines()
+    long = [
+        n for n, line in enumerate(lines, 1) if len(line) > LONGEST and not line.startswith("|")
+    ]
+    assert not long, f"{page.name}: lines {long} have more than {LONGEST} characters"
+
+
+def test_the_code_gains_no_retired_word() -> None:
+    more = {room: n for room, n in rooms().items() if n > LEFT.get(room, 0)}
+    assert not more, f"{more} retired words; allowed are {LEFT}; write {RETIRED}"
+
+
+def test_retired_words_are_found() -> None:
+    text = "The rank is\n# told so many\nthings, and `tell` is a name; run.share(x) too."
+    assert found_in(text) == {r"(tell|tells|told|telling)": 1, r"so many": 1}
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines(f'    "{name}": {number},\n' for name, number in rooms().items())
