@@ -84,8 +84,7 @@ def activations(
         precision: data type of the arithmetic, such as "bfloat16".
         device: whose kernels run.
         has_documents: several documents stand in a row.
-        has_casts: whether blocks keep casts of their weights; if None, where precision is below 32
-            bits, and neither fsdp gathers them in it nor tp has products of its own.
+        has_casts: whether blocks cast their weights; if None, where neither fsdp nor tp does.
 
     Raises:
         StrategyError: segments of more blocks than there are.
@@ -93,25 +92,15 @@ def activations(
     tp, cp, recompute = strategy.tp, strategy.cp, strategy.recompute
     segment_size = recompute.segment_size(shape.num_layers)
     kept = Recompute("none") if segment_size is not None else recompute
-    if has_casts is None:
-        has_casts = tp.degree == strategy.fsdp.degree == 1
+    is_plain = tp.degree == strategy.fsdp.degree == 1
     case = Case(
-        shape=shape,
-        strategy=Strategy(tp=tp, cp=cp, recompute=kept),
-        seq_len=seq_len,
-        num_sequences=num_sequences,
-        precision=precision,
-        device=device,
+        *(shape, Strategy(tp=tp, cp=cp, recompute=kept), seq_len, num_sequences, precision, device),
         has_documents=has_documents,
-        has_casts=has_casts,
+        has_casts=is_plain if has_casts is None else has_casts,
     )
-    windows = [shape.window_of(number) for number in range(shape.num_layers)]
-    counted: dict[int | None, Counted] = {
-        window: count(dataclasses.replace(case, shape=kind_of(shape, window, seq_len)))
-        for window in dict.fromkeys(windows)
-    }
-    first, blocks = counted[windows[0]], [counted[window].block for window in windows]
-    held, again = sum(blocks), max(each.again for each in counted.values())
+    counted = _count_blocks(case)
+    first, blocks = counted[0], [each.block for each in counted]
+    held, again = sum(blocks), max(each.again for each in counted)
     if segment_size is not None:
         starts = range(0, shape.num_layers, segment_size)
         held = len(starts) * first.stream
@@ -119,11 +108,22 @@ def activations(
     return Activations(
         blocks=held,
         recomputed=again,
-        inputs=max(each.inputs for each in counted.values()),
+        inputs=max(each.inputs for each in counted),
         head=first.head,
         gradient=first.stream,
-        passing=_passing(case) if cp.degree > 1 and cp.kind == "ring" else 0,
+        passing=_passing(case),
     )
+
+
+def _count_blocks(case: Case) -> list[Counted]:
+    """Return the counts of all blocks of a decoder, of which each kind is counted once."""
+    shape = case.shape
+    windows = [shape.window_of(number) for number in range(shape.num_layers)]
+    of_window = {
+        window: count(dataclasses.replace(case, shape=kind_of(shape, window, case.seq_len)))
+        for window in dict.fromkeys(windows)
+    }
+    return [of_window[window] for window in windows]
 
 
 def _passing(case: Case) -> int:

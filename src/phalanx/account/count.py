@@ -46,7 +46,7 @@ Device = Literal["cpu", "cuda"]
 _aten: Any = torch.ops.aten
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """What decides how much a block keeps: a kind of block, its layout, sizes and kernels.
 

@@ -56,6 +56,24 @@ class CutConfig(ResultConfig):
         return dataclasses.replace(sizes, max_seq_len=max(self.seq_len, sizes.max_seq_len))
 
 
+def _strategy_to_cut(text: str) -> Strategy:
+    """Return the strategy, which must have pp, no cut, and nothing that splits a layer."""
+    strategy = Strategy.parse(text)
+    require_built(strategy)
+    if strategy.pp.degree == 1 or strategy.cut:
+        raise ConfigError(
+            f"strategy is '{text}'; it must have pp and no cut, which is what is looked for, such "
+            "as pp2"
+        )
+    plain = Strategy(pp=strategy.pp, dp=strategy.dp, fsdp=strategy.fsdp)
+    if strategy != plain:
+        raise ConfigError(
+            f"strategy is '{text}'; layers are timed as one rank runs them whole, so it can have "
+            f"pp, dp and fsdp; the nearest is {plain}"
+        )
+    return strategy
+
+
 def run(config: CutConfig, say: Say) -> Found:
     """Measure, and show the layers and both cuts.
 
@@ -63,20 +81,7 @@ def run(config: CutConfig, say: Say) -> Found:
         ConfigError: the strategy has no pp, or a cut of its own.
         StrategyError: it cannot be read, or has more stages than the model has layers.
     """
-    strategy = Strategy.parse(config.strategy)
-    require_built(strategy)
-    if strategy.pp.degree == 1 or strategy.cut:
-        raise ConfigError(
-            f"strategy is '{config.strategy}'; it must have pp and no cut, which is what is "
-            "looked for, such as pp2"
-        )
-    plain = Strategy(pp=strategy.pp, dp=strategy.dp, fsdp=strategy.fsdp)
-    if strategy != plain:
-        raise ConfigError(
-            f"strategy is '{config.strategy}'; layers are timed as one rank runs them whole, so it "
-            f"can have pp, dp and fsdp; the nearest is {plain}"
-        )
-    shape = config.model_shape
+    strategy, shape = _strategy_to_cut(config.strategy), config.model_shape
     by_flops = dataclasses.replace(
         strategy, cut=tuple(len(links) for links in cut_of(strategy, shape))
     )

@@ -25,6 +25,7 @@ from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.dry_step import dry_state
 from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.foreign import brief
+from phalanx.checkpoint.generators import generators_of, set_generators
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
@@ -78,7 +79,7 @@ def held_by(
     }
     for name, tensor in beside.items():
         held[name] = _held(tensor, is_buffer=not isinstance(tensor, DTensor))
-    return held | _rows(_generators(model))
+    return held | _rows(generators_of(model))
 
 
 def held_once_trained(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Held]:
@@ -170,14 +171,14 @@ def load(
     beside = all_or_none(lambda: room_beside(tensors), doing)
     state = {f"model.{name}": tensor for name, tensor in weights.items()} | moments | {**beside}
     held = {name: _held(tensor) for name, tensor in state.items()}
-    generators = {device: torch.empty_like(value) for device, value in _generators(model).items()}
+    generators = {device: torch.empty_like(value) for device, value in generators_of(model).items()}
     rows = _rows(generators)
     if all(name in tensors and tensors[name].is_like(row.sharding) for name, row in rows.items()):
         held |= rows
     else:
         generators = {}
     _read(folder, tensors, held, doing)
-    all_or_none(lambda: _set_generators(generators), doing)
+    all_or_none(lambda: set_generators(generators), doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
     for stored_name, value in moments.items():
@@ -232,14 +233,6 @@ def _trained(weights: dict[str, torch.Tensor], optimizer: AnyOptimizer) -> dict[
     return {names[parameter]: parameter for parameter in trained}
 
 
-def _generators(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the states of this rank's generators: the CPU's, and its GPU's if it has one."""
-    states = {"cpu": torch.get_rng_state()}
-    if next(model.parameters()).is_cuda:
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
 def _rows(states: dict[str, torch.Tensor]) -> dict[str, Held]:
     """Return this rank's generators as rows of tensors of the checkpoint."""
     num_ranks = dist.get_world_size()
@@ -250,14 +243,6 @@ def _rows(states: dict[str, torch.Tensor]) -> dict[str, Held]:
         )
         for device, state in states.items()
     }
-
-
-def _set_generators(states: dict[str, torch.Tensor]) -> None:
-    try:
-        for device, state in states.items():
-            (torch.cuda if device == "cuda" else torch).set_rng_state(state)
-    except RuntimeError as error:
-        raise CheckpointError(f"its state of a generator is none: {error}") from error
 
 
 def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:

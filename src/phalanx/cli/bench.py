@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -109,18 +109,26 @@ def measure(
         "environment": environment(),
     }
     if folder is not None:
-        text = f"{json_text(document)}\n".encode()
-        files: dict[str, Callable[[Path], object]] = {"json": lambda path: path.write_bytes(text)}
-        files |= found.files
-        if found.draw is not None and has_matplotlib():
-            files["svg"] = found.draw
-        for ending, write in files.items():
-            _write(folder / f"{found.name}.{ending}", write)
-            say(console, f"wrote {folder / found.name}.{ending}")
+        for path in _keep(found, f"{json_text(document)}\n", folder):
+            say(console, f"wrote {path}")
         if found.draw is not None and not has_matplotlib():
             show("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
     if config.json:
         print_json(document)
+
+
+def _keep(found: Found, text: str, folder: Path) -> Iterator[Path]:
+    """Write what was found, `text` as JSON, and yield each file that is written."""
+    files: dict[str, Callable[[Path], object]] = {
+        "json": lambda path: path.write_bytes(text.encode())
+    }
+    files |= found.files
+    if found.draw is not None and has_matplotlib():
+        files["svg"] = found.draw
+    for ending, write in files.items():
+        path = folder / f"{found.name}.{ending}"
+        _write(path, write)
+        yield path
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:

@@ -388,18 +388,6 @@ class Counting(Comm, Phases):
         super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
         self._tally = Tally()
 
-    @property
-    def model_mesh(self) -> DeviceMesh:
-        """A mesh that only names the axes, without process groups."""
-        sizes = tuple(self.axes.values())
-        return DeviceMesh(
-            "cpu",
-            torch.arange(math.prod(sizes)).view(sizes),
-            mesh_dim_names=tuple(self.axes),
-            _init_backend=False,
-            _rank=self.rank,
-        )
-
     def entries(self) -> list[Entry]:
         """Return what was noted, alike collectives added up, in the order first seen."""
         return self._tally.entries()

@@ -90,37 +90,44 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int, pp_degree: int = 1) -> 
             accumulation = max(n for n in range(1, accumulation + 1) if rows % n == 0)
     if microbatch is None and size is None:
         microbatch = 4
-    if size is not None and size > MOST_ROWS * num_data_ranks:
-        raise BatchError(
-            f"batch.global_size is {size}, {size // num_data_ranks} sequences for each of "
-            f"{num_data_ranks} data ranks; the most is {MOST_ROWS} a rank, "
-            f"{MOST_ROWS * num_data_ranks} in all"
-        )
+    if size is not None:
+        _check_most(f"batch.global_size is {size},", -(-size // num_data_ranks), num_data_ranks)
     if microbatch is None or accumulation is None:
         assert size is not None  # without it, both would be known by now
         name, known = ("microbatch", microbatch) if microbatch else ("accumulation", accumulation)
-        unit = (known or 1) * num_data_ranks
-        other, rest = divmod(size, unit)
-        if rest:
-            below, above = other * unit, (other + 1) * unit
-            legal = f"{below} and {above} are" if below else f"{above} is"
-            raise BatchError(
-                f"batch.global_size is {size}, which {name} {known} x {num_data_ranks} data ranks "
-                f"= {unit} does not divide; {legal} the nearest global_size that it divides"
-            )
+        other = _other_factor(size, name, known or 1, num_data_ranks)
         microbatch, accumulation = microbatch or other, accumulation or other
     rows = microbatch * accumulation
-    if rows > MOST_ROWS:
-        raise BatchError(
-            f"batch.microbatch {microbatch} x batch.accumulation {accumulation} are {rows} "
-            f"sequences for each of {num_data_ranks} data ranks; the most is {MOST_ROWS} a rank, "
-            f"{MOST_ROWS * num_data_ranks} in all"
-        )
-    product = rows * num_data_ranks
-    if size not in (None, product):
+    product = f"batch.microbatch {microbatch} x batch.accumulation {accumulation} are"
+    _check_most(product, rows, num_data_ranks)
+    if size not in (None, rows * num_data_ranks):
+        whole = rows * num_data_ranks
         raise BatchError(
             f"batch.global_size is {size}, but microbatch {microbatch} x accumulation "
-            f"{accumulation} x {num_data_ranks} data ranks = {product}; set global_size to "
-            f"{product}, or give only two of the three"
+            f"{accumulation} x {num_data_ranks} data ranks = {whole}; set global_size to "
+            f"{whole}, or give only two of the three"
         )
-    return BatchPlan(product, microbatch, accumulation, num_data_ranks)
+    return BatchPlan(rows * num_data_ranks, microbatch, accumulation, num_data_ranks)
+
+
+def _check_most(words: str, rows: int, num_data_ranks: int) -> None:
+    """Refuse more rows for each rank than a step may have; `words` say where they come from."""
+    if rows > MOST_ROWS:
+        raise BatchError(
+            f"{words} {rows} sequences for each of {num_data_ranks} data ranks; the most is "
+            f"{MOST_ROWS} a rank, {MOST_ROWS * num_data_ranks} in all"
+        )
+
+
+def _other_factor(size: int, name: str, known: int, num_data_ranks: int) -> int:
+    """Return how often `known`, called `name`, goes into a global size on all data ranks."""
+    unit = known * num_data_ranks
+    other, rest = divmod(size, unit)
+    if rest:
+        below, above = other * unit, (other + 1) * unit
+        legal = f"{below} and {above} are" if below else f"{above} is"
+        raise BatchError(
+            f"batch.global_size is {size}, which {name} {known} x {num_data_ranks} data ranks "
+            f"= {unit} does not divide; {legal} the nearest global_size that it divides"
+        )
+    return other

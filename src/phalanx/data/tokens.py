@@ -7,6 +7,7 @@ not read (`survey`). Nothing but one group of documents is held in memory.
 
 from __future__ import annotations
 
+import functools
 import io
 from collections import deque
 from collections.abc import Iterator
@@ -104,11 +105,8 @@ def prepare(
             written.
         ConfigError: a size is out of range, or the tokenizer does not fit the model.
     """
-    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    given = None if tokenizer is None else _given_tokenizer(tokenizer, model_vocab_size)
     wanted = _wanted_vocabulary(corpus, model_vocab_size) if given is None else 0
-    if given is not None:
-        check_vocabulary(given, model_vocab_size, f"tokenizer {tokenizer}")
-        end_of_text_id(given)
     source = Corpus(data, corpus.max_bytes, progress or unheard)
     cache = cache_folder(corpus.cache)
     text = source.text(cache, is_follower=is_follower)
@@ -117,21 +115,7 @@ def prepare(
     name = fingerprint("tokens", text.digest, given.to_str(), corpus.validation)
     folder = cache / "tokens" / name
 
-    def write(partial: Path) -> dict[str, object]:
-        split = split_documents(*source.names_and_sizes(), corpus.validation)
-        # Through Python's own files: the libraries' writers hide that a disk is full.
-        (partial / _TOKENIZER).write_text(given.to_str(), "utf-8")
-        buffer = io.BytesIO()
-        np.save(buffer, count_token_bytes(given))
-        (partial / _TOKEN_BYTES).write_bytes(buffer.getvalue())
-        _encode(partial, source, text, given, split)
-        return {
-            "num_documents": text.num_documents,
-            "num_bytes": text.num_bytes,
-            "text_digest": text.digest,
-            "tokenizer_digest": fingerprint("tokenizer", given.to_str()),
-        }
-
+    write = functools.partial(_write_tokens, source, text, given, corpus.validation)
     # A byte-level token of a text stands for about four bytes of it.
     needed_bytes = text.num_bytes * width_of(count_ids(given)) // 4
     find_or_make(folder, write, needed_bytes=needed_bytes, is_hashed=not is_follower)
@@ -142,6 +126,33 @@ def prepare(
             f"by corpus.validation = {corpus.validation}; lower it, or give more text"
         )
     return files
+
+
+def _given_tokenizer(path: str, model_vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of a file, which must fit the model and end documents."""
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(tokenizer, model_vocab_size, f"tokenizer {path}")
+    end_of_text_id(tokenizer)
+    return tokenizer
+
+
+def _write_tokens(
+    source: Corpus, text: Text, tokenizer: Tokenizer, validation: float, folder: Path
+) -> dict[str, object]:
+    """Write the files of a corpus into a folder, and return its facts."""
+    split = split_documents(*source.names_and_sizes(), validation)
+    # Through Python's own files: the libraries' writers hide that a disk is full.
+    (folder / _TOKENIZER).write_text(tokenizer.to_str(), "utf-8")
+    buffer = io.BytesIO()
+    np.save(buffer, count_token_bytes(tokenizer))
+    (folder / _TOKEN_BYTES).write_bytes(buffer.getvalue())
+    _encode(folder, source, text, tokenizer, split)
+    return {
+        "num_documents": text.num_documents,
+        "num_bytes": text.num_bytes,
+        "text_digest": text.digest,
+        "tokenizer_digest": fingerprint("tokenizer", tokenizer.to_str()),
+    }
 
 
 def open_tokens(folder: str | Path) -> TokenFiles:

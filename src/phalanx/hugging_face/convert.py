@@ -83,38 +83,18 @@ def convert(
     """
     kind = kind_of(source)
     check_free(source, destination)
-    if kind == "hugging face":
-        weights = open_hugging_face(source)
-        theirs = folders.read_config(source)
-        family = str(theirs["model_type"])
-    else:
-        weights, theirs = open_checkpoint(source), {}
-        family = _family_to_write(weights, family)
-    num_bytes = dtype.itemsize * sum(size.numel() for size in sizes_of(weights.shape).values())
-    done_bytes = 0
-
-    def read(name: str) -> Tensor:
-        nonlocal done_bytes
-        progress("convert", done_bytes, num_bytes)
-        tensor = _cast(name, weights.read(name), dtype)
-        done_bytes += tensor.nbytes
-        return tensor
-
-    with published(destination, num_bytes) as partial:
+    weights, family = _open(source, kind, family)
+    read = _Reader(weights, dtype, progress)
+    with published(destination, read.num_bytes) as partial:
         companions = copy_companions(weights.folder, partial)
         if kind == "hugging face":
-            origin.keep(theirs, partial)
+            origin.keep(folders.read_config(source), partial)
             kept = [*companions, origin.NAME]
             num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, kept)
         else:
-            ids = _ids_of(weights.folder)
-            config = config_to_hf(weights.shape, _name(dtype), family, ids)
-            num_tensors = _write_hugging_face(
-                partial, weights.shape, config, dtype, read, max_shard_bytes
-            )
-            made = generation.write_missing(partial, ids, weights.shape.max_seq_len)
+            num_tensors, made = _write_theirs(partial, weights, family, read, max_shard_bytes)
             companions = sorted([*companions, *made])
-    progress("convert", num_bytes, num_bytes)
+    progress("convert", read.num_bytes, read.num_bytes)
     return Converted(
         source=weights.folder,
         destination=destination,
@@ -122,7 +102,7 @@ def convert(
         family=family,
         dtype=_name(dtype),
         num_tensors=num_tensors,
-        num_bytes=num_bytes,
+        num_bytes=read.num_bytes,
         companions=companions,
     )
 
@@ -234,6 +214,49 @@ def _write_hugging_face(
         max_shard_bytes,
     )
     return len(links)
+
+
+def _open(source: Path, kind: Kind, family: str | None) -> tuple[Weights, str]:
+    """Return the weights of a folder, and the family that they are of or are to be written as."""
+    if kind == "hugging face":
+        weights = open_hugging_face(source)
+        return weights, str(folders.read_config(source)["model_type"])
+    weights = open_checkpoint(source)
+    return weights, _family_to_write(weights, family)
+
+
+def _write_theirs(
+    partial: Path, weights: Weights, family: str, read: _Reader, max_shard_bytes: int
+) -> tuple[int, list[str]]:
+    """Write a Hugging Face folder; return the number of tensors, and files made beside them."""
+    ids = _ids_of(weights.folder)
+    config = config_to_hf(weights.shape, _name(read.dtype), family, ids)
+    num_tensors = _write_hugging_face(
+        partial, weights.shape, config, read.dtype, read, max_shard_bytes
+    )
+    return num_tensors, [*generation.write_missing(partial, ids, weights.shape.max_seq_len)]
+
+
+class _Reader:
+    """Reads weights by name, cast to a data type, and reports how far it is.
+
+    Attributes:
+        dtype: the data type.
+        num_bytes: of all of them.
+    """
+
+    def __init__(self, weights: Weights, dtype: torch.dtype, progress: Progress) -> None:
+        self._weights, self.dtype, self._progress = weights, dtype, progress
+        self._done_bytes = 0
+        sizes = sizes_of(weights.shape).values()
+        self.num_bytes = dtype.itemsize * sum(size.numel() for size in sizes)
+
+    def __call__(self, name: str) -> Tensor:
+        """Return a weight."""
+        self._progress("convert", self._done_bytes, self.num_bytes)
+        tensor = _cast(name, self._weights.read(name), self.dtype)
+        self._done_bytes += tensor.nbytes
+        return tensor
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

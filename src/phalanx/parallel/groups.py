@@ -105,11 +105,7 @@ def groups_of(
         StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
             split by rows, or a group has parameters of several data types.
     """
-    if isinstance(skeleton.model, nn.ModuleList | nn.ModuleDict):
-        raise StrategyError(
-            f"fsdp: the model is a {type(skeleton.model).__name__}, which has no forward to gather "
-            "for; wrap it in a module that has one, or use dp"
-        )
+    _check_forward(skeleton.model)
     shapes = shapes or {}
     embedding, head = (
         tuple(name for name in names if skeleton.named(name)) for names in ends_of(skeleton.model)
@@ -126,14 +122,7 @@ def groups_of(
         own = members[names]
         if not own:
             continue
-        dtypes = {weight.dtype for weight in own}
-        if len(dtypes) > 1:
-            raise StrategyError(
-                f"fsdp: the parameters of '{', '.join(names) or 'the model'}' are of several data "
-                f"types, {', '.join(sorted(map(str, dtypes)))}, and travel together; cast them to "
-                "one"
-            )
-        master = dtypes.pop()
+        master = _data_type_of(own, names)
         group = Group(
             place=place,
             names=names,
@@ -143,13 +132,34 @@ def groups_of(
             is_kept=keeps and place in ("head", "rest"),
         )
         groups += _alike(group, skeleton.blocks[names[0]]) if place == "block" else [group]
-    last = [name for names in skeleton.blocks.values() for name in names][-1:]
-    return [
-        dataclasses.replace(group, is_kept=True)
-        if keeps and group.place == "block" and group.names[0] in last
-        else group
-        for group in groups
-    ]
+    return _with_last_kept(groups) if keeps else groups
+
+
+def _check_forward(model: nn.Module) -> None:
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise StrategyError(
+            f"fsdp: the model is a {type(model).__name__}, which has no forward to gather for; "
+            "wrap it in a module that has one, or use dp"
+        )
+
+
+def _data_type_of(weights: Iterable[Weight], names: Sequence[str]) -> torch.dtype:
+    """Return the one data type of the parameters of a group, given by the names of its modules."""
+    dtypes = {weight.dtype for weight in weights}
+    if len(dtypes) > 1:
+        raise StrategyError(
+            f"fsdp: the parameters of '{', '.join(names) or 'the model'}' are of several data "
+            f"types, {', '.join(sorted(map(str, dtypes)))}, and travel together; cast them to one"
+        )
+    return dtypes.pop()
+
+
+def _with_last_kept(groups: list[Group]) -> list[Group]:
+    """Return the groups with the last block kept: its backward is the first of all blocks."""
+    blocks = [number for number, group in enumerate(groups) if group.place == "block"]
+    for number in blocks[-1:]:
+        groups[number] = dataclasses.replace(groups[number], is_kept=True)
+    return groups
 
 
 def _alike(block: Group, names: Iterable[str]) -> Iterator[Group]:

@@ -7,6 +7,7 @@ from torch import nn
 from phalanx.errors import StrategyError
 from phalanx.parallel.tensor import layers
 from phalanx.parallel.tensor.apply import layout_of
+from phalanx.parallel.tensor.branch import bind_branch
 from phalanx.parallel.tensor.loss import check_range
 from phalanx.strategy import Strategy
 
@@ -38,6 +39,6 @@ def test_a_norm_whose_formula_is_not_known() -> None:
 def test_a_column_map_that_reads_something_else() -> None:
     column = nn.Linear(8, 8)
     branch = nn.Sequential(column)
-    layers.bind_branch(branch, layout_of(Strategy.parse("tp2")), [column], [1])
+    bind_branch(branch, layout_of(Strategy.parse("tp2")), [column], [1])
     with pytest.raises(StrategyError, match="column map of Sequential reads something else"):
         column(torch.zeros(1, 2, 8))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -16,6 +18,7 @@ from phalanx.comm.comm import Comm, Counting, Ranks
 from phalanx.parallel.batch_shape import BatchShape, batch_scope
 from phalanx.parallel.skeleton import Skeleton
 from phalanx.parallel.tensor import layers, transformers_models
+from phalanx.parallel.tensor.branch import bind_branch
 from phalanx.parallel.tensor.fused import interleaved, placement_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.megatron import Megatron
@@ -92,9 +95,19 @@ def _planned(strategy: Strategy) -> Layout:
     return LAYOUTS[strategy.tp.kind](Counting(strategy.mesh_axes()))
 
 
+def _mesh_of(comm: Comm) -> DeviceMesh:
+    """Return the mesh of DTensors; without the ranks of a job, one that only names the axes."""
+    if isinstance(comm, Ranks):
+        return comm.model_mesh
+    sizes = tuple(comm.axes.values())
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    names = tuple(comm.axes)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=comm.rank)
+
+
 def _shard(parameter: nn.Parameter, placed: Placed, layout: Layout) -> nn.Parameter:
     """Return this rank's shard of a parameter, as a DTensor of the job's mesh."""
-    full, spec, mesh = parameter.detach(), placed.spec, cast(Ranks, layout.comm).model_mesh
+    full, spec, mesh = parameter.detach(), placed.spec, _mesh_of(layout.comm)
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
     stride, placements = full.stride(), spec.placements(mesh.mesh_dim_names or ())
@@ -122,7 +135,7 @@ def _fused(
     Returns:
         The reordered tensor, and the placements by which DTensor knows the shards of `full` itself.
     """
-    axes = cast(Ranks, layout.comm).model_mesh.mesh_dim_names or ()
+    axes = _mesh_of(layout.comm).mesh_dim_names or ()
     known = list(placed.spec.placements(axes))
     for dim, names in enumerate(placed.spec.axes):
         for axis in set(names).intersection(layout.column.axes[0]):
@@ -149,7 +162,7 @@ def _bind_model(model: nn.Module) -> None:
 def _bind(binding: RoleBinding, layout: Layout) -> None:
     if binding.role == "branch":
         columns = [column.module for column in binding.columns]
-        layers.bind_branch(binding.module, layout, columns, [c.parts for c in binding.columns])
+        bind_branch(binding.module, layout, columns, [c.parts for c in binding.columns])
     elif binding.role != "column":
         bind: Any = getattr(layers, f"bind_{binding.role}")
         bind(binding.module, layout)

@@ -11,7 +11,8 @@ from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.layers import HEAD_COUNTS, is_transposed
+from phalanx.parallel.tensor.branch import HEAD_COUNTS
+from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.placed import Placed
 from phalanx.parallel.tensor.roles import RoleBinding

@@ -25,8 +25,7 @@ row in a layout whose residual is full on every rank.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -43,24 +42,10 @@ from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.batch_shape import BatchShape, batch_shape, note
 from phalanx.parallel.tensor import operators
-from phalanx.parallel.tensor.fused import maps_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import check_range, token_loss_sum
 from phalanx.parallel.tensor.norm import split_norm
 from phalanx.parallel.tensor.spec import Spec
-
-HEAD_COUNTS = (
-    "num_heads",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_head",
-    "n_heads",
-    "n_kv_heads",
-    "all_head_size",
-    "split_size",
-)
-"""Attributes by which a branch knows how many heads there are, or how wide all of them are."""
 
 NORMS = (
     *("Norm", "LayerNorm", "RMSNorm"),
@@ -85,12 +70,12 @@ def bind_embedding(module: nn.Module, layout: Layout) -> None:
         ids = layout.rows_of(ids_BT, layout.entry, shape)
         padding = _padding(self)
         padding = None if padding is None else padding - first
-        rows = operators.look_up(ids - first, _shard(self, "weight"), padding)
+        rows = operators.look_up(ids - first, shard_of_parameter(self, "weight"), padding)
         x = operators.reduce_embedding(layout, rows)
         scale: Any = getattr(self, "embed_scale", 1.0)  # of Gemma
         return x * scale.to(x.dtype) if isinstance(scale, Tensor) else x
 
-    _replace(module, forward)
+    replace_forward(module, forward)
 
 
 def bind_table(module: nn.Module, layout: Layout) -> None:
@@ -99,91 +84,22 @@ def bind_table(module: nn.Module, layout: Layout) -> None:
     def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
         rows = layout.rows_of(ids_BT, layout.residual, batch_shape())
         ids = layout.positions_of(rows, layout.residual, 1)
-        weight = _given(_shard(self, "weight"), layout)
+        weight = _given(shard_of_parameter(self, "weight"), layout)
         return F.embedding(ids, weight, _padding(self))
 
-    _replace(module, forward)
-
-
-def bind_branch(
-    module: nn.Module, layout: Layout, columns: Sequence[nn.Module], parts: Sequence[Sequence[int]]
-) -> None:
-    """Multiply by all column weights of a branch before it runs, and cut its other arguments.
-
-    Queries, keys and values (gate and up) read the same residual, which a layout gathers, or
-    broadcasts panel by panel. It should do so once, but the module's forward, which is anybody's
-    code, asks for one product after another. So all are computed first, and the forward then finds
-    them made:
-
-        x, residual -> column_parallel_linear -> q, k, v, kept in `ready`
-        forward(placeholder) -> self.q(placeholder) -> ready[self.q], and so on
-
-    The placeholder is one NaN without storage, expanded to the shape of the products. A column
-    layer knows it by its address, and refuses anything else; any other read of it yields NaN.
-
-    A column map holds maps one after another, in the proportions that `parts` says.
-    Head counts stored on the module are divided by the shards; where it cuts fused maps apart,
-    those of its configuration too, of which it gets a copy. Of its other arguments, tensors of
-    three dimensions and more whose first is as long as the batch are cut to this rank's rows.
-    """
-    _divide_heads(module, layout)
-    if hasattr(module, "config") and any(len(each) > 1 for each in parts):
-        module.config = copy.copy(module.config)
-        _divide_heads(module.config, layout)
-    own = module.forward
-    parts_of = dict(zip(columns, parts, strict=True))
-    ready: dict[nn.Module, Tensor] = {}
-    placeholder: Tensor | None = None
-
-    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal placeholder
-        x, *rest = [*args, *kwargs.values()]
-        shape = batch_shape()
-        weights = [_matrix(column) for column in columns]
-        results = operators.column_parallel_linear(layout, x, weights, shape.length)
-        ready.update(zip(columns, results, strict=True))
-        placeholder = x.new_full((), torch.nan).expand(*results[0].shape[:2], x.shape[2])
-        values = [placeholder, *(_rows_of(value, layout, shape) for value in rest)]
-        named = dict(zip(kwargs, values[len(args) :], strict=True))
-        return own(*values[: len(args)], **named)
-
-    def product(self: nn.Module, x: Tensor) -> Tensor:
-        if placeholder is None or x.data_ptr() != placeholder.data_ptr() or self not in ready:
-            raise StrategyError(
-                f"tp: a column map of {type(module).__name__} reads something else than what that "
-                "is given first, or reads it twice; give the role branch to the module whose first "
-                "argument its column maps read"
-            )
-        y = ready.pop(self)
-        if len(parts_of[self]) == 1 or getattr(self, "bias", None) is None:
-            return _with_bias(self, y)
-        maps = maps_of(_shard(self, "bias"), parts_of[self])
-        held = [layout.features(layout.inner, len(bias)) for bias in maps]
-        mine = [bias[rows.start : rows.stop] for bias, rows in zip(maps, held, strict=True)]
-        return y + torch.cat(mine).to(y.dtype)
-
-    _replace(module, forward)
-    for column in columns:
-        _replace(column, product)
-
-
-def _divide_heads(holder: Any, layout: Layout) -> None:
-    names = {getattr(holder, "attribute_map", {}).get(name, name): None for name in HEAD_COUNTS}
-    for name in names:  # each once: a configuration may have two names for one count
-        if isinstance(count := getattr(holder, name, None), int):
-            setattr(holder, name, count // layout.column.num_shards(0, layout.comm))
+    replace_forward(module, forward)
 
 
 def bind_row(module: nn.Module, layout: Layout) -> None:
     """Multiply, back to the residual."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        y = operators.row_parallel_linear(layout, x, _matrix(self))
+        y = operators.row_parallel_linear(layout, x, matrix_of(self))
         if getattr(self, "bias", None) is None:
             return y
-        return y + _given(_shard(self, "bias"), layout).to(y.dtype)
+        return y + _given(shard_of_parameter(self, "bias"), layout).to(y.dtype)
 
-    _replace(module, forward)
+    replace_forward(module, forward)
 
 
 def bind_norm(module: nn.Module, layout: Layout) -> None:
@@ -216,8 +132,8 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         num_features = cast(Tensor, self.weight).shape[0]
-        bias = None if getattr(self, "bias", None) is None else _shard(self, "bias")
-        weight = _shard(self, "weight")
+        bias = None if getattr(self, "bias", None) is None else shard_of_parameter(self, "bias")
+        weight = shard_of_parameter(self, "weight")
         if type(self).__name__ in NORMS_AROUND_ONE:
             weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         elif offset := getattr(self, "offset", 0.0):
@@ -225,7 +141,7 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
         eps = torch.finfo(x.dtype).eps if given is None else given  # as torch's RMSNorm has it
         return split_norm(x, weight, bias, eps, num_features, is_centred, layout, spec)
 
-    _replace(module, forward)
+    replace_forward(module, forward)
 
 
 def bind_local(module: nn.Module, layout: Layout) -> None:
@@ -248,7 +164,7 @@ def bind_dropout(module: nn.Module, layout: Layout) -> None:
         feature = 0 if axis is None else layout.comm.coord(axis) * x.shape[2]
         return dropout(x, cast(float, self.p), keys, salt, positions_T, feature)
 
-    _replace(module, forward)
+    replace_forward(module, forward)
 
 
 def bind_head(module: nn.Module, layout: Layout) -> None:
@@ -256,7 +172,7 @@ def bind_head(module: nn.Module, layout: Layout) -> None:
 
     def shard_of(self: nn.Module, x: Tensor, weight: Tensor, length: int) -> Tensor:
         (logits,) = operators.column_parallel_linear(layout, x, [local_shard(weight)], length)
-        return _with_bias(self, logits)
+        return with_bias(self, logits)
 
     def full_logits(self: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
         shape = batch_shape()
@@ -277,7 +193,7 @@ def bind_head(module: nn.Module, layout: Layout) -> None:
     def logits(self: nn.Module, x: Tensor) -> Tensor:
         return full_logits(self, x, cast(Tensor, self.weight))
 
-    _replace(module, loss_or_logits if isinstance(module, Head) else logits)
+    replace_forward(module, loss_or_logits if isinstance(module, Head) else logits)
 
 
 def bind_token(module: nn.Module, layout: Layout) -> None:
@@ -294,7 +210,7 @@ def bind_token(module: nn.Module, layout: Layout) -> None:
         held = layout.features(layout.residual, y.shape[2])
         return y[..., held.start : held.stop]
 
-    _replace(module, forward)
+    replace_forward(module, forward)
 
 
 def bind_gather(module: nn.Module, layout: Layout) -> None:
@@ -308,7 +224,7 @@ def bind_gather(module: nn.Module, layout: Layout) -> None:
         with _shards_in_place(self, layout.is_first):
             return own(full)
 
-    _replace(module, forward)
+    replace_forward(module, forward)
 
 
 def bind_full(module: nn.Module, layout: Layout) -> None:
@@ -326,7 +242,7 @@ def bind_scatter(module: nn.Module, layout: Layout) -> None:
         note(BatchShape(*full.shape[:2]))
         return operators.shard(layout, full, layout.residual)
 
-    _replace(module, forward)
+    replace_forward(module, forward)
 
 
 def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
@@ -337,7 +253,7 @@ def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
         with _shards_in_place(self, gives_gradient):
             return own(*args, **kwargs)
 
-    _replace(module, forward)
+    replace_forward(module, forward)
 
 
 @contextmanager
@@ -374,7 +290,7 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _shard(module: nn.Module, name: str) -> Tensor:
+def shard_of_parameter(module: nn.Module, name: str) -> Tensor:
     """Return this rank's shard of a parameter, through which gradients flow to it."""
     return local_shard(cast(Tensor, getattr(module, name)))
 
@@ -394,27 +310,19 @@ def _padding(module: nn.Module) -> int | None:
     return cast("int | None", getattr(module, "padding_idx", None))
 
 
-def _matrix(module: nn.Module) -> Tensor:
+def matrix_of(module: nn.Module) -> Tensor:
     """Return this rank's shard of a linear map's weight as [out, in]."""
-    weight = _shard(module, "weight")
+    weight = shard_of_parameter(module, "weight")
     return weight.T if is_transposed(module) else weight
 
 
-def _with_bias(module: nn.Module, y: Tensor) -> Tensor:
+def with_bias(module: nn.Module, y: Tensor) -> Tensor:
+    """Add this rank's shard of a bias, if there is one."""
     if getattr(module, "bias", None) is None:
         return y
-    return y + _shard(module, "bias").to(y.dtype)
+    return y + shard_of_parameter(module, "bias").to(y.dtype)
 
 
-def _rows_of(value: Any, layout: Layout, shape: BatchShape) -> Any:
-    """Cut tensors of all rows, and tuples of such, to the rows of the inner layout."""
-    if isinstance(value, tuple):
-        values = cast(tuple[Any, ...], value)
-        return tuple(_rows_of(one, layout, shape) for one in values)
-    if isinstance(value, Tensor) and value.ndim > 2 and len(value) in (1, shape.num_rows):
-        return layout.rows_of(value, layout.inner, shape)
-    return value
-
-
-def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let `forward(module, ...)` run instead of the module's own."""
     module.forward = MethodType(forward, module)

@@ -1,0 +1,29 @@
+"""The states of a rank's random generators, as a checkpoint keeps them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from phalanx.errors import CheckpointError
+
+
+def generators_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the states of this rank's generators: the CPU's, and its GPU's if it has one."""
+    states = {"cpu": torch.get_rng_state()}
+    if next(model.parameters()).is_cuda:
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generators(states: dict[str, torch.Tensor]) -> None:
+    """Set the generators of this rank back.
+
+    Raises:
+        CheckpointError: a state is none.
+    """
+    try:
+        for device, state in states.items():
+            (torch.cuda if device == "cuda" else torch).set_rng_state(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"its state of a generator is none: {error}") from error
