@@ -21,10 +21,11 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.random import row_keys
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.pipeline.cut import chain_flops, cut_of, ranges_of
+from phalanx.parallel.pipeline.cut import chain_flops, ranges_of
 from phalanx.parallel.pipeline.measured import link_times, with_best_cut
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.parallel.pipeline.stage import DecoderStages
+from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy, require_built
 
 
@@ -82,9 +83,9 @@ def run(config: CutConfig, say: Say) -> Found:
         StrategyError: it cannot be read, or has more stages than the model has layers.
     """
     strategy, shape = _strategy_to_cut(config.strategy), config.model_shape
-    by_flops = dataclasses.replace(
-        strategy, cut=tuple(len(links) for links in cut_of(strategy, shape))
-    )
+    cut = plan_decoder(strategy, shape).cut
+    assert cut is not None, "the strategy has pp"
+    by_flops = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
     keep_freed_memory()  # as ranks do
     use_threads(config.threads or 1)
     precision = config.precision
