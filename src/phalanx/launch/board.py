@@ -86,6 +86,10 @@ class Board:
         """Return which checkpoint stands and how to resume from it, if a rank has said so."""
         return next((beat.stands for beat, _ in self._beats.values() if beat.stands), "")
 
+    def log(self, rank: int) -> str:
+        """Return the file that has what a rank printed, if it has one."""
+        return self._beats[rank][0].log if rank in self._beats else ""
+
     # Who is silent.
 
     def look_up(self) -> float:

@@ -7,7 +7,6 @@ import os
 import re
 import select
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -30,6 +29,7 @@ from phalanx.errors import (
 )
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.rank_log import screen
 
 _LOST = re.compile(
     "gloo/transport|Application timeout|Connection (was likely )?(closed|reset|refused)"
@@ -159,7 +159,7 @@ def reader_has_left() -> bool:
     return True
 
 
-def death(rank: int, process: BaseProcess) -> Failure:
+def death(rank: int, process: BaseProcess, log: str) -> Failure:
     """Describe a rank that ended without a word."""
     process.join(5)
     code = process.exitcode
@@ -179,13 +179,15 @@ def death(rank: int, process: BaseProcess) -> Failure:
             ' of its work; a script that starts ranks needs `if __name__ == "__main__":` before '
             "what it runs, and a function that can be imported from its file"
         )
+    if log:
+        text += f"; {log} has what it printed"
     # What its peers say follows from it.
     return Failure(rank, 0.0, text, exit_code=code if code is not None and code > 0 else 1)
 
 
 def tell(message: str) -> None:
     """Print a message on standard error while the job goes on."""
-    print(f"phalanx: {message}", file=sys.stderr, flush=True)  # noqa: T201 - no verb is at hand
+    print(f"phalanx: {message}", file=screen(), flush=True)
 
 
 def advised(message: str) -> str:

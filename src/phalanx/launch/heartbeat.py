@@ -38,6 +38,7 @@ class Beat:
         stands: which checkpoint stands and how to resume from it, if this rank says so.
         waits: whether it waits for other ranks, however long they need.
         in_collective: whether that place is within a call that other ranks have to make too.
+        log: file that has what it prints; empty if there is none.
         process: number of its process.
         host: name of its host.
     """
@@ -50,6 +51,7 @@ class Beat:
     stands: str = ""
     waits: bool = False
     in_collective: bool = False
+    log: str = ""
     process: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
 
@@ -64,6 +66,7 @@ class Pulse:
         obeyed: the signal that a script has been told of, and ends by; or 0.
         is_stepping: whether the main thread takes steps.
         stands: which checkpoint stands and how to resume from it; empty where there is none.
+        log: file that has what this process prints; empty if there is none.
         advice: says what to do about a job that has ended, to close a message with.
         on_change: called when what it heeds, or what stands, has changed, so that the watcher knows
             at once.
@@ -76,6 +79,7 @@ class Pulse:
         self.obeyed = 0
         self.is_stepping = False
         self.stands = ""
+        self.log = ""
         self.advice: Callable[[], str] = lambda: self.stands
         self.on_change: Callable[[], None] = lambda: None
         self._doing = "starting"
@@ -151,6 +155,7 @@ class Pulse:
             stands=self.stands,
             waits=self._waits,
             in_collective=in_collective,
+            log=self.log,
         )
 
     def _look(self) -> tuple[float, str, bool]:

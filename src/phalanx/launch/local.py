@@ -281,7 +281,7 @@ class Supervisor:
         try:
             kind, value = line.recv()
         except (EOFError, ConnectionResetError):
-            kind, value = "failure", death(rank, self._ranks[rank][0])
+            kind, value = "failure", death(rank, self._ranks[rank][0], self._board.log(rank))
         if kind == "beat":
             self._board.hear(rank, value)
             return

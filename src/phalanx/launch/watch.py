@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -30,6 +29,7 @@ from phalanx.launch.board import SILENT_S, Board
 from phalanx.launch.failure import PeerFailed, advised, tell
 from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.rank_env import RankEnv
+from phalanx.launch.rank_log import screen
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -233,7 +233,7 @@ class Watch:
         """End this process, whatever its main thread waits for."""
         if self._last_word.acquire(blocking=False):
             if self._speaks():
-                print(f"rank {self._rank}: {advised(message)}", file=sys.stderr, flush=True)  # noqa: T201
+                print(f"rank {self._rank}: {advised(message)}", file=screen(), flush=True)
                 self._give_up_silent(self._timeout_s)
                 kill_silent()
             else:

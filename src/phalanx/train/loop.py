@@ -14,6 +14,7 @@ from rich.console import Console
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import barrier
 from phalanx.debug.check import LIMIT_S, CollectiveCheck
+from phalanx.launch import rank_log
 from phalanx.launch.heartbeat import PULSE
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.notice import compiling
@@ -41,7 +42,8 @@ def train(session: Session) -> Summary | Stopped:
     """Train on this rank, with the others of the job."""
     step = session.step
     PULSE.advice = functools.partial(how_to_resume, session.out, session.resume_command())
-    with session, Records(session, Console()) as records:
+    logged = rank_log.kept(session.out, session.comm.rank)
+    with session, logged, Records(session, Console()) as records:
         doing = PULSE.doing("the work between two steps")
         with doing, PULSE.heeding(), _checked(session), step.watched(PULSE.phase):
             stop_signal = take_steps(session, records)
