@@ -50,6 +50,8 @@ def test_a_run_learns_and_writes_what_it_says(config: TrainConfig, whole: dict[s
     (tensorboard,) = Path(whole["paths"]["tensorboard"]).iterdir()
     assert tensorboard.stat().st_size > 0
     assert len(losses(config.out)) == 6
+    first, other = ((Path(config.out or "") / "logs" / f"rank-{r}.log").read_text() for r in (0, 1))
+    assert "step 6/6" in first and len(other.splitlines()) == 1  # which says when it began
 
 
 def test_the_terms_of_each_step_sum_to_its_wall_time(
