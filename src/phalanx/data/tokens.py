@@ -25,7 +25,7 @@ from phalanx.config import CorpusConfig
 from phalanx.config.schema import SMALLEST_VOCABULARY
 from phalanx.data.cache import cache_folder, find_or_make, fingerprint, read_facts
 from phalanx.data.corpus import documents
-from phalanx.data.split import Split, split_documents
+from phalanx.data.holdout import HeldOut, hold_out
 from phalanx.data.survey import Corpus, Progress, Text, unheard
 from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file, width_of
 from phalanx.data.tokenizer import (
@@ -140,13 +140,13 @@ def _write_tokens(
     source: Corpus, text: Text, tokenizer: Tokenizer, validation: float, folder: Path
 ) -> dict[str, object]:
     """Write the files of a corpus into a folder, and return its facts."""
-    split = split_documents(*source.names_and_sizes(), validation)
+    held_out = hold_out(*source.names_and_sizes(), validation)
     # Through Python's own files: the libraries' writers hide that a disk is full.
     (folder / _TOKENIZER).write_text(tokenizer.to_str(), "utf-8")
     buffer = io.BytesIO()
     np.save(buffer, count_token_bytes(tokenizer))
     (folder / _TOKEN_BYTES).write_bytes(buffer.getvalue())
-    _encode(folder, source, text, tokenizer, split)
+    _encode(folder, source, text, tokenizer, held_out)
     return {
         "num_documents": text.num_documents,
         "num_bytes": text.num_bytes,
@@ -221,7 +221,9 @@ def _watch(texts: Iterator[str], stride: int, text: Text, report: Progress) -> I
         report("count the words for a tokenizer", min(done_bytes, text.num_bytes), text.num_bytes)
 
 
-def _encode(folder: Path, source: Corpus, text: Text, tokenizer: Tokenizer, split: Split) -> None:
+def _encode(
+    folder: Path, source: Corpus, text: Text, tokenizer: Tokenizer, held_out: HeldOut
+) -> None:
     """Encode the corpus into the two files of `folder`."""
     num_ids, end_id = count_ids(tokenizer), end_of_text_id(tokenizer)
     spelling = Spelling(tokenizer)
@@ -230,7 +232,7 @@ def _encode(folder: Path, source: Corpus, text: Text, tokenizer: Tokenizer, spli
 
     def pieces() -> Iterator[str]:
         for number, document in enumerate(documents(source.data, source.max_bytes)):
-            for is_validation, part in split.parts(number, document):
+            for is_validation, part in held_out.parts(number, document):
                 for index, piece in enumerate(cut_pieces(part)):
                     waiting.append((is_validation, index == 0, piece, document.name))
                     yield piece

@@ -26,7 +26,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel import data
 from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.parallel.batch_norm import BatchNormSplit, Statistics, check_statistics
-from phalanx.parallel.context.order import Order
+from phalanx.parallel.context.positions import PositionOrder
 from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
 from phalanx.parallel.dropout import DropoutSplit, Masks
@@ -133,7 +133,7 @@ class Plan(Generic[Model]):
         return next((s.layout for s in self._splits if isinstance(s, TensorSplit)), None)
 
     @property
-    def order(self) -> Order | None:
+    def order(self) -> PositionOrder | None:
         """Which positions the ranks of cp hold; None without cp."""
         found = (s.attention.order for s in self._splits if isinstance(s, ContextSplit))
         return next(found, None)

@@ -25,7 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_shape import BatchShape
-from phalanx.parallel.context.order import Order
+from phalanx.parallel.context.positions import PositionOrder
 from phalanx.parallel.pipeline.awaited import Awaited, received_for
 from phalanx.parallel.pipeline.stage import Absent
 from phalanx.parallel.tensor.layout import Layout
@@ -220,7 +220,7 @@ class Aligner:
     num_rows: int
     layout: Layout | None = None
     roles: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-    order: Order | None = None
+    order: PositionOrder | None = None
     context_rank: int = 0
 
     def pair(self, event: Event, reference: Tensor, rows: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -17,7 +17,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.attention import documents_of
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.context.order import in_line, zig_zag
+from phalanx.parallel.context.positions import in_line, zig_zag
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.split import attention_of, cut_documents, cut_positions
 from phalanx.parallel.plan import Plan, plan_decoder

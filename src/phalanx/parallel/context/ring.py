@@ -34,8 +34,8 @@ from phalanx.comm.comm import Comm
 from phalanx.comm.pending import Pending
 from phalanx.models.attention import Documents, first_seen
 from phalanx.parallel.composite import Composite, once_differentiable
-from phalanx.parallel.context.order import Order, zig_zag
 from phalanx.parallel.context.partial import Backward, Chunk, Mixed, Sight
+from phalanx.parallel.context.positions import PositionOrder, zig_zag
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Ring:
     is_causal: bool = True
 
     @property
-    def order(self) -> Order:
+    def order(self) -> PositionOrder:
         """Which positions each rank holds."""
         return zig_zag(self.comm.size("cp"))
 

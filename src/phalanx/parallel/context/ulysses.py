@@ -29,7 +29,7 @@ from torch.autograd import Function
 from phalanx.comm.comm import Comm
 from phalanx.models.attention import Documents, attend
 from phalanx.parallel.composite import once_differentiable
-from phalanx.parallel.context.order import Order, in_line
+from phalanx.parallel.context.positions import PositionOrder, in_line
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Ulysses:
     attend: Callable[..., Tensor] = attend
 
     @property
-    def order(self) -> Order:
+    def order(self) -> PositionOrder:
         """Which positions each rank holds."""
         return in_line(self.comm.size("cp"))
 

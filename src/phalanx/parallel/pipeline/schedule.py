@@ -161,7 +161,7 @@ def _warmup_of_interleaved(rank: int, p: int, v: int) -> int:
     return 2 * (p - rank - 1) + (v - 1) * p
 
 
-class Kind(NamedTuple):
+class ScheduleKind(NamedTuple):
     """A schedule.
 
     Attributes:
@@ -178,13 +178,13 @@ class Kind(NamedTuple):
 
 
 KINDS: Final = {
-    "naive": Kind(naive),
-    "gpipe": Kind(gpipe),
-    "1f1b": Kind(one_f_one_b),
-    "interleaved": Kind(interleaved, chunks=None, fewest=2),
-    "zb": Kind(zero_bubble, chunks=None, fewest=2),
-    "zbv": Kind(zbv, chunks=2, is_v=True, fewest=2),
-    "dualpipev": Kind(dualpipev, chunks=2, is_v=True, fewest=2),
+    "naive": ScheduleKind(naive),
+    "gpipe": ScheduleKind(gpipe),
+    "1f1b": ScheduleKind(one_f_one_b),
+    "interleaved": ScheduleKind(interleaved, chunks=None, fewest=2),
+    "zb": ScheduleKind(zero_bubble, chunks=None, fewest=2),
+    "zbv": ScheduleKind(zbv, chunks=2, is_v=True, fewest=2),
+    "dualpipev": ScheduleKind(dualpipev, chunks=2, is_v=True, fewest=2),
 }
 """Kind of pp in a strategy -> its schedule."""
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.corpus import Document
-from phalanx.data.split import Split, split_documents
+from phalanx.data.holdout import HeldOut, hold_out
 
 
 @given(
@@ -15,7 +15,7 @@ def test_parts_hold_all_bytes_and_validation_is_near_its_share(
     sizes: list[int], share: float
 ) -> None:
     names = [f"d{i}" for i in range(len(sizes))]
-    split = split_documents(names, sizes, share)
+    split = hold_out(names, sizes, share)
     got = sum(sizes[i] for i in split.validation) + (split.cut[1] if split.cut else 0)
     wanted = round(share * sum(sizes))
     assert abs(got - wanted) <= max(wanted / 4, 1)
@@ -25,13 +25,13 @@ def test_parts_hold_all_bytes_and_validation_is_near_its_share(
 
 
 def test_share_of_zero_keeps_nothing_aside() -> None:
-    assert split_documents(["a", "b"], [10, 10], 0.0) == Split()
+    assert hold_out(["a", "b"], [10, 10], 0.0) == HeldOut()
 
 
 def test_a_new_document_moves_few_others() -> None:
     names = [f"d{i}" for i in range(1000)]
-    before = split_documents(names, [100] * 1000, 0.1)
-    after = split_documents(["new", *names], [100] * 1001, 0.1)
+    before = hold_out(names, [100] * 1000, 0.1)
+    after = hold_out(["new", *names], [100] * 1001, 0.1)
     old = {names[i] for i in before.validation}
     new = {["new", *names][i] for i in after.validation}
     assert len(old) == 100
@@ -41,7 +41,7 @@ def test_a_new_document_moves_few_others() -> None:
 def test_single_document_is_cut_at_a_line() -> None:
     text = "".join(f"line {i} é\n" for i in range(1000))
     size = len(text.encode())
-    split = split_documents(["only"], [size], 0.1)
+    split = hold_out(["only"], [size], 0.1)
     (is_a, first), (is_b, second) = split.parts(0, Document("only", text))
     assert (is_a, is_b) == (False, True)
     assert first + second == text
@@ -55,5 +55,5 @@ def test_cut_loses_nothing(text: str, wanted: int) -> None:
     text = text.encode("utf-8", "ignore").decode()
     if not 0 < wanted < size:
         return
-    split = Split(frozenset(), (0, wanted))
+    split = HeldOut(frozenset(), (0, wanted))
     assert "".join(part for _, part in split.parts(0, Document("d", text))) == text

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Order:
+class PositionOrder:
     """Which chunks of a row each rank holds.
 
     Attributes:
@@ -55,11 +55,11 @@ class Order:
         return torch.cat([self.positions(rank, num_held, device) for rank in ranks]).argsort()
 
 
-def in_line(num_ranks: int) -> Order:
+def in_line(num_ranks: int) -> PositionOrder:
     """Return the order in which rank r holds the r-th part of a row."""
-    return Order(tuple((rank,) for rank in range(num_ranks)))
+    return PositionOrder(tuple((rank,) for rank in range(num_ranks)))
 
 
-def zig_zag(num_ranks: int) -> Order:
+def zig_zag(num_ranks: int) -> PositionOrder:
     """Return the order in which rank r holds chunks r and 2N - 1 - r of 2N."""
-    return Order(tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)))
+    return PositionOrder(tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)))

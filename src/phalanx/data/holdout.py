@@ -10,7 +10,7 @@ from phalanx.data.corpus import Document
 
 
 @dataclass(frozen=True)
-class Split:
+class HeldOut:
     """Documents for validation by number, and one that is cut: its number, and its bytes there."""
 
     validation: frozenset[int] = frozenset()
@@ -32,14 +32,14 @@ class Split:
             yield number in self.validation, document.text
 
 
-def split_documents(names: Sequence[str], sizes_bytes: Sequence[int], share: float) -> Split:
-    """Choose about `share` of the bytes, in [0, 1), for validation.
+def hold_out(names: Sequence[str], sizes_bytes: Sequence[int], fraction: float) -> HeldOut:
+    """Choose about `fraction` of the bytes, in [0, 1), for validation.
 
     Documents are taken whole, in an order that depends on their names alone, so that a document
     that joins the corpus moves few others. One document is cut where taking or leaving it would
-    miss the share by more than a quarter: a corpus of one file has both parts too.
+    miss the fraction by more than a quarter: a corpus of one file has both parts too.
     """
-    wanted = round(share * sum(sizes_bytes))
+    wanted = round(fraction * sum(sizes_bytes))
     order = sorted(range(len(names)), key=lambda number: (_digest(names[number]), number))
     chosen: set[int] = set()
     taken = 0
@@ -52,12 +52,12 @@ def split_documents(names: Sequence[str], sizes_bytes: Sequence[int], share: flo
             chosen.add(number)
             taken += sizes_bytes[number]
         elif min(missing, excess) > wanted / 4 or len(chosen) + 1 == len(names):
-            return Split(frozenset(chosen), (number, missing))
+            return HeldOut(frozenset(chosen), (number, missing))
         else:
             if excess < missing:
                 chosen.add(number)
             break
-    return Split(frozenset(chosen))
+    return HeldOut(frozenset(chosen))
 
 
 def _digest(name: str) -> bytes:
