@@ -36,8 +36,6 @@ def test_a_configuration_becomes_a_strategy_and_settings(tmp_path: Path) -> None
     assert settings.autocast is torch.bfloat16
     assert settings.max_norm == 1.0
     assert settings.left_out == ("steps_per_print", "zero_optimization.overlap_comm")
-    with pytest.warns(DeprecationWarning, match=r"write a torch\.optim\.lr_scheduler"):
-        settings.scheduler(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
 
 
 @pytest.mark.parametrize(("stage", "num_ranks", "strategy"), [
@@ -54,38 +52,6 @@ def refusal_of(config: dict[str, Any]) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize(("type_", "params", "kind", "settings"), [
-    ("Adam", {"torch_adam": True}, torch.optim.AdamW, {"weight_decay": 0.0}),
-    ("Adam", {"adam_w_mode": False}, torch.optim.Adam, {"weight_decay": 0.0}),
-    ("adamw", {"betas": [0.9, 0.95], "weight_decay": 0.1}, torch.optim.AdamW,
-     {"betas": (0.9, 0.95), "weight_decay": 0.1}),
-    ("SGD", {"momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),
-])  # fmt: skip
-def test_an_optimizer_is_refused_with_the_line_of_torch_that_makes_it(
-    type_: str, params: dict[str, Any], kind: type, settings: dict[str, Any]
-) -> None:
-    said = refusal_of({**CONFIG, "optimizer": {"type": type_, "params": {"lr": 0.02, **params}}})
-    line = said.partition("optimizer is not read: write ")[2].partition(" and leave")[0]
-    made = eval(line, {"torch": torch, "model": torch.nn.Linear(2, 2)})
-    assert type(made) is kind
-    (group,) = made.param_groups
-    assert {name: group[name] for name in ("lr", *settings)} == {"lr": 0.02, **settings}
-
-
-def test_a_schedule_is_refused_with_a_line_of_torch_that_warms_up_as_long() -> None:
-    section = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1}}
-    said = refusal_of({**CONFIG, "scheduler": section})
-    line = said.partition("such as ")[2].partition(", and leave")[0]
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    schedule = eval(line, {"torch": torch, "optimizer": optimizer})
-    rates: list[float] = []
-    for _ in range(6):
-        rates += schedule.get_last_lr()
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
-
-
 @pytest.mark.parametrize(("more", "words"), [
     ({"fp16": {"enabled": True}}, "fp16 is enabled, and only bf16 or float32"),
     ({"zero_optimization": {"stage": 4}}, "stage is 4, expected 0, 1, 2 or 3"),
@@ -95,7 +61,7 @@ def test_a_schedule_is_refused_with_a_line_of_torch_that_warms_up_as_long() -> N
     ({"train_batch_size": "auto"}, "train_batch_size is 'auto', which another program"),
     ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto', which another program"),
     ({"optimizer": {"type": "OneBitAdam"}}, "optimizer is not read: write one of torch.optim and"),
-    ({"optimizer": {"type": "SGD", "params": 3}}, r"write torch.optim.SGD\(model.parameters\(\)"),
+    ({"scheduler": {"type": "WarmupLR"}}, r"scheduler is not read: write one of torch\.optim\.l"),
     ({"gradient_clipping": -1.0}, "gradient_clipping is -1.0, expected a number of at least 0"),
     ({"gradient_clipping": float("nan")}, "gradient_clipping is nan, expected a number of at"),
     ({"bf16": {"enabled": "false"}}, "bf16.enabled is 'false', expected true or false"),

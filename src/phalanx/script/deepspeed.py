@@ -2,15 +2,14 @@
 
 Names and defaults are those of DeepSpeed's documentation of its configuration and schedules
 (https://www.deepspeed.ai/docs/config-json/). What only tunes or reports is left out, and named;
-what would change the numbers and has no counterpart is refused. An optimizer or a schedule is
-refused with the line of torch that makes one like it.
+what would change the numbers and has no counterpart is refused. An optimizer or a schedule is of
+torch, and is refused.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +45,6 @@ _READ: Final = (
 ).split()
 """Settings that have a counterpart."""
 
-_OPTIMIZERS: Final = {each.lower(): each for each in ("Adam", "AdamW", "SGD", "Adagrad")}
-"""DeepSpeed's names of optimizers, of which it ignores the case, and torch's."""
-
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
@@ -69,15 +65,6 @@ class DeepSpeedSettings:
     autocast: torch.dtype | None
     max_norm: float | None
     left_out: tuple[str, ...]
-
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> None:
-        """Return None: deprecated, since no schedule is read from a file any more."""
-        del optimizer
-        warnings.warn(
-            "DeepSpeedSettings.scheduler is None and will go: write a torch.optim.lr_scheduler",
-            DeprecationWarning,
-            stacklevel=2,
-        )
 
 
 def from_deepspeed(
@@ -160,16 +147,10 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     is_number = isinstance(clipping, int | float) and not isinstance(clipping, bool)
     if clipping != "auto" and not (is_number and 0 <= clipping < math.inf):
         problems.append(f"gradient_clipping is {clipping!r}, expected a number of at least 0")
-    if values.get("optimizer"):
-        problems.append(
-            f"optimizer is not read: write {_optimizer_line(values['optimizer'])} and leave "
-            "the section out"
-        )
-    if values.get("scheduler"):
-        problems.append(
-            "scheduler is not read: write one of torch.optim.lr_scheduler, such as "
-            f"{_scheduler_line(values['scheduler'])}, and leave the section out"
-        )
+    for name, place in (("optimizer", "optim"), ("scheduler", "optim.lr_scheduler")):
+        if values.get(name):
+            words = f"write one of torch.{place} and leave the section out"
+            problems.append(f"{name} is not read: {words}")
     return problems
 
 
@@ -233,32 +214,3 @@ def _whole(value: Any, name: str) -> int:
     if type(value) is not int or value < 1:
         raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1")
     return value
-
-
-def _params(section: Mapping[str, Any]) -> dict[str, Any]:
-    params = section.get("params")
-    return dict(cast("Mapping[str, Any]", params)) if isinstance(params, Mapping) else {}
-
-
-def _optimizer_line(section: Mapping[str, Any]) -> str:
-    """Return the line of torch that makes such an optimizer."""
-    name, params = str(section.get("type", "")), _params(section)
-    kind = _OPTIMIZERS.get(name.lower())
-    if kind is None:
-        return "one of torch.optim"
-    # DeepSpeed's Adam decays as AdamW does unless told otherwise, and by nothing by default.
-    if params.pop("adam_w_mode", True) and kind == "Adam":
-        kind = "AdamW"
-    params.pop("torch_adam", None)
-    given = {"weight_decay": 0.0, **params}
-    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    return f"torch.optim.{kind}(model.parameters(), {words})"
-
-
-def _scheduler_line(section: Mapping[str, Any]) -> str:
-    """Return a line of torch that warms up over as many steps."""
-    steps = _params(section).get("warmup_num_steps", 1000)
-    return (
-        "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / "
-        f"{steps!r}))"
-    )
