@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from phalanx.script.average import DistributedOptimizer as DistributedOptimizer
     from phalanx.script.average import average_gradients as average_gradients
     from phalanx.script.deepspeed import from_deepspeed as from_deepspeed
+    from phalanx.script.init import init as init
     from phalanx.script.run import Run as Run
-    from phalanx.script.run import init as init
     from phalanx.script.trainer import Options as Options
     from phalanx.script.trainer import Trainer as Trainer
     from phalanx.strategy import Strategy as Strategy
@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
         "Run": ("phalanx.script.run", "Run"),
         "Options": ("phalanx.script.trainer", "Options"),
         "Trainer": ("phalanx.script.trainer", "Trainer"),
-        "init": ("phalanx.script.run", "init"),
+        "init": ("phalanx.script.init", "init"),
         "train_decoder": ("phalanx.train.run", "train"),
         "verify_strategy": ("phalanx.verify.harness", "verify"),
     }

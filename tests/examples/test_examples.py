@@ -21,7 +21,7 @@ from torch import Tensor
 
 from marks import by_hand
 from phalanx.launch.local import run_ranks
-from phalanx.script.run import STRATEGY
+from phalanx.script.init import STRATEGY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import phalanx
 from phalanx.launch.local import run_ranks
 from phalanx.script import session
-from phalanx.script.on_host import OnHost
+from phalanx.script.replicas import OnHost
 from phalanx.strategy import Strategy
 
 READS = {
@@ -103,7 +103,7 @@ def test_a_loop_of_ones_own_waits_for_nothing(strategy: str) -> None:
     for found in run_ranks(waits_of_a_loop, 2, strategy, threads=1):
         assert found.pop("dropout.py: _draw") == 4 * 3  # of the host's own generator
         # Of a copy that has been on its way since the step before.
-        assert found == {"on_host.py: tolist": 2}, found
+        assert found == {"replicas.py: tolist": 2}, found
 
 
 def waits_of_trainer(folder: Path, strategy: str) -> Counter[str]:

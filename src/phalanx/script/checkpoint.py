@@ -53,23 +53,6 @@ class Standing:
     is_passing: bool = False
 
 
-def save(
-    saver: Saver,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    standing: Standing,
-    registered: Registered | None = None,
-) -> Path:
-    """Save and wait until the checkpoint is whole, see `begin`; every rank calls this together.
-
-    Raises:
-        CheckpointError: it cannot be written, or holds the weights alone.
-    """
-    final = begin(saver, model, optimizers, standing, registered)
-    saver.finish()
-    return final
-
-
 def begin(
     saver: Saver,
     model: nn.Module,

@@ -20,24 +20,31 @@ from torch import Tensor
 from phalanx.comm.comm import Comm
 from phalanx.data.rows import map_batch
 from phalanx.errors import ScriptError
+from phalanx.script.loader import RankLoader
 from phalanx.script.order import Draws
 
 
 def draw_rows(
-    make: Callable[[int], Any], draws: Draws, num_rows: int, own: range, device: torch.device
+    make: Callable[[int], Any], draws: Draws, loader: RankLoader | None, device: torch.device
 ) -> Any:
     """Return this rank's rows of what `make` draws for all rows of a batch, see `Run.draw`.
 
     Args:
         make: as there.
         draws: the generator that the ranks share.
-        num_rows: of the batch on all ranks.
-        own: which of them this rank has.
+        loader: that the last batch was read off; None before the first.
         device: of the result.
 
     Raises:
-        ScriptError: a tensor has other rows, or was drawn on another device than the CPU.
+        ScriptError: no batch has been read, or a tensor has other rows, or was drawn on another
+            device than the CPU.
     """
+    if loader is None:
+        raise ScriptError(
+            "draw: no batch of a prepared DataLoader has been read, which says how many rows there "
+            "are; call it within the loop"
+        )
+    num_rows, own = loader.num_batch_rows, loader.own_rows
     with draws.in_place():
         whole = make(num_rows)
 

@@ -13,8 +13,8 @@ from phalanx.errors import PhalanxError, ScriptError
 from phalanx.launch.attach import ASKED, add_line, as_mistake, check_end, no_ends
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.heartbeat import PULSE
+from phalanx.script.init import STRATEGY
 from phalanx.script.loader import has_empty_batch
-from phalanx.script.run import STRATEGY
 
 
 def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from phalanx.data.rows import map_tensors
 from phalanx.errors import ConfigError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
-from phalanx.script import run as script_run
+from phalanx.script.init import IN_PLACE
 from phalanx.script.launch import run_script
 from phalanx.script.run import Run
 from phalanx.strategy import Strategy
@@ -62,7 +62,7 @@ def record_script(path: str, words: list[str], strategy: Strategy, steps: int) -
     torch.set_default_dtype(torch.float64)
     with Whereabouts() as at:
         watch = _Watch(steps, at)
-        script_run.IN_PLACE.append((strategy, watch.attach))
+        IN_PLACE.append((strategy, watch.attach))
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             run_script(path, words, None)
     return watch.history

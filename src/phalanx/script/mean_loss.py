@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.foreign import brief
-from phalanx.comm.comm import Comm
 from phalanx.errors import ScriptError
 
 _PRODUCTS: Final = frozenset({
@@ -158,24 +156,3 @@ def _whole(factor: Any) -> float:
         return float(factor.detach()) if factor.numel() == 1 else 0.0
     is_count = isinstance(factor, int | np.integer) and not isinstance(factor, bool)
     return float(factor) if is_count else 0.0
-
-
-def own_number(call: str, value: Any, comm: Comm) -> Tensor:
-    """Return numbers of this rank, to be added up over the ranks, on its device.
-
-    Raises:
-        ScriptError: it is no number, or the loss of all ranks.
-    """
-    if isinstance(value, MeanLoss | MeanNumber):
-        raise ScriptError(
-            f"{call}: the loss that run.backward returned is of all ranks already; add up what "
-            "this rank alone has, such as the loss_sum that run.backward was given"
-        )
-    try:
-        # numpy, since torch makes a float a float32
-        own = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        return own.detach().to(comm.device)
-    except (TypeError, ValueError, RuntimeError):
-        raise ScriptError(
-            f"{call}: {brief(value)} is no number; expected a number or a tensor of this rank"
-        ) from None

@@ -1,14 +1,241 @@
-"""What a script's model must be before it is split."""
+"""What a script has prepared: the model that is split, and what is fitted to it."""
 
 from __future__ import annotations
 
-from torch import nn
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from phalanx.comm.comm import Comm
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
+from phalanx.parallel.batch_norm import Statistics, require_statistics
+from phalanx.parallel.dropout import Masks, name_draws
+from phalanx.parallel.plan import Plan
 from phalanx.script.buffers import refuse_max_norm
+from phalanx.script.draws import DrawWatch
+from phalanx.script.gather import gather_rows, gather_with_gradient
 from phalanx.script.hooks import refuse_lost_hooks
+from phalanx.script.loader import RankLoader
+from phalanx.script.optimizer import Names, check_schedules, guard, rebind
+from phalanx.script.order import Draws
+from phalanx.script.reading import OwnRows, Reading
+from phalanx.script.step_state import State
+from phalanx.script.totals import add_up
+from phalanx.script.user_step import UserStep
+from phalanx.script.weight_average import WeightAverage
+from phalanx.script.whole_weights import guard_shards
+from phalanx.strategy import Strategy
+
+
+class Prepared:
+    """The objects of a run, in the order in which they were prepared.
+
+    Attributes:
+        draws: the generator that the loaders share.
+        reading: which batches have been read.
+        own_rows: passes whose numbers have not been added up.
+        loaders, optimizers, schedulers, averages: those of the run.
+    """
+
+    def __init__(
+        self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int, name: str
+    ) -> None:
+        self.draws = Draws()
+        self.reading = Reading()
+        self.own_rows = OwnRows(comm)
+        self.loaders: list[RankLoader] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.averages: list[WeightAverage] = []
+        self._comm, self._strategy = comm, strategy
+        self._accumulation, self._seed, self._name = accumulation, seed, name
+        self._model: nn.Module | None = None
+        self._step: UserStep | None = None
+        self._before: Names = {}
+        self._is_announced = self._is_warned = False
+
+    @property
+    def state(self) -> State:
+        """Of which batches the gradients are."""
+        return State.IDLE if self._step is None else self._step.state
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that an optimizer has taken, those before a resume too."""
+        return 0 if self._step is None else self._step.steps_done
+
+    def need(self, call: str) -> tuple[nn.Module, UserStep]:
+        """Return the model and its step.
+
+        Raises:
+            ScriptError: no model is prepared, which `call` needs.
+        """
+        if self._model is None or self._step is None:
+            raise ScriptError(
+                f"{call}: no model is prepared; call model, optimizer, loader = "
+                "run.prepare(model, optimizer, loader) first, with the model among them"
+            )
+        return self._model, self._step
+
+    def __deepcopy__(self, memo: Any) -> Prepared:
+        return self  # a copy of a loader belongs to the same run
+
+    def take(
+        self,
+        objects: Sequence[Any],
+        batch_norm: Statistics | None,
+        roles: Mapping[str, str] | None,
+    ) -> list[Any]:
+        """Prepare objects, the model first; see `Run.prepare`."""
+        for model in [each for each in objects if isinstance(each, nn.Module)]:
+            self._take_model(model, batch_norm, roles)
+        prepared = [self._take(each) for each in objects]
+        check_schedules(self.schedulers, self.optimizers)
+        self._announce()
+        return prepared
+
+    def trained_step(self) -> UserStep:
+        """Return the step that a backward is of.
+
+        Raises:
+            ScriptError: no model or optimizer is prepared, or the weights are averages.
+        """
+        step = self.need("backward")[1]
+        self.refuse_average("backward")
+        if not self.optimizers:
+            raise ScriptError(
+                "backward: no optimizer is prepared, so that it may update parameters that are not "
+                "split, and its steps would not be checked; give it to run.prepare too"
+            )
+        return step
+
+    def check_replicas(self, call: str) -> None:
+        """Refuse ranks that differ; every rank calls this together."""
+        step = self.need(call)[1]
+        step.replicas.check(call, step.steps_done)
+
+    def add_up(self, call: str, *numbers: Tensor) -> Tensor:
+        """Return the sums of numbers of this rank, see `totals`; every rank calls this together."""
+        self.own_rows.add_up()
+        total, is_due = add_up(call, numbers, self._comm, self._is_check_due())
+        if is_due:
+            self.check_replicas(call)
+        return total
+
+    def gather(self, batch: Any, grad: bool) -> Any:
+        """Return the rows of all ranks, see `Run.gather`; every rank calls this together."""
+        self.own_rows.add_up()
+        num_rows = {len(each.rows) for each in self.loaders if each.num_begun}
+        if grad:
+            self.reading.gather()
+            return gather_with_gradient(batch, self._comm, num_rows)
+        rows, is_due = gather_rows(batch, self._comm, num_rows, self._is_check_due())
+        if is_due:
+            self.check_replicas("gather")
+        return rows
+
+    def _is_check_due(self) -> bool:
+        """Return whether the ranks are to be compared in an evaluation."""
+        step = self._step
+        return step is not None and self.reading.is_evaluation and not step.replicas.is_checked
+
+    def refuse_average(self, call: str) -> None:
+        """Refuse to train or save averaged weights."""
+        if any(average.is_applied for average in self.averages):
+            raise ScriptError(
+                f"{call}: within applied() of an average, where the model has averaged weights; "
+                "call it outside"
+            )
+
+    def warn_of_schedules(self, registered: Sequence[Any]) -> None:
+        """Warn once that a checkpoint lacks a schedule that moves the rate of an optimizer."""
+        known = {id(getattr(each, "optimizer", None)) for each in (*self.schedulers, *registered)}
+        # Set by torch's schedulers on their optimizer; tests/script/test_mistakes.py pins it.
+        left = [o for o in self.optimizers if hasattr(o, "_opt_called") and id(o) not in known]
+        if left and self._comm.is_first and not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                f"save: a schedule moves the learning rate of {type(left[0]).__name__} and is not "
+                "prepared, so no checkpoint has it; give it to run.prepare too",
+                stacklevel=4,
+            )
+
+    def _take_model(
+        self, model: nn.Module, batch_norm: Statistics | None, roles: Mapping[str, str] | None
+    ) -> None:
+        if self._model is not None:
+            again = "it again" if model is self._model else f"a {type(model).__name__} too"
+            raise ScriptError(
+                f"prepare: {type(self._model).__name__} is prepared already, and this prepares "
+                f"{again}; call it once, with several models as parts of one nn.Module"
+            )
+        check_model(model, self._comm)
+        self._before = {p: name for name, p in model.named_parameters()}
+        require_statistics(model, self._strategy, batch_norm)
+        masks = Masks(self._seed, lambda: self.reading.position(self.steps_done))
+        model.to(self._comm.device)
+        plan = Plan(self._strategy, model, roles=roles, batch_norm=batch_norm, masks=masks)
+        runner = plan.build(self._comm)
+        known = (self._accumulation, self.reading, self.optimizers, self._name)
+        self._model, self._step = model, UserStep(model, runner, self._comm, *known)
+        guard_shards(model, str(self._strategy))
+        self._step.draws = DrawWatch(self._comm, lambda: masks.num_tickets)
+        name_draws(model, self._step.draws.stop)
+
+    def _take(self, each: Any) -> Any:
+        if isinstance(each, torch.optim.Optimizer):
+            self._take_optimizer(each)
+        elif isinstance(each, DataLoader):
+            self.loaders.append(RankLoader(each, self._comm, self.draws, self._note))
+            return self.loaders[-1]
+        elif isinstance(each, nn.Module) or each is None:
+            pass
+        elif all(hasattr(each, name) for name in ("step", "state_dict", "load_state_dict")):
+            self.schedulers.append(each)
+        else:
+            raise ScriptError(
+                f"prepare: cannot prepare a {type(each).__name__}; expected an nn.Module, "
+                "optimizers, schedulers and DataLoaders"
+            )
+        return each
+
+    def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        model, step = self.need("prepare")
+        if any(optimizer is known for known in self.optimizers):
+            raise ScriptError(
+                f"prepare: this {type(optimizer).__name__} is prepared already; give it once"
+            )
+        rebind(optimizer, self._before, model)
+        guard(optimizer, step)
+        self.optimizers.append(optimizer)
+
+    def _announce(self) -> None:
+        """Say once on standard error how the job is split, when a loader is prepared."""
+        num_ranks = self._comm.size("job")
+        if self._is_announced or num_ranks == 1 or not self.loaders:
+            return
+        self._is_announced = True
+        plain = self.loaders[0].plain
+        rows = ""
+        if plain.batch_size is not None:
+            most = -(-plain.batch_size // self._comm.size("data"))
+            rows = f"; {most} of the {plain.batch_size} rows of a batch a rank"
+        if self._comm.is_first:
+            kind = self._comm.device.type
+            sys.stderr.write(f"phalanx: {num_ranks} ranks, {self._strategy} on {kind}{rows}\n")
+            sys.stderr.flush()
+
+    def _note(self, loader: RankLoader, batch: Any) -> None:
+        self.reading.note(loader, batch)
+        self.own_rows.note(loader)
+        if self._step is not None and not self.reading.is_evaluation:
+            self._step.draws.mark()
 
 
 def check_model(model: nn.Module, comm: Comm) -> None:

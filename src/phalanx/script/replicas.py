@@ -10,6 +10,7 @@ replicas stay equal to the last bit, which a sum of their bits shows (`bits`).
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import defaultdict
@@ -36,7 +37,6 @@ from phalanx.script.bits import (
 )
 from phalanx.script.drift import CLIPS, STEPS, Digest, Facts, first_difference
 from phalanx.script.made_gradients import version_of
-from phalanx.script.on_host import OnHost
 from phalanx.train.clip import sharded_axes
 
 SHARE: Final = 0.005
@@ -44,6 +44,23 @@ SHARE: Final = 0.005
 
 _SEEN: Final = 2 * 3
 """Words of what a rank has seen of a stream, and their squares."""
+
+
+class OnHost:
+    """A copy of a tensor that comes to the host while its device goes on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Begin to copy; what the device is given later is not waited for."""
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def tolist(self) -> list[float]:
+        """Return the numbers of a vector, once they are here."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()
 
 
 class _Held(NamedTuple):
@@ -126,8 +143,7 @@ class Replicas:
         if self._size == 1:
             return self._apart.new_zeros(0)
         self._began_s = self._began_s or time.perf_counter()
-        self._counts = {**counts, CLIPS: self._clips[0]}
-        self._settings = self._settings_now()
+        self._take_settings(counts)
         words = [
             *words_of(repr(self._settings)),
             *(n % 2**WORD_BITS for n in self._counts.values()),
@@ -152,8 +168,7 @@ class Replicas:
         """
         if self._size == 1:
             return
-        self._counts = {STEPS: steps_done, CLIPS: self._clips[0]}
-        self._settings = self._settings_now()
+        self._take_settings({STEPS: steps_done})
         words = self._apart.new_tensor(words_of(repr((self._settings, self._counts))))
         apart = self._spread(words, tuple(self._comm.axes)) | self._spread_of(
             self._weights | self._states()
@@ -176,8 +191,7 @@ class Replicas:
         """
         if self._size == 1 or self._found is None or self._is_refused:
             return
-        self._counts = {STEPS: steps_done, CLIPS: self._clips[0]}
-        self._settings = self._settings_now()
+        self._take_settings({STEPS: steps_done})
         facts = self._facts()
         weights = {} if self._is_written() or self._is_rounding else facts.weights
         store = job_store()
@@ -220,22 +234,12 @@ class Replicas:
     def _addresses_now(self) -> list[int]:
         return [local_shard(held.tensor).data_ptr() for held in self._weights.values()]
 
-    def _settings_now(self) -> dict[str, str]:
-        """Return the settings of the optimizers by their names, as text."""
-        found: dict[str, str] = {}
-        for number, optimizer in enumerate(self._optimizers):
-            kind = type(optimizer).__name__
-            found[f"the kind of optimizer {number}"] = kind
-            for at, group in enumerate(optimizer.param_groups):
-                of = f"of group {at} of {kind}"
-                for name, value in group.items():
-                    if name == "params":
-                        found[f"the number of parameters {of}"] = str(len(value))
-                    elif text := _text(value):
-                        found[f"{name} {of}"] = text
+    def _take_settings(self, counts: Mapping[str, int]) -> None:
+        """Take counts and settings as they are now."""
+        self._counts = {**counts, CLIPS: self._clips[0]}
+        self._settings = _settings(self._optimizers)
         if self._clips[0]:
-            found["the arguments of run.clip"] = self._clips[1]
-        return found
+            self._settings["the arguments of run.clip"] = self._clips[1]
 
     def _states(self) -> dict[str, _Held]:
         """Return the tensors that the optimizers keep of each parameter."""
@@ -269,10 +273,7 @@ class Replicas:
         return (self._num_replicas(axes) * squares != total**2).any()
 
     def _num_replicas(self, axes: Sequence[str]) -> int:
-        number = 1
-        for axis in axes:
-            number *= self._comm.axes[axis]
-        return number
+        return math.prod(self._comm.axes[axis] for axis in axes)
 
     def _facts(self) -> Facts:
         return Facts(
@@ -340,6 +341,22 @@ def _digest(held: _Held) -> Digest:
     shard = local_shard(held.tensor.detach())
     numbers = shard.real if shard.is_complex() else shard
     return Digest(held.place, int(bits_of(shard)), float(numbers.double().sum()))
+
+
+def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """Return the settings of optimizers by their names, as text."""
+    found: dict[str, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        found[f"the kind of optimizer {number}"] = kind
+        for at, group in enumerate(optimizer.param_groups):
+            of = f"of group {at} of {kind}"
+            for name, value in group.items():
+                if name == "params":
+                    found[f"the number of parameters {of}"] = str(len(value))
+                elif text := _text(value):
+                    found[f"{name} {of}"] = text
+    return found
 
 
 def _text(value: Any) -> str:

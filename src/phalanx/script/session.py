@@ -75,11 +75,7 @@ class ModuleSession(Session):
     def __init__(
         self, trainer: Trainer, strategy: Strategy, options: Options, command: str = ""
     ) -> None:
-        """Split the model, and load a checkpoint if there is one to resume.
-
-        Raises:
-            PhalanxError: the strategy does not split the model, or the checkpoint does not fit.
-        """
+        """Split the model, and load a checkpoint if there is one to resume."""
         check_same_job(trainer, strategy, options)
         # A folder named after the time must have one name.
         self.out = on_first_rank(lambda: options.out, f"cannot write to {options.out}")
@@ -103,7 +99,7 @@ class ModuleSession(Session):
     def _open(self) -> None:
         trainer, strategy = self.trainer, self.strategy
         self.comm = comm = Ranks(strategy, self.config.device)
-        model = self._build()
+        model = _built(trainer, self.precision)
         self.draws = Draws()
         # Before anything is split: the FLOPs are those of one process.
         self._flops = flops_of_trainer(trainer, strategy, model, self.precision.of_batch)
@@ -144,15 +140,6 @@ class ModuleSession(Session):
         if self.config.compile:
             compile_blocks(model)
         self._batches = self._passes()
-
-    def _build(self) -> nn.Module:
-        """Return the module of one process, in training."""
-        torch.manual_seed(self.trainer.seed)
-        model = self.trainer.build()
-        check_model(model)
-        if not model.training:  # one that is keeps the modes of its modules
-            model.train()
-        return model if self.precision.weights is None else model.to(self.precision.weights)
 
     def _step_of(self, model: nn.Module, runner: Runner) -> Step:
         objective = Sums(
@@ -322,6 +309,16 @@ class ModuleSession(Session):
     @override
     def resume_command(self, steps: int | None = None) -> str:
         return resume_text(self.out, self._command, steps)
+
+
+def _built(trainer: Trainer, precision: ModulePrecision) -> nn.Module:
+    """Return the module of one process, in training."""
+    torch.manual_seed(trainer.seed)
+    model = trainer.build()
+    check_model(model)
+    if not model.training:  # one that is keeps the modes of its modules
+        model.train()
+    return model if precision.weights is None else model.to(precision.weights)
 
 
 def resume_text(out: Path, command: str, steps: int | None = None) -> str:

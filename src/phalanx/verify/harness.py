@@ -77,23 +77,20 @@ def verify(
     """Compare a strategy with one process on your own module and batches.
 
     Args:
-        build: importable function that returns the module with its first weights; it must draw the
-            same ones in every process.
-        batches: the global batch of each step: a tensor, or a mapping, sequence or dataclass of
-            tensors, whose first dimension is the samples.
+        build: importable function that returns a new module with the same first weights each time.
+        batches: the global batch of each step: tensors, in mappings, sequences or dataclasses,
+            whose first dimension is the samples.
         strategy: such as "dp2".
         objective: how a microbatch becomes a sum of losses and a number of valid tokens.
         accumulation: microbatches each rank cuts its share into; one process never cuts.
-        dtype: "float64", "float32" or "bfloat16", of weights and arithmetic; floating-point tensors
-            of the batches are cast to it.
+        dtype: of weights, arithmetic and batches: "float64", "float32" or "bfloat16".
         optimizer: AdamW's settings; its defaults if None.
-        roles: patterns of module names to roles for tp, as {"layers.*.up": "column"}, see
-            docs/strategies.md; known for our decoder and the models of transformers named there.
-        debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
+        roles: patterns of module names to roles for tp, as {"layers.*.up": "column"}, for modules
+            that docs/strategies.md does not name.
+        debug_comm: compare each collective of all ranks first, see docs/debugging.md.
         device: "cpu" (gloo), or "cuda" (NCCL, one GPU a rank).
         batch_norm: "global" if BatchNorm takes its mean and variance over the rows of all ranks.
-        dropout_seed: nn.Dropout draws masks of this seed that belong to the sample, on both sides;
-            under tp it cannot. From the process's own generator if None.
+        dropout_seed: of masks that belong to the sample, not under tp; each process's own if None.
 
     Returns:
         The verdict; `verdict.is_equal` and `str(verdict)` say it all.
@@ -105,17 +102,21 @@ def verify(
     """
     parsed = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy)
     require_built(parsed)
-    if dtype not in DTYPES:
-        raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(DTYPES)}")
-    if not batches:
-        raise ConfigError("verify: no batches; give at least one")
-    check_build("verify", build)
+    _check_given(build, batches, dtype)
     settings = optimizer or OptimizerConfig()
     case = Case(
         build, objective, batches, accumulation, dtype, settings, roles,
         device=device, batch_norm=batch_norm, dropout_seed=dropout_seed,
     )  # fmt: skip
     return compare_cases({"": case}, parsed, debug_comm)[0]
+
+
+def _check_given(build: Callable[[], nn.Module], batches: Sequence[Any], dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(DTYPES)}")
+    if not batches:
+        raise ConfigError("verify: no batches; give at least one")
+    check_build("verify", build)
 
 
 def compare_cases(

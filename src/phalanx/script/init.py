@@ -1,0 +1,99 @@
+"""`phalanx.init`: join the job that a script was started for, and return its run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+import torch.distributed as dist
+
+from phalanx.comm.comm import Ranks
+from phalanx.debug.check import CollectiveCheck
+from phalanx.errors import StrategyError
+from phalanx.launch.attach import attach, check_end, tell_in_one_message
+from phalanx.script.checks import check_init
+from phalanx.script.run import Run
+from phalanx.script.whole_weights import of_shards
+from phalanx.strategy import Strategy
+
+STRATEGY: Final = "PHALANX_STRATEGY"
+"""Variable in which `phalanx run --strategy` hands the strategy to the script."""
+
+_NUMBERS = itertools.count()
+
+IN_PLACE: Final[list[tuple[Strategy, Callable[[Run], None]]]] = []
+"""While `phalanx verify` runs the script: a strategy in place of its own, and what watches runs."""
+
+
+def init(
+    strategy: str | Strategy | None = None,
+    *,
+    accumulation: int = 1,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout_s: float | None = None,
+    debug_comm: bool = False,
+) -> Run:
+    """Join the job of `phalanx run`, torchrun or Slurm; without one, be a job of one process.
+
+    Args:
+        strategy: how to split the work, such as "dp2,fsdp2"; that of `phalanx run --strategy` if
+            None, else dp over all ranks that there are.
+        accumulation: how many times `backward` is called for each step of the optimizer. The last
+            step of a pass over the data may have fewer.
+        seed: of the masks of dropout.
+        device: what to compute on, "cuda" where there is a GPU if "auto".
+        timeout_s: longest wait for another rank in one collective, in seconds; that of
+            `phalanx run --timeout-s` if None, else 600.
+        debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
+
+    Raises:
+        ConfigError: the strategy cannot be read, or needs another number of ranks, or is for
+            pipelines or context parallelism, which need a trainer's loop; or the job is incomplete.
+    """
+    tell_in_one_message(of_shards)
+    parsed = IN_PLACE[-1][0] if IN_PLACE else _strategy(strategy)
+    check_init(accumulation, seed, device, timeout_s)
+    facts = {"strategy": parsed and str(parsed), "accumulation": accumulation, "seed": seed}
+    kind = attach(facts, device=device, timeout_s=timeout_s)
+    num_ranks = dist.get_world_size()
+    if parsed is None:
+        parsed = Strategy.parse(f"dp{num_ranks}")
+    if parsed.num_ranks != num_ranks == 1:
+        raise StrategyError(
+            f"init: strategy '{parsed}' needs {parsed.num_ranks} ranks, but this is one process; "
+            f"start the script by: phalanx run {Path(sys.argv[0]).name} --nproc {parsed.num_ranks}"
+        )
+    name = f"run {next(_NUMBERS)}"
+    check_end(f"{name} of the script begins")  # of the runs before, which may not last any longer
+    run = Run(Ranks(parsed, kind), parsed, accumulation, seed, name)
+    if debug_comm:
+        CollectiveCheck(run.comm).__enter__()  # for as long as the process lasts
+    if IN_PLACE:
+        IN_PLACE[-1][1](run)
+    return run
+
+
+def _strategy(given: str | Strategy | None) -> Strategy | None:
+    """Return the strategy of the script, or of its command line."""
+    told = os.environ.get(STRATEGY)
+    strategy = Strategy.parse(given) if isinstance(given, str) else given
+    if not isinstance(strategy, Strategy | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StrategyError(f"init: strategy is {strategy!r}; expected text such as 'dp2,fsdp2'")
+    if told and strategy is not None and str(strategy) != str(Strategy.parse(told)):
+        raise StrategyError(
+            f"init: the script asks for strategy '{strategy}' and its command line for '{told}'; "
+            "leave one of them out"
+        )
+    strategy = Strategy.parse(told) if told and strategy is None else strategy
+    for axis, what in (("pp", "a pipeline"), ("cp", "context parallelism")):
+        if strategy is not None and getattr(strategy, axis).degree > 1:
+            raise StrategyError(
+                f"init: strategy '{strategy}' has {axis}: {what} runs the forward itself, which a "
+                "loop of one's own calls; use dp, fsdp and tp here"
+            )
+    return strategy
