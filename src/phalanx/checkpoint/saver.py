@@ -106,7 +106,7 @@ class Saver:
     def reserve(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, free_bytes: int | None = None
     ) -> str | None:
-        """Get the host memory for the copy of this rank's share, before the first step.
+        """Get the host memory for the copy of this rank's shards, before the first step.
 
         The moments that the optimizer, an Adam, does not have yet are reckoned with. This rank may
         take `free_bytes`, or what it gets if that is None. Returns what a person should know if

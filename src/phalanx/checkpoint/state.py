@@ -102,7 +102,7 @@ def _held(tensor: torch.Tensor, *, is_buffer: bool = False) -> Held:
 
 
 def is_of_job(name: str) -> bool:
-    """Tell whether every rank has a share of this, whichever stage of a pipeline it runs."""
+    """Tell whether every rank has a shard of this, whichever stage of a pipeline it runs."""
     return name.startswith("generators.")
 
 

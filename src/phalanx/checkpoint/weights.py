@@ -45,7 +45,7 @@ def open_checkpoint(path: Path) -> Weights:
         for name, tensor in tensors.items()
         if name.startswith("model.")
     }
-    if shape.num_layers > len(sizes):  # before a model is made of so many
+    if shape.num_layers > len(sizes):  # before a model is made of more
         raise CheckpointError(
             f"{folder}: it has {len(sizes)} weights; the shape in {manifest.NAME} asks for "
             f"{brief(shape.num_layers)} layers"

@@ -114,7 +114,7 @@ class Ledger(Watch):
 def _payload_bytes(call: Call, num_ranks: int) -> int:
     """Return the bytes of the whole tensor: the largest of what goes in and what comes out.
 
-    A gather's input is one rank's share, and a scatter's output is: the whole is N times the share.
+    A gather's input is one rank's shard, and a scatter's output is: the whole is N times the shard.
     """
     sizes = [_bytes(tensors) for tensors in (call.inputs, call.outputs) if tensors]
     if call.op in ("gather", "scatter"):  # only the root has the whole

@@ -55,7 +55,7 @@ _TOKEN_BYTES = "token_bytes.npy"
 class TokenFiles:
     """The prepared data: a folder that any process can open with `open_tokens`.
 
-    It holds tokens to train on and tokens kept aside (none if the share was 0), of `num_documents`
+    It holds tokens to train on and tokens held out (none if the fraction was 0), of `num_documents`
     with `num_bytes` of text; the digests are of names and text, and of the tokenizer.
     """
 

@@ -15,7 +15,7 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.decoder import Decoder
 
 TOLERANCE: Final = 1e-4
-"""Largest difference of two logits that passes, as a share of the largest logit: float32 leaves
+"""Largest difference of two logits that passes, as a part of the largest logit: float32 leaves
 about 1e-6 a few layers deep; a weight under the wrong name, or a wrong constant, far more."""
 
 NUM_ROWS: Final = 2

@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
     Attributes:
         window: positions that a query looks at, its own the last; None for all up to its own.
-        attend: mixes values by queries and keys, as `attend` below; whoever holds a share of the
+        attend: mixes values by queries and keys, as `attend` below; whoever holds a part of the
             positions sets another, which fetches the rest.
     """
 

@@ -57,7 +57,7 @@ class Dropout(nn.Module):
 
     Attributes:
         row_positions: called as `row_positions(T, device)` to return which positions of their row
-            T tokens stand at; whoever holds a share of the positions sets another.
+            T tokens stand at; whoever holds a part of the positions sets another.
     """
 
     def __init__(self, p: float) -> None:

@@ -36,7 +36,7 @@ class ModelShape:
     window: int | None = None
     """Positions that a query looks at, its own the last; all up to its own if None."""
     full_every: int | None = None
-    """The last of so many blocks has no window; if None, all have that of `window`."""
+    """The last of this number of blocks has no window; if None, all have that of `window`."""
     window_theta: float | None = None
     """rope_theta of the blocks that have a window, unscaled; if None, as in the others."""
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"

@@ -24,7 +24,7 @@ Of a stage of a pipeline that is not the last, it returns what the next one take
 """
 
 ShareOf = Callable[[torch.Tensor], torch.Tensor]
-"""Makes of such a sum the microbatch's share of the loss, where backward begins."""
+"""Makes of such a sum the microbatch's part of the loss, where backward begins."""
 
 
 class Runner(ABC):

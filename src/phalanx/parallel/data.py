@@ -1,7 +1,7 @@
 """Data parallelism: every rank holds the whole model and computes other samples.
 
 Idea      The gradient of a sum over samples is the sum of the gradients, so N ranks that each take
-          a share of the batch need one all-reduce a step. `naive` reduces each gradient after
+          a part of the batch need one all-reduce a step. `naive` reduces each gradient after
           backward has ended; `bucketed` gathers gradients in flat buckets of 25 MiB and reduces a
           full one while backward still computes the gradients of earlier layers (Li et al.,
           PyTorch Distributed, VLDB 2020, section 3.2).

@@ -1,9 +1,9 @@
 """Sharded data parallelism: ZeRO 1-3 and HSDP, on PyTorch's FSDP2.
 
-Idea      Ranks that hold the same thing N times can hold a share each and gather it where it is
+Idea      Ranks that hold the same thing N times can hold a shard each and gather it where it is
           used (Rajbhandari et al., ZeRO, SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB 2023).
           The stages say what is left whole: `zero1` parameters and gradients, `zero2` parameters,
-          `zero3` nothing. With dp > 1 it is HSDP: shares within fsdp, copies of them across dp.
+          `zero3` nothing. With dp > 1 it is HSDP: shards within fsdp, replicas of them across dp.
           Beside cp the shards are split over fsdp x cp: its ranks have other positions of the
           same samples, and so terms of the same gradients. Below fsdp means both.
           A group is what travels together: a block, the embedding, the head, the rest: groups.py.
@@ -16,7 +16,7 @@ Backward  zero3: all_gather again, but of the embedding, whose backward does not
           all_reduce over dp -> dW[I_fsdp]
 Cost      With P bytes of parameters, padded, and A microbatches a step, a rank sends (N-1)/N times
               zero1  P + P              gathers once, reduces once: adds up whole gradients
-              zero2  P + A P            gathers once, reduces each microbatch: adds up shares
+              zero2  P + A P            gathers once, reduces each microbatch: adds up shards
               zero3  (2 P - K) A + A P  K: what is gathered once: all but the first blocks
           and across M ranks of dp 2 (M-1)/M P/N. One byte a parameter besides, see
           `GradientReducer.agree`.
@@ -85,7 +85,7 @@ class ShardedSplit(Split):
         return (-(-rows // strategy.num_shards), *rest) if part == "table" else shape
 
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
-        """Return the shares, and what is gathered and not yet reduced.
+        """Return the shards, and what is gathered and not yet reduced.
 
         With one microbatch zero1 reduces each group's gradients as soon as they are made, and holds
         no more than zero2.
@@ -261,11 +261,11 @@ class ShardedReducer(GradientReducer):
     def _watch(self, module: nn.Module) -> None:
         """Note for each parameter of an FSDP2 module when autograd makes a gradient for it.
 
-        Model, optimizer and checkpoints know the share, autograd knows the gathered tensor alone:
+        Model, optimizer and checkpoints know the shard, autograd knows the gathered tensor alone:
 
-            share ---all_gather---> gathered ---forward---> loss
+            shard ---all_gather---> gathered ---forward---> loss
                                        |<---autograd-----------|   the hooks are here
-            share.grad <--reduce_scatter-- gathered.grad
+            shard.grad <--reduce_scatter-- gathered.grad
 
         FSDP2 makes the gathered tensors once, at the first forward, and empties them in between. So
         the hooks are set then. What adds gradients up is kept too (see reduce.py).

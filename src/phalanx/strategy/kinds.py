@@ -59,7 +59,7 @@ KINDS: Final = {
         "dualpipev": Kind("as zbv, forwards and backwards in pairs"),
     },
     "dp": {
-        "bucketed": Kind("each process takes a share of the batch; all hold the model"),
+        "bucketed": Kind("each process takes a part of the batch; all hold the model"),
         "naive": Kind("the same, one all-reduce a gradient after backward"),
         "ps": Kind(),
         "async": Kind(),

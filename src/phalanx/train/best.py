@@ -81,7 +81,7 @@ class Best:
 
     @property
     def is_over(self) -> bool:
-        """Whether so many evaluations were worse that the run is to end."""
+        """Whether enough evaluations were worse to end the run."""
         return self.patience is not None and self.num_worse >= self.patience
 
     def state(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Session(ABC):
     def flops(
         self, num_rows: int | None = None
     ) -> tuple[Flops | CountedFlops, Flops | None] | None:
-        """Return the FLOPs of a step of so many rows, of a full global batch if None.
+        """Return the FLOPs of a step of this number of rows, of a full global batch if None.
 
         Those with causal and with full attention; of a module the counted ones alone. None if they
         are not known.
@@ -159,7 +159,7 @@ class Session(ABC):
 
     @abstractmethod
     def resume_command(self, steps: int | None = None) -> str:
-        """Return the command, or the Python, that resumes the run; for so many steps in all."""
+        """Return the command, or the Python, that resumes the run; for this number of steps."""
 
     def close(self) -> None:
         """Let go of what the session has open beside its saver."""

@@ -88,7 +88,7 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
 
 
 def ranges_of(cut: Sequence[int]) -> tuple[range, ...]:
-    """Return the links of stages of so many links each."""
+    """Return the links of stages of this number of links each."""
     ends = [0, *itertools.accumulate(cut)]
     return tuple(map(range, ends, ends[1:]))
 

@@ -96,7 +96,7 @@ class Pipeline(Runner):
         return output
 
     def _list(self, num_microbatches: int) -> tuple[Action, ...]:
-        """Return what this rank does in a step of so many microbatches."""
+        """Return what this rank does in a step of this number of microbatches."""
         if num_microbatches not in self._lists:
             schedule = self._schedule_of(num_microbatches)
             self._lists[num_microbatches] = lower(schedule, self.comm.coord("pp"))

@@ -54,7 +54,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait, from 0 to 1."""
+        """The part of all ranks' time in which they wait, from 0 to 1."""
         busy = sum(span.end - span.begin for lane in self.lanes for span in lane)
         return 1 - busy / (self.length * len(self.lanes))
 

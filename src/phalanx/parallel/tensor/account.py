@@ -196,7 +196,7 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
 def _replicas(target: Target, parameters: Sequence[Placed]) -> dict[tuple[str, ...], list[int]]:
     """Return the bytes of each gradient that owes a sum, by the axes over which it does.
 
-    That is a share: fsdp splits the rows of this rank's shard again.
+    That is a shard: fsdp splits the rows of this rank's shard again.
     """
     num_shares = target.strategy.num_shards
     found: dict[Weight, tuple[tuple[str, ...], int]] = {}

@@ -83,7 +83,7 @@ def placed(skeleton: Skeleton, bindings: Iterable[RoleBinding], layout: Layout) 
 
 
 def _spec(binding: RoleBinding, ndim: int, layout: Layout) -> Spec:
-    """Return how a parameter of so many dimensions, of a module of a role, is split."""
+    """Return how a parameter of this number of dimensions, of a module of a role, is split."""
     full: tuple[str, ...] = ()
     features = layout.residual.axes[2]
     matrix, vector = (full, full), full

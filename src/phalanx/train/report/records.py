@@ -179,7 +179,7 @@ class Records:
     def utilization(
         self, time_s: float | None = None, num_rows: int | None = None
     ) -> Utilization | None:
-        """Return the share of the arithmetic used by a step, the median one of a full batch.
+        """Return the part of the arithmetic used by a step, the median one of a full batch.
 
         None where the FLOPs of the step, or in which type they are, is not known.
         """
@@ -222,7 +222,7 @@ class Records:
         return None
 
     def _measure_ceiling(self) -> None:
-        """Measure products on all ranks at once; their mean rate is what an MFU is a share of."""
+        """Measure products on all ranks at once; their mean rate is the ceiling of an MFU."""
         comm = self.session.comm
         found = self.session.arithmetic or self._types.most(comm.device)
         with said_if_long("measuring the rate of matrix products on all ranks"):
