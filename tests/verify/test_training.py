@@ -154,7 +154,8 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
         [(loop, "evaluate", _stays_in_eval)], "", "evaluation leaves the model in eval mode",
     ),
     "evaluation with dropout": (
-        [(Decoder, "eval", _stays_in_training)], None, "the validation loss is the first",
+        [(Decoder, "eval", _stays_in_training)],
+        "dropout", "dropout (Dropout): its output differs though its inputs agree",
     ),
     "a norm that only the run changes": (
         [(training, "TextSession", _another_eps)],
