@@ -31,11 +31,6 @@ SMALLER = (
     (r"phalanx train .*--init", "--data notes --steps 2 --threads 1 --eval-samples 8"),
     (r"phalanx train", f"--data notes --steps 2 --threads 1 --eval-samples 8{TINY}"),
     (r"phalanx verify .*--(script|train)", ""),
-    (
-        r"phalanx verify .*gpt2-124m",
-        "--steps 1 --no-three --shape.hidden 96 --shape.num-heads 4 --shape.num-kv-heads 4"
-        " --shape.head-dim 24 --shape.ffn 192 --shape.vocab-size 700",
-    ),
     (r"phalanx verify", "--steps 1 --no-three"),
     (r"phalanx bench (ceiling|mfu)", "--budget-s 1 --threads 1"),
     (r"phalanx bench", "--rounds 1 --seq-len 16 --shape.num-layers 2"),
