@@ -19,7 +19,7 @@ import phalanx
 from marks import by_hand
 from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
-from phalanx.errors import ConfigError, TrainingError
+from phalanx.errors import ConfigError, ScriptError, TrainingError
 
 
 class Floats(Numbers):
@@ -131,3 +131,33 @@ def test_a_report_shows_where_time_bytes_and_memory_went(
         assert title in printed
     assert max(map(len, printed.splitlines())) <= 200
     assert f"phalanx train --script {script} --resume {tmp_path} --steps 20" in printed
+
+
+class Counting(nn.Tanh):
+    """Counts its own calls in an extra state."""
+
+    seen = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(input)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def counting() -> nn.Module:
+    first, *rest = perceptron().children()
+    return nn.Sequential(first, Counting(), *rest)
+
+
+def test_a_pipeline_refuses_an_extra_state_and_another_strategy_saves_it(tmp_path: Path) -> None:
+    trainer, options = job(build=counting, steps=2), phalanx.Options(out=tmp_path, threads=1)
+    with pytest.raises(ScriptError, match="pp: 1 has a get_extra_state"):
+        trainer.train("pp2", dataclasses.replace(options, out=tmp_path / "pp"))
+    done = trainer.train("dp2", options)
+    about = json.loads((Path(done.checkpoint) / manifest.NAME).read_text())
+    assert about["registered"]["extra_state"]["state"] == {"1": {"seen": 2}}

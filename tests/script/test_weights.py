@@ -242,6 +242,56 @@ def test_the_best_weights_are_restored(tmp_path: Path, strategy: str) -> None:
         assert all(found), found
 
 
+class Counting(nn.Linear):
+    """Counts its own calls, as quantized layers keep what they have seen."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.seen = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(input)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "scales": torch.tensor([float(self.seen)])}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["scales"].item() == state["seen"]
+        self.seen = state["seen"]
+
+
+def counts(strategy: str, folder: Path) -> list[int]:
+    """Return the calls that a module has counted as its state is saved, and given back."""
+    run = phalanx.init(strategy)
+    model: Any = nn.Sequential(Counting(), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(TensorDataset(torch.randn(8, 3)), 4)
+    )
+    found: list[int] = []
+    whole: Any = None
+    for (x,) in loader:
+        run.backward(model(x).sum(), len(x))
+        optimizer.step()
+        found.append(model[0].seen)
+        if whole is None:
+            whole = run.state_dict()
+            run.save(folder)
+    for state in (whole, whole if run.is_first else None):
+        model[0].seen = 7
+        run.load_state_dict(state)
+        found.append(model[0].seen)
+    model[0].seen = 7
+    run.resume(folder)
+    return [*found, model[0].seen]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", by_hand("dp2")])
+def test_the_extra_state_of_a_module_is_returned_and_saved(tmp_path: Path, strategy: str) -> None:
+    assert run_ranks(counts, 2, strategy, tmp_path, threads=1) == [[1, 2, 1, 1, 1]] * 2
+
+
 def mistakes_of_weights(folder: Path) -> list[str]:
     run = phalanx.init("fsdp2")
     model, _, loader = run.prepare(*parts(), batch_norm="global")

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.encoding import decoded, encoded
@@ -30,6 +30,9 @@ from phalanx.errors import CheckpointError, ScriptError
 
 PREFIX: Final = "registered."
 """What the names of their tensors begin with."""
+
+_EXTRA_STATE: Final = "_extra_state"
+"""The key that PyTorch gives the extra state of a module; it documents none."""
 
 _COMPARED: Final = 1 << 16
 """Elements of the largest tensor that is compared between ranks at each save."""
@@ -97,6 +100,22 @@ class Registered:
         except CheckpointError as error:
             raise ScriptError(f"register: {error}") from None
         self._objects[name] = each
+
+    def add_extra_state(self, model: nn.Module, *, is_whole: bool = True) -> None:
+        """Take what the modules of a model have by `get_extra_state`, if any has.
+
+        Raises:
+            ScriptError: it cannot be held, since each rank has the modules of a stage alone, say.
+        """
+        extra = ExtraState(model)
+        if extra.modules and not is_whole:
+            raise ScriptError(
+                f"pp: {next(iter(extra.modules))} has a get_extra_state, and a checkpoint holds "
+                "the first rank's, which has the modules of the first stage alone; keep what it "
+                "has in a buffer, or take dp, fsdp or tp"
+            )
+        if extra.modules:
+            self.add("extra_state", extra)
 
     def parts(self) -> Parts:
         """Return the states.
@@ -177,6 +196,29 @@ class Registered:
                     stacklevel=4,
                 )
             self._told.update(apart)
+
+
+def is_extra_state(key: str) -> bool:
+    """Return whether an entry of a state_dict is what a module's `get_extra_state` returned."""
+    return key.rpartition(".")[2] == _EXTRA_STATE
+
+
+class ExtraState:
+    """What the modules of a model return by `get_extra_state`, as one object to register."""
+
+    def __init__(self, model: nn.Module) -> None:
+        plain = nn.Module.get_extra_state
+        modules = model.named_modules()
+        self.modules = {n: m for n, m in modules if type(m).get_extra_state is not plain}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return their states, by the modules' names."""
+        return {name: module.get_extra_state() for name, module in self.modules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give each module its state."""
+        for name, module in self.modules.items():
+            module.set_extra_state(state[name])
 
 
 def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

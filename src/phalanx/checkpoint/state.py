@@ -28,6 +28,7 @@ from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.generators import generators_of, set_generators
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import all_or_none, first_object, gather_objects, on_first_rank
@@ -206,6 +207,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and kept buffers by name, a tie once.
 
+    Extra states are no weights; `registered` holds them.
     It asks for the state_dict, before which FSDP2 puts back the shards of what it has gathered;
     `named_parameters` alone may give the gathered copies.
 
@@ -214,6 +216,8 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     names: dict[torch.Tensor, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_extra_state(name):
+            continue
         if is_fused(tensor):
             raise CheckpointError(
                 f"'{name}' holds several maps, each split over tp by itself, and a file has room "

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.saver import Saver
 from phalanx.launch.heartbeat import PULSE
@@ -24,6 +26,7 @@ class Saves:
     def __init__(self, prepared: Prepared, strategy: str, show: Callable[[str], None]) -> None:
         """Begin; `show` prints a line on the first rank."""
         self.registered = Registered()
+        self._is_extra_known = False
         self._prepared, self._strategy, self._show = prepared, strategy, show
         self._folders: dict[Path, Path] = {}
         self._savers: dict[Path, Saver] = {}  # whose locks this process has until it ends
@@ -49,7 +52,7 @@ class Saves:
         saver = self._savers[here] = self._savers.get(here) or Saver(here)
         saver.keep = keep
         with PULSE.doing(f"the checkpoint after step {step.steps_done}"):
-            args = (model, prepared.optimizers, self._standing(), self.registered)
+            args = (model, prepared.optimizers, self._standing(), self._objects(model))
             saved = checkpoint.begin(saver, *args)
             saver.finish()
         _tell_standing(here, saved)
@@ -59,7 +62,7 @@ class Saves:
         """Load the latest checkpoint in a folder, see `Run.resume`."""
         prepared = self._prepared
         model, step = prepared.need("resume")
-        args = (model, prepared.optimizers, self._standing(), self.registered)
+        args = (model, prepared.optimizers, self._standing(), self._objects(model))
         found = checkpoint.load(folder_of("resume", folder), *args)
         self.registered.is_closed = True
         if found is None:
@@ -74,6 +77,13 @@ class Saves:
         _tell_standing(Path(folder), where)
         self._show(f"goes on from {where}, after step {step.steps_done}")
         return True
+
+    def _objects(self, model: nn.Module) -> Registered:
+        """Return what is registered, the extra state of the model's modules with it."""
+        if not self._is_extra_known:
+            self._is_extra_known = True
+            self.registered.add_extra_state(model)
+        return self.registered
 
     def _standing(self) -> checkpoint.Standing:
         prepared: Any = self._prepared

@@ -133,6 +133,7 @@ class ModuleSession(Session):
         self._is_begun = False
         self.step = self._step_of(model, runner)
         self.called = Called(Extras(trainer.callbacks, trainer.log), model)
+        self.called.registered.add_extra_state(model, is_whole=self.strategy.pp.degree == 1)
         if self._is_resumed:
             self._resume()
         else:

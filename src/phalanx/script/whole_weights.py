@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import phalanx
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.foreign import brief
+from phalanx.checkpoint.registered import is_extra_state
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import broadcast_object, first_object, on_first_rank
 from phalanx.errors import CheckpointError, ScriptError
@@ -33,11 +34,19 @@ _OURS: Final = Path(phalanx.__file__).parent
 _ARITHMETIC: Final = re.compile(r"aten\.(add|sub|mul|div)_?\.")
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole weights and buffers on the CPU; every rank calls this together."""
-    found = model.state_dict()
-    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
-    return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """Return the whole weights and buffers on the CPU; every rank calls this together.
+
+    What a module's `get_extra_state` returns is copied as this rank has it.
+    """
+    return {name: _whole(value) for name, value in model.state_dict().items()}
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().cpu().clone()
 
 
 def load_checkpoint(folder: Path, model: nn.Module) -> None:
@@ -65,11 +74,14 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
         ScriptError: they are not those of this model.
     """
     # Asked with its variables, and before which FSDP2 frees what it has gathered.
-    own: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    own: dict[str, Any] = model.state_dict(keep_vars=True)
     problem = first_object(_problem(given, own) if comm.is_first else None)
     if problem is not None:
         raise ScriptError(f"load_state_dict: {problem}")
-    dtypes = broadcast_object({n: t.dtype for n, t in given.items()} if given else None)
+    extra = {n: given[n] for n in own if is_extra_state(n)} if given else None
+    model.load_state_dict(broadcast_object(extra), strict=False)
+    own = {name: value for name, value in own.items() if not is_extra_state(name)}
+    dtypes = broadcast_object({n: given[n].dtype for n in own} if given else None)
     for name, tensor in own.items():
         whole = torch.empty(tensor.shape, dtype=dtypes[name], device=comm.device)
         if comm.is_first:
@@ -83,7 +95,7 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
         local_shard(tensor.detach()).copy_(local_shard(whole))
 
 
-def _problem(given: Any, own: Mapping[str, Tensor]) -> str | None:
+def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
     """Say why weights are not those of a model; None if they are."""
     if not isinstance(given, Mapping):
         return (
@@ -98,6 +110,8 @@ def _problem(given: Any, own: Mapping[str, Tensor]) -> str | None:
         if name not in own:
             return f"the state has {brief(name)}, which the model has not"
         tensor = weights[name]
+        if is_extra_state(name):
+            continue
         if not isinstance(tensor, Tensor) or tensor.shape != own[name].shape:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else brief(tensor)
             return f"{name} is {shape} in the state, and {list(own[name].shape)} in the model"
