@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 
 from phalanx.checkpoint import manifest
@@ -15,6 +17,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.train import text
 from phalanx.train.job.resolve import Job, manifest_of, resolve
 from phalanx.train.precision import Precision
+from phalanx.train.session import Session
 from small_run import small_run
 
 
@@ -62,3 +65,29 @@ def test_a_folder_that_another_run_has_used_meanwhile_is_left_as_it_is(tmp_path:
     (words,) = run_ranks(words_of_opening, 1, job, threads=1)
     assert words.startswith(f"cannot save in {job.out}: {job.out} holds checkpoints of another run")
     assert (job.out / TOKENIZER).read_text() == "of the other run"
+
+
+class Opened(Session):
+    """A session of which only the end is of interest."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+        self.saver = cast(Any, contextlib.ExitStack())
+        self.saver.push(self.note)
+
+    def note(self, _kind: object, error: object, _trace: object) -> None:
+        self.seen.append(error)
+
+    def close(self) -> None:
+        self.seen.append("closed")
+
+
+Opened.__abstractmethods__ = frozenset()
+
+
+def test_the_saver_learns_of_the_error_that_ends_training() -> None:
+    """After a lost rank the saver waits for less: without the error it would wait for the rank."""
+    session, error = Opened(), RuntimeError("Connection reset by peer")
+    with pytest.raises(RuntimeError), session:
+        raise error
+    assert session.seen == [error, "closed"]

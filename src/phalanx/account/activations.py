@@ -127,8 +127,10 @@ def _count_blocks(case: Case) -> list[Counted]:
 
 
 def _passing(case: Case) -> int:
-    """Return the bytes that pass in a ring in backward, beyond the MLP's that it has freed."""
+    """Return the bytes that a ring passes in backward, beyond the MLP's that it has freed."""
     shape, tp, cp = case.shape, case.strategy.tp, case.strategy.cp
+    if cp.degree == 1 or cp.kind != "ring":
+        return 0
     item_bytes = getattr(torch, case.precision).itemsize
     num_chunks = 2 * cp.degree
     num_held = -(-case.seq_len // num_chunks) * num_chunks // cp.degree

@@ -169,6 +169,7 @@ class Session(ABC):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with ExitStack() as stack:
-            stack.callback(self.close)
-            stack.push(self.saver)
+        ends = ExitStack()
+        ends.callback(self.close)
+        ends.push(self.saver)
+        ends.__exit__(*error)  # the saver waits for less after an error of another rank
