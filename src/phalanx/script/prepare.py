@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
+from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics, require_statistics
 from phalanx.parallel.dropout import Masks, name_draws
 from phalanx.parallel.plan import Plan
@@ -113,6 +114,7 @@ class Prepared:
                 "backward: no optimizer is prepared, so that it may update parameters that are not "
                 "split, and its steps would not be checked; give it to run.prepare too"
             )
+        self.own_rows.warn()
         return step
 
     def check_replicas(self, call: str) -> None:
@@ -144,6 +146,21 @@ class Prepared:
         """Return whether the ranks are to be compared in an evaluation."""
         step = self._step
         return step is not None and self.reading.is_evaluation and not step.replicas.is_checked
+
+    def should_stop(self) -> bool:
+        """Return whether a signal asks the job to end; every rank calls this together."""
+        PULSE.heed()
+        asked = 0 if self.state is State.ACCUMULATING else PULSE.stop_signal
+        own = torch.tensor(asked, device=self._comm.device)
+        stop = int(self._comm.all_reduce(own, "job", "max"))
+        PULSE.obeyed = stop or PULSE.obeyed
+        return stop > 0
+
+    def average(self, decay: float | None) -> WeightAverage:
+        """Return an average of the weights, see `Run.average`."""
+        model, step = self.need("average")
+        self.averages.append(WeightAverage(model, step.parameters, decay))
+        return self.averages[-1]
 
     def refuse_average(self, call: str) -> None:
         """Refuse to train or save averaged weights."""

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.comm import Ranks
-from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_clip
 from phalanx.script.draws import draw_rows
@@ -34,7 +33,7 @@ from phalanx.script.saves import Saves
 from phalanx.script.step_state import State
 from phalanx.script.totals import own_number
 from phalanx.script.weight_average import WeightAverage
-from phalanx.script.whole_weights import load_checkpoint, load_whole, whole_state
+from phalanx.script.whole_weights import load_whole, whole_state
 from phalanx.strategy import Strategy
 
 
@@ -54,7 +53,6 @@ class Run:
         self.strategy = strategy
         self.accumulation = accumulation
         self._prepared = Prepared(comm, strategy, accumulation, seed, name)
-        self._draws = self._prepared.draws
         self._saves = Saves(self._prepared, str(strategy), self.print)
         # What torch.save has of a loss is a float by name, which torch.load else does not know.
         torch.serialization.add_safe_globals([float])
@@ -88,11 +86,7 @@ class Run:
         exit code; a second signal ends it at once. Within a step, where nothing can be saved, no
         script is asked to stop.
         """
-        PULSE.heed()
-        told = 0 if self._prepared.state is State.ACCUMULATING else PULSE.stop_signal
-        stop = int(self.comm.all_reduce(torch.tensor(told, device=self.device), "job", "max"))
-        PULSE.obeyed = stop or PULSE.obeyed
-        return stop > 0
+        return self._prepared.should_stop()
 
     def print(
         self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
@@ -145,7 +139,6 @@ class Run:
             ScriptError: the loss is a mean or has no graph, or the model has been changed.
         """
         step = self._prepared.trained_step()
-        self._prepared.own_rows.warn()
         loss = step.backward(loss_sum, count)
         loss.on_count = self._prepared.own_rows.add_up
         return loss
@@ -153,7 +146,8 @@ class Run:
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.
 
-        It returns the norm of the whole gradient before, each element counted once; 0-d, float64.
+        Call it between the last `backward` of a step and `optimizer.step()`. It returns the norm
+        of the whole gradient before, each element counted once; 0-d, float64.
 
         Raises:
             ScriptError: the gradients are not whole, or an argument is no number above 0.
@@ -164,8 +158,10 @@ class Run:
     def sum(self, value: float | Tensor) -> Tensor:
         """Return the sum of `value` over the ranks that have different samples; all call this.
 
-        It is float64, or int64 where all ranks give whole numbers or truth values. Raises what
-        `mean` raises.
+        It is float64, or int64 where all ranks give whole numbers or truth values.
+
+        Raises:
+            ScriptError: as `mean`.
         """
         return self._prepared.add_up("sum", own_number("sum", value, self.comm))[0]
 
@@ -213,10 +209,16 @@ class Run:
         Raises:
             ScriptError: no batch has been read, or a tensor has other rows than the batch.
         """
-        return draw_rows(make, self._draws, self._prepared.reading.last, self.device)
+        return draw_rows(make, self._prepared.draws, self._prepared.reading.last, self.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the whole weights and buffers of the plain model on the CPU; all call this."""
+        """Return the whole weights and buffers of the plain model on the CPU; all ranks call this.
+
+        Every rank gets them, and the first may `torch.save` them. Call it between steps.
+
+        Raises:
+            ScriptError: no model is prepared, or replicas differ.
+        """
         model = self._prepared.need("state_dict")[0]
         self._prepared.check_replicas("state_dict")
         return whole_state(model)
@@ -232,24 +234,20 @@ class Run:
             ScriptError: the weights are not those of this model.
             CheckpointError: there is no such checkpoint, or it is of another model.
         """
-        model = self._prepared.need("load_state_dict")[0]
-        if isinstance(state, str | Path):
-            load_checkpoint(Path(state), model)
-        else:
-            load_whole(model, state, self.comm)
+        load_whole(self._prepared.need("load_state_dict")[0], state, self.comm)
 
     def average(self, decay: float | None = 0.999, *, name: str = "average") -> WeightAverage:
         """Return an average of the weights, which `save` and `resume` know under `name`.
 
         Args:
-            decay: share of itself that an exponential average (EMA) keeps at each update; None for
-                the mean of all updates (SWA).
-            name: as in `register`, which raises the same; so does a decay out of range.
+            decay: of an exponential average (EMA); None for the mean of all updates (SWA).
+            name: as in `register`.
+
+        Raises:
+            ScriptError: no model is prepared, the decay is none from 0 up to 1, or as `register`.
         """
-        model, step = self._prepared.need("average")
-        average = WeightAverage(model, step.parameters, decay)
+        average = self._prepared.average(decay)
         self.register(name, average)
-        self._prepared.averages.append(average)
         return average
 
     def register(self, name: str, each: Any) -> None:
@@ -263,7 +261,7 @@ class Run:
         self._saves.registered.add(name, each)
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
-        """Save a checkpoint that any strategy on any number of ranks goes on from; all call this.
+        """Save a checkpoint that any strategy on any number of ranks resumes; all call this.
 
         It has weights, optimizers, schedulers, the positions of the loaders, and the registered
         objects, and is whole in `folder`/checkpoints/step-N on return. The latest `keep` stay, all
@@ -273,16 +271,17 @@ class Run:
             CheckpointError: it cannot be written, or holds the weights alone.
             ScriptError: it is called within a step, or an argument is out of range.
         """
-        self._prepared.own_rows.warn()
         return self._saves.save(folder, keep)
 
     def resume(self, folder: str | Path) -> bool:
         """Resume the latest checkpoint in `folder`; all ranks call this. False if there is none.
 
-        A loader that stood within a pass yields the rest of it first.
+        Call it after `prepare` and `register`, before the first batch. A loader that stood within
+        a pass yields the rest of it next; its `epoch` counts the passes that have ended.
 
         Raises:
             CheckpointError: it is damaged, or of another model, optimizer or script.
+            ScriptError: the folder is a file or no path, or no model is prepared.
         """
         return self._saves.resume(folder)
 

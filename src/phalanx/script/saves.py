@@ -33,8 +33,9 @@ class Saves:
 
     def save(self, folder: str | Path, keep: int | None) -> Path:
         """Save a checkpoint, see `Run.save`."""
-        check_keep(keep)
         prepared = self._prepared
+        prepared.own_rows.warn()
+        check_keep(keep)
         (model, step), wanted = prepared.need("save"), folder_of("save", folder)
         # First: what follows asks all ranks, of which one may have left a step out.
         prepared.check_replicas("save")

@@ -49,30 +49,16 @@ def _whole(value: Any) -> Any:
     return whole.detach().cpu().clone()
 
 
-def load_checkpoint(folder: Path, model: nn.Module) -> None:
-    """Load the weights of a checkpoint, or of the latest of a run; every rank calls this together.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged, or of another model.
-    """
-
-    def find() -> Path:
-        if (folder / manifest.NAME).exists():
-            return folder
-        if found := manifest.whole(folder):
-            return found[max(found)]
-        raise CheckpointError(f"no whole checkpoint is in {folder}")
-
-    state.load_weights(on_first_rank(find, f"cannot load weights of {folder}"), model)
-
-
 @torch.no_grad()
 def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
-    """Give a model the whole weights that the first rank has; every rank calls this together.
+    """Give a model the first rank's whole weights, or a checkpoint's; all ranks call this.
 
     Raises:
-        ScriptError: they are not those of this model.
+        ScriptError: the weights are not of this model.
+        CheckpointError: the folder has no checkpoint of this model.
     """
+    if isinstance(given, str | Path):
+        return _load_checkpoint(Path(given), model)
     # Asked with its variables, and before which FSDP2 frees what it has gathered.
     own: dict[str, Any] = model.state_dict(keep_vars=True)
     problem = first_object(_problem(given, own) if comm.is_first else None)
@@ -93,6 +79,23 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
                 whole, tensor.device_mesh, tensor.placements, src_data_rank=None
             )
         local_shard(tensor.detach()).copy_(local_shard(whole))
+
+
+def _load_checkpoint(folder: Path, model: nn.Module) -> None:
+    """Load the weights of a checkpoint, or of the latest of a run; every rank calls this together.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of another model.
+    """
+
+    def find() -> Path:
+        if (folder / manifest.NAME).exists():
+            return folder
+        if found := manifest.whole(folder):
+            return found[max(found)]
+        raise CheckpointError(f"no whole checkpoint is in {folder}")
+
+    state.load_weights(on_first_rank(find, f"cannot load weights of {folder}"), model)
 
 
 def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
