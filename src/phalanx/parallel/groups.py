@@ -1,11 +1,23 @@
 """What travels together under fsdp: the groups of a model's parameters, and their bytes.
 
-    embedding   the modules before the blocks that only look up; their backward reads no weight
-    block       one group for each block
-    head        the modules after the blocks: the last norm and the output projection, say
-    rest        all others: gathered as the model begins, and kept until its backward ends
+    module           group        under zero3
+    tokens           embedding    gather, forward, free  ...          backward,       reduce
+    blocks.0         block        gather, forward, free  ...  gather, backward, free, reduce
+    blocks.1, last   block        gather, forward ...                 backward, free, reduce
+    norm, output     head         gather, forward ...                 backward, free, reduce
+    all others       rest         gather as the model begins, free and reduce when backward ends
 
-A model names its embedding and head (`ends_of`); what it does not name is of the rest.
+A model names its embedding, whose backward reads no weight, and its head (`ends_of`); what it does
+not name is of the rest.
+
+A group is one message. Each of its parameters is split by rows, padded to a multiple of the ranks:
+
+    up [5, 8], down [8, 5]    rank 0                          rank 1
+    holds, float32            up rows 0-2, down rows 0-3      up rows 3-4, down rows 4-7
+    sends into the gather     | up 3 x 8    | down 4 x 5 |    | up 2 x 8, 0 | down 4 x 5 |
+    has gathered              up 5 x 8, down 8 x 5            the same
+
+The gradients take the way back: all are full until the group is reduced to the rows of each rank.
 """
 
 from __future__ import annotations

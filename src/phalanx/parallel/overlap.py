@@ -4,12 +4,20 @@ On a GPU FSDP2 puts collectives on streams of their own, and the host runs ahead
 there is neither: what is to travel beside the arithmetic must be begun before it and waited for
 after it.
 
-    forward    gather i+1 begins before block i computes, and is waited for before block i+1 does;
-               so does the gather of the head while the last block computes. Nothing is gathered
-               under the embedding, which computes next to nothing: its table and a block would be
-               held together.
-    backward   gather i-1 begins before block i computes, which is FSDP2's own order. reduce i
-               begins when block i is done, and is waited for before reduce i-1 begins.
+A step of zero3 with embedding E, blocks 0 to 3, head H and the rest R. Time runs to the right, and
+what stands in one column runs at the same time:
+
+    forward    gathers     R   E   .   0   1   2   3   H   .
+               computes    .   .   E   .   0   1   2   3   H
+
+    backward   gathers     .   2   1   0   .   .   .   .         3, H and R have stayed gathered
+               computes    H   3   2   1   0   E   .   .
+               reduces     .   H   3   2   1   0   R   E
+
+A gather begins before the block on its left computes, and is waited for before its own block does.
+A reduction begins when its block is done, and is waited for before the next reduction begins.
+Nothing is gathered under the embedding, which computes next to nothing: its table and a block would
+be held together.
 
 Beside a block at work one more is gathered at most, as `groups.most_gathered` says, and one
 reduction has its buffers. Every rank begins all this in one order, as it must.

@@ -1,8 +1,15 @@
 """Which rows of a global batch each data rank takes: pure functions.
 
-batch of 7 rows, 2 pieces     0 1 2 3 | 4 5 6
-rank 0 of 2                   0 1     | 4 5
-rank 1 of 2                       2 3 |     6
+A batch is cut into pieces, the microbatches of a step, and each piece into runs for the ranks:
+
+                           on 2 ranks              on 3 ranks
+    7 rows, 2 pieces    0  1  2  3 | 4  5  6    0  1  2  3 | 4  5  6
+    rank 0              0  1       | 4  5       0  1       | 4
+    rank 1                    2  3 |       6          2    |    5
+    rank 2                                               3 |       6
+
+So in each microbatch all ranks together have the rows of one process that makes the same pieces,
+and a sum over a microbatch is alike for any number of ranks. The first parts are the larger ones.
 """
 
 from __future__ import annotations
