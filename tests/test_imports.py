@@ -24,6 +24,7 @@ ROWS = [
     ["parallel", "server"],
     ["account"],
     ["data", "measure", "checkpoint"],
+    ["planner"],
     ["hugging_face"],
     ["train"],
     ["bench"],

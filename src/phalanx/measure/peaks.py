@@ -32,25 +32,42 @@ class DataSheet:
     def __init__(self, pattern: str, source: str, **tera: float) -> None:
         self.pattern, self.source, self.tera = pattern, source, tera
 
+    def peaks(self) -> dict[str, float]:
+        """Return FLOP/s by data type; float16 is as bfloat16 where it is not named."""
+        tera = self.tera
+        if "bfloat16" in tera:
+            tera = {"float16": tera["bfloat16"], **tera}
+        return {arithmetic: 1e12 * rate for arithmetic, rate in tera.items()}
+
 
 def peak_of(name: str, arithmetic: Arithmetic) -> Peak | None:
     """Return the data-sheet peak of a device that the driver calls `name`; None if it is unknown.
 
     `tf32` is float32 data on tensor cores.
     """
+    if (sheet := sheet_of(name)) is None or arithmetic not in (peaks := sheet.peaks()):
+        return None
+    return Peak(flops_per_s=peaks[arithmetic], source=sheet.source)
+
+
+def sheet_of(name: str) -> DataSheet | None:
+    """Return the data sheet of a device that the driver calls `name`; None if it is unknown."""
     for sheet in DATA_SHEETS:
         if re.fullmatch(sheet.pattern, name, flags=re.IGNORECASE):
-            of_bfloat16 = sheet.tera.get("bfloat16") if arithmetic == "float16" else None
-            tera = sheet.tera.get(arithmetic, of_bfloat16)
-            return None if tera is None else Peak(flops_per_s=tera * 1e12, source=sheet.source)
+            return sheet
     return None
 
 
-_HOPPER = {"bfloat16": 989.4, "tf32": 494.7, "float32": 66.9, "float64": 66.9}
+_HOPPER = {"bfloat16": 989.4, "tf32": 494.7, "float32": 66.9, "float64": 66.9, "fp8": 1978.9}
+_BLACKWELL = {"bfloat16": 2250, "tf32": 1125, "float32": 75, "fp8": 4500}
+_GRACE_BLACKWELL = {"bfloat16": 2500, "tf32": 1250, "float32": 80, "fp8": 5000}
 _HOPPER_NVL = {"bfloat16": 835.5, "tf32": 417.5, "float32": 60, "float64": 60}
+_CDNA3 = {"bfloat16": 1307.4, "tf32": 653.7, "float32": 163.4, "float64": 163.4, "fp8": 2614.9}
 DATA_SHEETS = (
-    DataSheet("NVIDIA GB200", "NVIDIA GB200 NVL72 data sheet", bfloat16=2500, tf32=1250),
-    DataSheet("NVIDIA B200", "NVIDIA HGX B200 data sheet", bfloat16=2250, tf32=1125, float32=75),
+    DataSheet("NVIDIA GB300", "NVIDIA GB300 NVL72 data sheet", **_GRACE_BLACKWELL),
+    DataSheet("NVIDIA B300( SXM6 AC)?", "NVIDIA HGX B300 data sheet", **_BLACKWELL),
+    DataSheet("NVIDIA GB200", "NVIDIA GB200 NVL72 data sheet", **_GRACE_BLACKWELL),
+    DataSheet("NVIDIA B200", "NVIDIA HGX B200 data sheet", **_BLACKWELL),
     DataSheet("NVIDIA H200", "NVIDIA H200 SXM data sheet", **_HOPPER),
     DataSheet("NVIDIA H200 NVL", "NVIDIA H200 NVL data sheet", **_HOPPER_NVL),
     DataSheet("NVIDIA GH200 (480GB|144G HBM3e)", "NVIDIA GH200 data sheet", **_HOPPER),
@@ -76,7 +93,9 @@ DATA_SHEETS = (
               bfloat16=165.2, tf32=82.6, float32=82.6),
     DataSheet("NVIDIA GeForce RTX 3090", "NVIDIA GA102 architecture paper",
               bfloat16=71, tf32=35.6, float32=35.6),
-    DataSheet("AMD Instinct MI300X", "AMD Instinct MI300X data sheet",
-              bfloat16=1307.4, tf32=653.7, float32=163.4, float64=163.4),
+    DataSheet("AMD Instinct MI355X", "AMD Instinct MI355X data sheet",
+              bfloat16=2516.6, float32=157.3, float64=78.6, fp8=5033.2),
+    DataSheet("AMD Instinct MI325X", "AMD Instinct MI325X data sheet", **_CDNA3),
+    DataSheet("AMD Instinct MI300X", "AMD Instinct MI300X data sheet", **_CDNA3),
 )  # fmt: skip
 """Data centre GPUs newest first, then consumer ones; without a float16 it is as bfloat16."""

@@ -1,0 +1,1 @@
+"""Hardware, costs and the search for a strategy: what a run would take, before it starts."""

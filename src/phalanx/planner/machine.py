@@ -1,0 +1,163 @@
+"""What hardware is described by: chips, devices, links, and clusters of levels.
+
+Bandwidths are bytes/s of one device in one direction. A cluster is a tree of units: the devices of
+a server, the servers of a pod, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.errors import ConfigError
+
+Kind = Literal["gpu", "tpu", "cpu"]
+Unit = Literal["server", "rack", "pod", "cluster"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What a GPU is built of; of AMD an SM is a compute unit.
+
+    Attributes:
+        sms_built: SMs of the full chip.
+        sms: those that are switched on.
+        clock_hz: the clock at which the data sheet states the peak of matrix products.
+        flops_per_clock: 16-bit matrix FLOPs of an SM in a clock.
+        fp32_cores_per_sm: lanes of 32-bit floats.
+        tensor_cores_per_sm: matrix units.
+        registers_bytes_per_sm: register file.
+        shared_bytes_per_sm: the most of it that is addressable as shared memory.
+        l2_bytes: cache that all SMs use.
+    """
+
+    sms_built: int
+    sms: int
+    clock_hz: float
+    flops_per_clock: int
+    fp32_cores_per_sm: int
+    tensor_cores_per_sm: int
+    registers_bytes_per_sm: int
+    shared_bytes_per_sm: int
+    l2_bytes: int
+    source: str
+
+    @property
+    def flops(self) -> float:
+        """16-bit matrix FLOP/s of all SMs that are switched on."""
+        return self.sms * self.flops_per_clock * self.clock_hz
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or one processor core.
+
+    Attributes:
+        peak_flops: dense FLOP/s by data type; `tf32` is float32 data on matrix units, `float32` the
+            rate of vector units.
+        memory_bytes: as the data sheet counts.
+        usable_bytes: what torch finds on it; the data sheet's where no listing was found.
+        bandwidth: of its memory, bytes/s.
+        matmul_efficiency: attainable part of the 16-bit peak in large matrix products.
+        efficiency_source: where that was measured, or from which device it is assumed.
+        driver: the name that the driver gives.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    year: int
+    peak_flops: Mapping[str, float]
+    memory_bytes: float
+    bandwidth: float
+    matmul_efficiency: float
+    efficiency_source: str
+    source: str
+    date: str
+    usable_bytes: float = 0.0
+    driver: str = ""
+    chip: Chip | None = None
+
+    def __post_init__(self) -> None:
+        if not self.usable_bytes:
+            object.__setattr__(self, "usable_bytes", self.memory_bytes)
+
+    @property
+    def flops(self) -> float:
+        """Peak of 16-bit matrix products; of 32-bit ones where it has no others."""
+        types = ("bfloat16", "float16", "tf32", "float32")
+        return next(self.peak_flops[name] for name in types if name in self.peak_flops)
+
+    @property
+    def flops_per_byte(self) -> float:
+        """FLOPs that must be done with each byte of memory for the peak to be the limit."""
+        return self.flops / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins devices: bytes/s of one device in one direction, and the time of one hop."""
+
+    name: str
+    bandwidth: float
+    latency_s: float
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Units of a cluster: `link` joins devices of one unit that no smaller unit joins."""
+
+    name: Unit
+    devices: int
+    link: Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What all devices of a cluster have together; cores are 0 where the chip is not a GPU."""
+
+    flops: float
+    fp32_cores: int
+    tensor_cores: int
+    memory_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices of one kind and the levels that join them, innermost first."""
+
+    name: str
+    title: str
+    device: Device
+    levels: tuple[Level, ...]
+    num_devices: int
+
+    def of(self, num_devices: int) -> Cluster:
+        """Return the cluster of its first `num_devices` devices, with the levels that join them.
+
+        Raises:
+            ConfigError: it has fewer, or none are asked for.
+        """
+        if not 1 <= num_devices <= self.num_devices:
+            legal = min(max(num_devices, 1), self.num_devices)
+            raise ConfigError(
+                f"{self.name} has 1 to {self.num_devices:,} devices, not {num_devices:,}; the "
+                f"nearest is {self.name}:{legal}"
+            )
+        inner = [level.devices < num_devices for level in self.levels]
+        return replace(self, num_devices=num_devices, levels=self.levels[: sum(inner) + 1])
+
+    @property
+    def totals(self) -> Totals:
+        """The sums over all devices."""
+        num, chip = self.num_devices, self.device.chip
+        sms = num * chip.sms if chip else 0
+        return Totals(
+            flops=num * self.device.flops,
+            fp32_cores=sms * chip.fp32_cores_per_sm if chip else 0,
+            tensor_cores=sms * chip.tensor_cores_per_sm if chip else 0,
+            memory_bytes=num * self.device.memory_bytes,
+        )
