@@ -56,7 +56,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["plan", "--help"],
             "'plan' is not built yet; today phalanx train refuses before it starts what cannot fit",
         ),
-        (["sho"], "'sho' is not a verb (did you mean 'show', which is not built yet?); the"),
+        (["repor"], "'repor' is not a verb (did you mean 'report', which is not built yet?); the"),
         (["--json"], "'--json' is not a verb"),
     ],
 )

@@ -6,7 +6,6 @@ Without a calibration a second of matrix products and a copy in memory stand for
 from __future__ import annotations
 
 import time
-from types import MappingProxyType
 from typing import Final
 
 from phalanx.account import host
@@ -47,9 +46,7 @@ def _gpus() -> Cluster:
     else:
         device, link = _measured(name, "cuda", usable_bytes), _GLOO
     level = Level(name="server", devices=num, link=link)
-    return Cluster(
-        name="this", title=f"{num} {name}", device=device, levels=(level,), num_devices=num
-    )
+    return Cluster(name="this", title=name, device=device, levels=(level,), num_devices=num)
 
 
 def _cores() -> Cluster:
@@ -59,7 +56,7 @@ def _cores() -> Cluster:
     num = num_cores()
     device = _measured(cpu_name(), "cpu", host.free_memory_bytes() / num)
     level = Level(name="server", devices=num, link=_GLOO)
-    title = f"{num} cores of {cpu_name()}"
+    title = f"{cpu_name()}, a core each"
     return Cluster(name="this", title=title, device=device, levels=(level,), num_devices=num)
 
 
@@ -84,7 +81,7 @@ def _measured(name: str, device: str, memory_bytes: float) -> Device:
         title=name,
         kind="gpu" if device == "cuda" else "cpu",
         year=int(time.strftime("%Y")),
-        peak_flops=MappingProxyType(rates),
+        peak_flops=rates,
         memory_bytes=memory_bytes,
         bandwidth=bandwidth,
         matmul_efficiency=1.0,

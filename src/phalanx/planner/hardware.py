@@ -89,7 +89,7 @@ def _gpu(
         title=title,
         kind="gpu",
         year=year,
-        peak_flops=MappingProxyType(sheet.peaks()),
+        peak_flops=sheet.peaks(),
         memory_bytes=gigabytes * 1e9,
         usable_bytes=mebibytes * _MIB,
         bandwidth=terabytes_per_s * 1e12,
@@ -108,7 +108,7 @@ def _tpu(name: str, title: str, year: int, tera: float, gib: float, bandwidth: f
         title=title,
         kind="tpu",
         year=year,
-        peak_flops=MappingProxyType({"bfloat16": tera * 1e12}),
+        peak_flops={"bfloat16": tera * 1e12},
         memory_bytes=gib * 1e9,
         usable_bytes=gib * _GIB,
         bandwidth=bandwidth,
@@ -153,10 +153,8 @@ _DEVICES = (
         title="AWS Trainium2",
         kind="tpu",
         year=2024,
-        peak_flops=MappingProxyType(
-            {"bfloat16": 667e12, "float16": 667e12, "tf32": 667e12, "float32": 181e12,
-             "fp8": 1299e12}
-        ),
+        peak_flops={"bfloat16": 667e12, "float16": 667e12, "tf32": 667e12, "float32": 181e12,
+                    "fp8": 1299e12},
         memory_bytes=96e9,
         usable_bytes=96 * _GIB,
         bandwidth=2.9e12,
@@ -235,13 +233,13 @@ def _cluster(name: str, title: str, of: str, *levels: tuple[Unit, int, Link]) ->
 
 def _servers(of: str, inside: Link, between: Link, num: int = 8, unit: Unit = "server") -> Cluster:
     """Return a cluster of the usual servers of a device, which its name stands for."""
-    title = f"{unit}s of {num} {DEVICES[of].title}"
+    title = f"{DEVICES[of].title} in {unit}s of {num}"
     return _cluster(of, title, of, (unit, num, inside), ("cluster", FABRIC, between))
 
 
 def _pods(of: str, host: int, pod: int, num_links: int, gigabytes_per_s: float) -> Cluster:
     """Return pods of TPUs; see [Note: A torus as levels]."""
-    title = f"pods of {pod:,} {DEVICES[of].title}"
+    title = f"{DEVICES[of].title} in pods of {pod:,}"
     return _cluster(of, title, of, ("server", host, _ici(2, gigabytes_per_s)),
                     ("pod", pod, _ici(num_links - 2, gigabytes_per_s)),
                     ("cluster", FABRIC, _DCN))  # fmt: skip
@@ -264,18 +262,18 @@ _CLUSTERS = (
     _pods("tpu-v5e", 8, 256, 4, 45),
     _pods("tpu-v5p", 4, 8960, 6, 90),
     _pods("tpu-v6e", 8, 256, 4, 90),
-    _cluster("trainium2", "UltraServers of 64 Trainium2", "trainium2",
+    _cluster("trainium2", "AWS Trainium2 in UltraServers of 64", "trainium2",
              ("server", 16, _NEURONLINK), ("rack", 64, _NEURONLINK_OUT),
              ("cluster", FABRIC, _EFA3)),
-    _cluster("h100-llama3", "the 24,576 H100 of Llama 3", "h100",
+    _cluster("h100-llama3", "NVIDIA H100 SXM 80GB, the cluster of Llama 3", "h100",
              ("server", 8, _NVLINK4), ("rack", 16, _META), ("pod", 3072, _META),
              ("cluster", 24576, _META_TOP)),
-    _cluster("a100-p4d", "EC2 P4d UltraCluster of A100 40GB", "a100-40",
+    _cluster("a100-p4d", "NVIDIA A100 SXM 40GB, an EC2 P4d UltraCluster", "a100-40",
              ("server", 8, _NVLINK3), ("cluster", 4096, _EFA)),
-    _cluster("gb200-nvl72", "one GB200 NVL72 rack", "gb200", ("rack", 72, _NVLINK5)),
-    _cluster("tpu-v5p-pod", "a TPU v5p pod, a torus of 16 x 20 x 28", "tpu-v5p",
+    _cluster("gb200-nvl72", "NVIDIA GB200 in one NVL72 rack", "gb200", ("rack", 72, _NVLINK5)),
+    _cluster("tpu-v5p-pod", "TPU v5p, a pod that is a torus of 16 x 20 x 28", "tpu-v5p",
              ("server", 4, _ici(2, 90)), ("pod", 8960, _ici(4, 90))),
-    _cluster("trainium2-ultraserver", "a Trainium2 UltraServer", "trainium2",
+    _cluster("trainium2-ultraserver", "AWS Trainium2, an UltraServer", "trainium2",
              ("server", 16, _NEURONLINK), ("rack", 64, _NEURONLINK_OUT)),
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ a server, the servers of a pod, and so on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from phalanx.errors import ConfigError
@@ -68,7 +68,7 @@ class Device:
     title: str
     kind: Kind
     year: int
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, float] = field(hash=False)
     memory_bytes: float
     bandwidth: float
     matmul_efficiency: float

@@ -1,0 +1,105 @@
+"""Draw the hardware catalogue as SVG. Needs matplotlib, the `plot` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from phalanx.errors import ConfigError
+from phalanx.planner.machine import Device
+
+COLOURS = {"NVIDIA": "#4d7c0f", "AMD": "#b04a2f", "TPU": "#1f5a99", "AWS": "#8a6d1a"}
+
+NEAR = 1.06
+"""Ratio of two values whose labels would lie on one another."""
+
+PEAK_TICKS = (100, 200, 500, 1000, 2000)
+SPEED_TICKS = (1, 2, 5, 10)
+MEMORY_TICKS = (10, 20, 50, 100, 200, 500)
+
+
+class _Label(NamedTuple):
+    text: str
+    year: int
+    value: float
+    colour: str
+    is_left: bool
+
+
+def draw_devices(devices: Sequence[Device], path: Path) -> None:
+    """Draw peak, bandwidth and memory of devices over their years, a panel each.
+
+    Raises:
+        ConfigError: the file is no SVG, or matplotlib is missing.
+    """
+    if path.suffix != ".svg":
+        raise ConfigError(f"{path} is no name of an SVG; the nearest is {path.with_suffix('.svg')}")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib draws, and is missing; pip install 'phalanx-train[plot]'")
+    # Not pyplot: it keeps every figure in a global register.
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = [
+        ("dense 16-bit peak, TFLOP/s", [one.flops / 1e12 for one in devices], PEAK_TICKS),
+        ("memory bandwidth, TB/s", [one.bandwidth / 1e12 for one in devices], SPEED_TICKS),
+        ("memory, GB", [one.memory_bytes / 1e9 for one in devices], MEMORY_TICKS),
+    ]
+    years = [one.year for one in devices]
+    for axes, (title, values, ticks) in zip(figure.subplots(1, 3), panels, strict=True):
+        axes.set_yscale("log")
+        for one, x, y in zip(devices, years, values, strict=True):
+            colour = COLOURS[one.title.split()[0]]
+            axes.plot(x, y, marker="o", markersize=5, color=colour)
+        for label in _labels(devices, values):
+            axes.annotate(
+                label.text,
+                (label.year, label.value),
+                xytext=(-5 if label.is_left else 5, 0),
+                textcoords="offset points",
+                ha="right" if label.is_left else "left",
+                va="center",
+                color=label.colour,
+                fontsize=7,
+            )
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_title(title, fontsize=10)
+        axes.set_xlim(min(years) - 0.5, max(years) + 4.5)
+        axes.set_xticks(range(min(years), max(years) + 1, 2))
+        axes.spines[["top", "right"]].set_visible(False)
+    # A fixed salt and no date: the same catalogue gives the same file.
+    with rc_context({"svg.hashsalt": "phalanx", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _labels(devices: Sequence[Device], values: Sequence[float]) -> list[_Label]:
+    """Return the labels of a panel: devices at one spot have one in common.
+
+    A label is left of its spot where a later device would lie on it.
+    """
+    points = sorted(zip(devices, values, strict=True), key=lambda point: (point[0].year, point[1]))
+    spots: list[list[tuple[Device, float]]] = []
+    for one, value in points:
+        last = spots[-1] if spots else []
+        if last and last[0][0].year == one.year and value <= NEAR * last[0][1]:
+            last.append((one, value))
+        else:
+            spots.append([(one, value)])
+    labels: list[_Label] = []
+    for spot in spots:
+        (first, value), colours = spot[0], {COLOURS[one.title.split()[0]] for one, _ in spot}
+        is_taken = any(
+            0 < one.year - first.year <= 2 and 1 / NEAR < other / value < NEAR
+            for one, other in points
+        )
+        names = [one.name for one, _ in spot]
+        lines = [", ".join(names[at : at + 3]) for at in range(0, len(names), 3)]
+        colour = colours.pop() if len(colours) == 1 else "#333333"
+        labels.append(_Label("\n".join(lines), first.year, value, colour, is_left=is_taken))
+    return labels

@@ -1,0 +1,105 @@
+"""`phalanx show`: the catalogue as tables, JSON and a picture; one message for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.cli.show import TOPICS, predecessor, si
+from phalanx.planner.hardware import DEVICES
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["show", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_cluster_of_llama_3(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "cluster", "h100-llama3")
+    for total in ("24.3 EFLOP/s", "415 M FP32 cores", "13 M tensor cores", "1.97 PB"):
+        assert total in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["pod", "3,072", "192", "racks"] in [row[:4] for row in rows]
+    assert ["cluster", "24,576", "8", "pods"] in [row[:4] for row in rows]
+    assert "7.14 GB/s" in text and "section 3.3.1" in text
+
+
+def test_the_chain_from_sm_to_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(shown(capsys, "device", "h100").split())
+    assert "144 built, 132 enabled" in text
+    assert "16,896 FP32 cores, 528 tensor cores, 33 MiB of registers" in text
+    assert "132 SMs x 4,096 FLOPs a clock x 1.83 GHz = 989 TFLOP/s" in text
+    assert "A100 SXM 40GB to NVIDIA H100 SXM 80GB: 3.2x the FLOP/s, 2.2x the memory" in text
+    assert "the MFU of one model falls" in text
+    # Twice the bandwidth at the same peak.
+    assert "the MFU can rise" in shown(capsys, "device", "h200")
+
+
+def test_the_device_before() -> None:
+    before = {name: predecessor(one) for name, one in DEVICES.items()}
+    names = {name: one.name if one else None for name, one in before.items()}
+    assert names["v100"] is None and names["a100"] == "v100" and names["trainium2"] is None
+    assert names["mi325x"] == "mi300x" and names["tpu-v6e"] == "tpu-v5e"
+
+
+def test_the_machine_at_hand_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "this" in shown(capsys, "device", "this")
+
+
+def test_json_holds_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(shown(capsys, "cluster", "h100-llama3:16", "--json").splitlines()[-1])
+    assert found["num_devices"] == 16 and found["totals"]["memory_bytes"] == 16 * 80e9
+    assert [level["name"] for level in found["levels"]] == ["server", "rack"]
+    one = json.loads(shown(capsys, "device", "a100", "--json").splitlines()[-1])
+    assert one["chip"]["sms"] == 108 and one["peak_flops"]["tf32"] == 156e12
+    every = json.loads(shown(capsys, "devices", "--json").splitlines()[-1])
+    assert list(every) == list(DEVICES)
+
+
+def test_the_picture_names_every_device(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "devices.svg"
+    assert str(path) in shown(capsys, "devices", "--svg", str(path))
+    words = " ".join(ElementTree.parse(path).getroot().itertext()).replace(",", " ").split()
+    # One label in each of the three panels.
+    assert all(words.count(name) == 3 for name in DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cluster", "h100-lama3"], "did you mean 'h100-llama3'"),
+        (["cluster", "h100-llama3:99999"], "the nearest is h100-llama3:24576"),
+        (["cluster"], "the name of a cluster is missing; expected: phalanx show cluster NAME"),
+        (["device", "h10"], "did you mean 'h100'"),
+        (["device"], "such as h100"),
+        (["devises"], "did you mean 'devices'"),
+        (["devices", "--svg", "a.png"], "the nearest is a.svg"),
+        (["devices", "--svg", "no/such/folder/a.svg"], "no/such/folder/a.svg: No such file"),
+        (["devices", "h100"], "'h100' on the command line belongs to no option"),
+    ],
+)
+def test_what_is_wrong_gets_one_message(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *words]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.startswith("phalanx: ")
+    assert not captured.out
+
+
+def test_help_lists_topics_and_clusters(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "--help")
+    assert all(f"\n  {topic} " in text for topic in TOPICS) and "h100-llama3" in text
+    assert "--svg" in shown(capsys, "devices", "help")
+
+
+def test_prefixes_of_units() -> None:
+    assert [si(x, "B") for x in (0.5, 999, 999.6, 1e12, 1.97e15)] == [
+        "0.5 B", "999 B", "1 kB", "1 TB", "1.97 PB",
+    ]  # fmt: skip
+    assert si(415236096, "FP32 cores") == "415 M FP32 cores" and si(3, "x y") == "3 x y"
