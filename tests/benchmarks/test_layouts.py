@@ -47,7 +47,8 @@ def check_points(run: TensorRun) -> None:
 @pytest.mark.parametrize(
     ("precision", "texts"),
     [
-        ("bfloat16", ["tp2", "tp2:megatron", "tp4:2d"]),  # masters are float32
+        ("bfloat16", ["tp2", "tp2:megatron"]),  # masters are float32
+        by_hand("bfloat16", ["tp4:2d"]),
         by_hand("bfloat16", ["tp8:2.5d/2", "tp8:3d"]),
         by_hand("float32", ["tp2", "tp4:2d"]),
         by_hand("float64", ["tp2", "tp2:megatron", "tp4:2d"]),
@@ -136,14 +137,14 @@ def test_bad_settings_are_one_message_before_any_rank(
         run_script(arguments)
 
 
-def test_every_layout_runs_the_same_block() -> None:
+@pytest.mark.parametrize("text", ["tp4:2d", by_hand("tp8:3d")])
+def test_every_layout_runs_the_same_block(text: str) -> None:
     """The ranks' parts of the result add up alike."""
-    sums = {
-        text: sum(run_ranks(squares, parse_layout(text).num_ranks, text, threads=1))
-        for text in ("tp2", "tp4:2d", "tp8:3d")
-    }
-    assert sums["tp4:2d"] == pytest.approx(sums["tp2"], rel=1e-12)
-    assert sums["tp8:3d"] == pytest.approx(sums["tp2"], rel=1e-12)
+    one, other = (
+        sum(run_ranks(squares, parse_layout(each).num_ranks, each, threads=1))
+        for each in ("tp2", text)
+    )
+    assert other == pytest.approx(one, rel=1e-12)
 
 
 def squares(text: str) -> float:

@@ -28,12 +28,18 @@ from phalanx.verify.record import split as split_rows
 State = dict[str, torch.Tensor]
 Split = tuple[str, int]
 
-SPLITS = [("whole", 1), ("whole", 3), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)]
+SPLITS = [("whole", 1), ("fsdp", 2), ("hsdp", 4), ("fsdp", 3), ("whole", 3), ("fsdp", 4)]
+OTHERS = SPLITS[3:]
+"""Splits whose kind another shows too."""
 
 IDS = [f"{split}{num_ranks}" for split, num_ranks in SPLITS]
 
 
-@pytest.fixture(scope="module", params=SPLITS, ids=IDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(s, marks=[pytest.mark.slow] * (s in OTHERS)) for s in SPLITS],
+    ids=IDS,
+)
 def saver(request: pytest.FixtureRequest) -> Split:
     return request.param
 
@@ -97,7 +103,7 @@ SHAPE = ModelShape(
     max_seq_len=16, norm="layer", position="learned", bias=True, tied=True, dropout=0.1,
 )  # fmt: skip
 
-CHAIN = ("tp2", "tp4:2d", "tp8:3d", "tp8:2.5d/2", "fsdp2,tp2", "dp1", "dp2,tp2", "tp4")
+CHAIN = ("dp1", "tp2", "tp4:2d", "tp8:3d", "tp8:2.5d/2", "fsdp2,tp2", "dp1", "dp2,tp2", "tp4")
 """Each goes on where the one before has stopped."""
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from marks import by_hand
 from phalanx.checkpoint import manifest, progress, saver, tensor_file
 from phalanx.checkpoint.saver import Saver
+from phalanx.comm import join
 from phalanx.errors import CheckpointError, PeerLost, TrainingError
 from phalanx.launch.failure import is_lost_peer
 from phalanx.launch.local import run_ranks
@@ -118,14 +119,23 @@ def test_a_stopped_process_ends_the_job(tmp_path: Path, rank: int, words: str) -
     assert not manifest.whole(tmp_path)
 
 
-def end_while_writing(run: Path, error: Exception, silent_s: float) -> tuple[str, list[str]]:
-    """Have the training of rank 0 end by an error while rank 1 does not write for some time."""
+ENDED = "the run of rank 0 has ended"
+
+
+def end_while_writing(run: Path, error: Exception, silent_s: float | None) -> tuple[str, list[str]]:
+    """Have the training of rank 0 end by an error while rank 1 does not write for some time.
+
+    None: rank 1 does not write before rank 0 has ended.
+    """
     progress.GONE_S = progress.GRACE_S = 0.5
     model, optimizer = runs.build()
     write_file = saver._write_file
 
     def wait_and_write(*args: Any) -> Any:
-        time.sleep(silent_s)
+        if silent_s is None:
+            join.job_store().wait([ENDED])
+        else:
+            time.sleep(silent_s)
         return write_file(*args)
 
     if dist.get_rank() == 1:
@@ -137,6 +147,8 @@ def end_while_writing(run: Path, error: Exception, silent_s: float) -> tuple[str
                 raise error
             saver_.finish()
             raise TrainingError("it is saved")
+    if dist.get_rank() == 0:
+        join.job_store().set(ENDED, "")
     words = [str(raised.value), *getattr(raised.value, "__notes__", ())]
     return type(raised.value).__name__, words
 
@@ -144,13 +156,13 @@ def end_while_writing(run: Path, error: Exception, silent_s: float) -> tuple[str
 @pytest.mark.parametrize(
     ("error", "silent_s", "is_saved"),
     [
-        (PeerLost("rank 1 has left"), 30.0, False),
+        (PeerLost("rank 1 has left"), None, False),
         (PeerLost("rank 1 has left"), 0.0, True),
         (TrainingError("the loss is nan"), 1.5, True),  # longer than a lost rank is waited for
     ],
 )
 def test_a_lost_rank_is_not_waited_for_and_any_other_is(
-    tmp_path: Path, error: Exception, silent_s: float, is_saved: bool
+    tmp_path: Path, error: Exception, silent_s: float | None, is_saved: bool
 ) -> None:
     (kind, words), (kind_1, words_1) = run_ranks(
         end_while_writing, 2, tmp_path, error, silent_s, threads=1, timeout_s=60

@@ -106,7 +106,8 @@ TP = [(name, "tp2") for name in ("bert_classifier", "llama", "vit")]
 JOBS = [
     (1, [("mlp", "dp1")]),
     by_hand(1, [(name, "dp1") for name in SMALL]),
-    (2, [("digits", "dp2"), ("bert_classifier", "tp2"), ("mlp", "fsdp2")]),
+    (2, [("digits", "dp2"), ("mlp", "fsdp2")]),
+    by_hand(2, [("bert_classifier", "tp2")]),
     by_hand(2, [*each("dp2"), *each("fsdp2", "fsdp2:zero1", "fsdp2:zero2"), *TP]),
     by_hand(3, [("digits", "dp3"), *each("dp3", "fsdp3")]),
     by_hand(4, each("dp2,fsdp2")),

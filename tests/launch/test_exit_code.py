@@ -86,6 +86,7 @@ def test_a_spawned_process_that_runs_the_script_again_is_told_of_the_guard(tmp_p
 OTHERS = (
     *("a text", "a bare exit", "main without a code", "raise", "raise nothing"),
     *("raise in a function", "a large code", "an error before the job", "a wrong strategy"),
+    *("a caught exit", "argparse", "raise from finally"),
 )
 """Ends whose kind another shows too."""
 

@@ -77,9 +77,9 @@ def held(text: str, accumulation: int = 1) -> StateBytes:
 @pytest.mark.parametrize(
     "kind, accumulation, sent",
     [
-        ("zero1", 1, 2 * P),
-        ("zero2", 1, 2 * P),
-        ("zero3", 1, 3 * P - ONCE),
+        by_hand("zero1", 1, 2 * P),
+        by_hand("zero2", 1, 2 * P),
+        by_hand("zero3", 1, 3 * P - ONCE),
         ("zero1", 5, 2 * P),
         ("zero2", 5, P + 5 * P),
         ("zero3", 5, 5 * (3 * P - ONCE)),
@@ -221,8 +221,8 @@ def bfloat16_losses_of_each(
 @pytest.mark.parametrize(
     "plain, texts",
     [
-        ("dp2", ["fsdp2", "fsdp2:zero2"]),
-        by_hand("dp2", ["fsdp2:zero1"]),
+        ("dp2", ["fsdp2"]),
+        by_hand("dp2", ["fsdp2:zero1", "fsdp2:zero2"]),
         by_hand("dp4", ["dp2,fsdp2"]),
     ],
 )
@@ -324,7 +324,7 @@ def infer(text: str) -> list[bool]:
     return [isinstance(p, DTensor) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1"])
+@pytest.mark.parametrize("text", ["fsdp2", by_hand("fsdp2:zero1")])
 def test_nothing_stays_gathered_after_inference(text: str) -> None:
     assert all(all(is_split) for is_split in run_ranks(infer, 2, text))
 
@@ -348,7 +348,7 @@ def overflow(text: str) -> tuple[float, float]:
     return before, scaler.get_scale()
 
 
-@pytest.mark.parametrize("text", ["fsdp2", "fsdp2:zero1"])
+@pytest.mark.parametrize("text", ["fsdp2", by_hand("fsdp2:zero1")])
 def test_an_overflow_on_one_rank_lowers_the_scale_on_all(text: str) -> None:
     assert run_ranks(overflow, 2, text) == [(1024.0, 512.0)] * 2
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import phalanx
+from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.script import session
 from phalanx.script.replicas import OnHost
@@ -121,7 +122,7 @@ def waits_of_trainer(folder: Path, strategy: str) -> Counter[str]:
     return found[1] - found[0]
 
 
-@pytest.mark.parametrize("strategy", ["dp2", "fsdp2"])
+@pytest.mark.parametrize("strategy", [by_hand("dp2"), "fsdp2"])
 def test_the_trainer_waits_once_a_step(tmp_path: Path, strategy: str) -> None:
     for found in run_ranks(waits_of_trainer, 2, tmp_path, strategy, threads=1):
         assert found.pop("dropout.py: _draw") == 2 * 2 * 3  # of the host's own generator

@@ -65,11 +65,10 @@ def results(strategies: list[str], names: Sequence[str]) -> dict[tuple[str, str]
 @pytest.mark.parametrize(
     ("num_ranks", "strategies", "names"),
     [
-        (1, ["dp1"], tuple(CASES)),
         (2, ["dp2"], tuple(CASES)),
-        (2, ["fsdp2"], ("accumulated", "twice", "views")),
+        (2, ["fsdp2"], ("accumulated", "twice", "views", "groups")),
         (3, ["fsdp3"], ("one row left", "batch norm")),
-        (4, ["dp2,fsdp2"], ("groups", "one row left")),
+        by_hand(1, ["dp1"], tuple(CASES)),
         by_hand(2, ["dp2:naive", "fsdp2", "fsdp2:zero1", "fsdp2:zero2"], tuple(CASES)),
         by_hand(3, ["dp3", "fsdp3"], tuple(CASES)),
         by_hand(4, ["dp2,fsdp2"], tuple(CASES)),

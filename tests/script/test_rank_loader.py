@@ -132,7 +132,7 @@ def dealt_out() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, by_hand(3)])
+@pytest.mark.parametrize("num_ranks", [by_hand(1), 2, by_hand(3)])
 def test_the_batches_are_those_of_the_plain_loader(num_ranks: int) -> None:
     expected = {name: plain_passes(name) for name in LOADERS}
     for found in run_ranks(dealt_out, num_ranks, threads=1):
@@ -175,7 +175,7 @@ def gone_on(num_done: int | None) -> dict[str, list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("num_done", [by_hand(2), by_hand(5), 7, None])
+@pytest.mark.parametrize("num_done", [by_hand(2), by_hand(5), 7, by_hand(None)])
 def test_a_loader_goes_on_where_another_stood(num_done: int) -> None:
     expected = {name: plain_passes(name) for name in LOADERS}
     for found in run_ranks(gone_on, 2, num_done, threads=1):

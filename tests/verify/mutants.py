@@ -427,6 +427,16 @@ SLOW = frozenset(
         "a schedule that begins anew",
         "evaluation with dropout",
         "labels that are not shifted",
+        "dropout that begins at the second position",
+        "a tie that gives no gradient from the head",
+        "half the gradient to the input of the MLP",
+        "labels in another order than tokens",
+        "dropout of a block by its number in the stage",
+        "gradients times the microbatches",
+        "one buffer for all that is received",
+        "gradients of a stage that stay a data rank's own",
+        "first weights that begin anew on each rank",
+        "evaluation that leaves the model in eval mode",
     }
 )
 """Mutants whose kind another shows too."""

@@ -160,7 +160,7 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
 
 
 @pytest.mark.parametrize(
-    "texts", [*jobs("fsdp3"), *jobs("dp2", "fsdp2:zero1", marks=pytest.mark.slow)]
+    "texts", [*jobs("fsdp2:zero1"), *jobs("dp2", "fsdp3", marks=pytest.mark.slow)]
 )
 def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     strategies = [Strategy.parse(text) for text in texts]
@@ -208,10 +208,11 @@ def tensor_pairs(
 @pytest.mark.parametrize(
     "texts",
     [
-        *jobs(WHOLE, "tp4:2d", "tp8:2.5d/2"),
+        *jobs(WHOLE, "tp4:2d"),
         *jobs(
             *(
                 "tp2",
+                "tp8:2.5d/2",
                 "tp8:3d",
                 "tp4",
                 "fsdp2,tp2",
@@ -292,8 +293,8 @@ CONTEXT = ("cp2", "cp2:ulysses")
 @pytest.mark.parametrize(
     "texts",
     [
-        *jobs("fsdp2,cp2:ulysses"),
-        *jobs(*CONTEXT, "cp3", "dp2,cp2", "cp2,tp2", marks=pytest.mark.slow),
+        *jobs("cp2:ulysses"),
+        *jobs("cp2", "cp3", "dp2,cp2", "cp2,tp2", "fsdp2,cp2:ulysses", marks=pytest.mark.slow),
         *jobs("cp4", "cp4:ulysses", marks=pytest.mark.slow),
         *jobs("fsdp2,cp2,tp2", "fsdp2:zero1,cp2,tp2:megatron", marks=pytest.mark.slow),
         *jobs("cp8:ulysses", "cp2,tp4:2d", "cp2:ulysses,tp4:2d", marks=pytest.mark.slow),
@@ -311,18 +312,18 @@ def test_context_kinds_of_the_gpt2_family(texts: Sequence[str], subtests: pytest
 
 
 @pytest.mark.parametrize(
-    "texts",
+    ("texts", "num_layers"),
     [
-        ["cp2,recompute:full"],
-        by_hand(["cp2:ulysses,recompute:selective"]),
-        by_hand(["cp2,recompute:selective", "cp2:ulysses,recompute:full"]),
-        by_hand(["cp2,tp2,recompute:full", "cp2:ulysses,tp2,recompute:selective"]),
+        (["cp2,recompute:full"], 1),
+        by_hand(["cp2,recompute:full", "cp2:ulysses,recompute:selective"], 2),
+        by_hand(["cp2,recompute:selective", "cp2:ulysses,recompute:full"], 2),
+        by_hand(["cp2,tp2,recompute:full", "cp2:ulysses,tp2,recompute:selective"], 2),
     ],
 )
 def test_context_kinds_beside_recomputation(
-    texts: Sequence[str], subtests: pytest.Subtests
+    texts: Sequence[str], num_layers: int, subtests: pytest.Subtests
 ) -> None:
-    check_parity(subtests, tensor_pairs(LLAMA, texts))
+    check_parity(subtests, tensor_pairs(LLAMA, texts, num_layers))
 
 
 @pytest.mark.parametrize(

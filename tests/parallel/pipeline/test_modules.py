@@ -315,27 +315,34 @@ MORE = (*FAMILIES, "gemma2, classes")
 
 # Where what goes past a layer stays in one stage, it is no obstacle.
 JOBS: dict[str, Sequence[str]] = {
-    "pp2": [name for name in MODELS if name not in ("past", "frozen in front", *MORE)],
-    "pp2,cut:1+4": ["in place"],
-    "pp2:gpipe,cut:1+4": ["tabled"],
-    "pp2,cut:3+2": ["in place", "around"],
-    "pp2:interleaved/2": [
-        *("recomputed", "qwen2, tied", "registered, layers", "frozen in front"),
+    "pp2": [
+        *("chain", "in place", "normalised", "tabled", "around", "trimmed", "turned"),
+        *("channels last", "registered, parts", "bert"),
     ],
+    "pp2,cut:3+2": ["in place"],
+    "pp2:interleaved/2": ["recomputed", "qwen2, tied", "frozen in front"],
     "pp2:zbv": ["gpt2"],
-    "pp2:zb/1": ["turned"],
-    "pp2:zb/2": ["frozen in front"],
     "pp2,cut:1+3": ["past"],
-    "pp2,cut:3+1": ["past"],
-    "pp2,recompute:full": ["llama"],
 }
 OTHERS: dict[str, Sequence[str]] = {
-    "pp2": MORE,
-    "pp2:gpipe,cut:1+4": ["sequential", "gpt2"],
-    "pp2:interleaved/2": ["sequential", "llama"],
+    "pp2": [
+        "sequential",
+        "recomputed",
+        "registered, layers",
+        "llama",
+        "qwen2, tied",
+        "gpt2",
+        *MORE,
+    ],
+    "pp2,cut:1+4": ["in place"],
+    "pp2,cut:3+2": ["around"],
+    "pp2:zb/1": ["turned", "sequential"],
+    "pp2:zb/2": ["frozen in front"],
+    "pp2,cut:3+1": ["past"],
+    "pp2:gpipe,cut:1+4": ["tabled", "sequential", "gpt2"],
+    "pp2:interleaved/2": ["sequential", "llama", "registered, layers"],
     "pp2:zbv": ["tabled"],
-    "pp2:zb/1": ["sequential"],
-    "pp2,recompute:full": ["tabled"],
+    "pp2,recompute:full": ["tabled", "llama"],
 }
 
 
