@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,25 @@ def test_the_rule_of_axes_can_fail() -> None:
         assert foreign_axes(module, tree) == [f"{module}: {other}"]
     for module in ("phalanx.parallel.tensor.layout", REGISTRY, "phalanx.verify.trace"):
         assert not foreign_axes(module, tree)
+
+
+def test_contributing_lists_the_files_that_name_an_axis() -> None:
+    """Outside of its folder, context parallelism is named where CONTRIBUTING.md says, and no more.
+
+    Files that only follow a table of axes do not name one; ten are the most that an axis may need.
+    """
+    name = re.compile(r"\bcp\b|[Cc]ontext parallel|parallel\.context|[Uu]lysses")
+    naming = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if "context" not in path.parts and name.search(path.read_text(encoding="utf-8"))
+    }
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition("### An axis")[2]
+    rows = [line.partition("|")[2].partition("|")[0] for line in section.splitlines()]
+    listed = {word for row in rows for word in re.findall(r"`([\w/]+\.py)`", row)}
+    assert naming == listed
+    assert len(listed) <= 10
 
 
 def test_the_rule_can_fail() -> None:

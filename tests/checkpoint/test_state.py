@@ -183,9 +183,7 @@ def test_a_damaged_file_is_one_error_on_every_rank(copy: Path, name: str) -> Non
         (copy / name).write_bytes(flipped)
         with pytest.raises(CheckpointError, match=f"its file {name} is damaged: its sha256"):
             files.verify(copy, manifest.read(copy))
-    assert_both_loads_say(
-        copy, f"its file {name} is damaged: its sha256 is not that of what was written"
-    )
+    assert_both_loads_say(copy, f"its file {name} is damaged: its sha256 is not the written one")
     (copy / name).write_bytes(whole[:100])
     assert_both_loads_say(copy, f"its file {name} has 100 bytes, but {len(whole)} were written")
     (copy / name).unlink()

@@ -108,7 +108,7 @@ def test_the_most_of_gradients(
     """A group's one gradient is full until its share, a quarter of it, is there."""
     groups = sizes_of(embedding=embedding, head=head, rest=rest)
     assert most_gradients(groups, 4, "none") == 4 * first
-    assert most_gradients(groups, 4, "shares") == 4 * shares
+    assert most_gradients(groups, 4, "shards") == 4 * shares
     assert most_gradients(groups, 4, "full") == 4 * full
 
 

@@ -34,7 +34,7 @@ def _norm_of_one_stage(right: Any) -> Any:
 def _copies_that_count(right: Any) -> Any:
     def wrong(self: Any, *args: Any) -> Any:
         runner = right(self, *args)
-        runner.copies = frozenset()
+        runner.replicas = frozenset()
         return runner
 
     return wrong
@@ -128,9 +128,9 @@ def _loss_of_last_stage(right: Any) -> Any:
 
 
 def _times_microbatches(right: Any) -> Any:
-    def wrong(self: Any, microbatches: Any, forward: Any, share_of: Any, *rest: Any) -> None:
+    def wrong(self: Any, microbatches: Any, forward: Any, scale: Any, *rest: Any) -> None:
         def scaled(summed: Any) -> Any:
-            return share_of(summed) * len(microbatches)
+            return scale(summed) * len(microbatches)
 
         right(self, microbatches, forward, scaled, *rest)
 
@@ -138,7 +138,7 @@ def _times_microbatches(right: Any) -> Any:
 
 
 def _mean_of_means(right: Any) -> Any:
-    def wrong(self: Any, microbatches: Any, forward: Any, share_of: Any, *rest: Any) -> None:
+    def wrong(self: Any, microbatches: Any, forward: Any, scale: Any, *rest: Any) -> None:
         counts = [int((microbatch.labels_BT >= 0).sum()) for microbatch in microbatches]
         mean = sum(counts) / len(counts)
 
@@ -147,7 +147,7 @@ def _mean_of_means(right: Any) -> Any:
             count = int((microbatch.labels_BT >= 0).sum())
             return made if made.ndim else made * mean / count
 
-        right(self, microbatches, weighed, share_of, *rest)
+        right(self, microbatches, weighed, scale, *rest)
 
     return wrong
 

@@ -1,6 +1,6 @@
 """What one block of a decoder keeps for backward, and multiplies, counted by running it.
 
-A decoder of one block, its embedding and its head, split by tp and cp as on a rank, runs on the
+A decoder of one block, its embedding and its head, split within samples as on a rank, runs on the
 meta device: nothing is computed, and all storages are seen to come and go.
 
     embedding -> [block] -> norm, head        bytes alive at the brackets and at the end:
@@ -52,7 +52,7 @@ class Case:
 
     Attributes:
         shape: a decoder of one block of the kind.
-        strategy: tp, cp, and what is recomputed: `none`, `full` or `selective`.
+        strategy: what splits samples, and what is recomputed: `none`, `full` or `selective`.
         seq_len: tokens in one sequence.
         num_sequences: sequences in one microbatch of one rank.
         precision: data type of the arithmetic, such as "bfloat16".

@@ -15,7 +15,7 @@ from phalanx.storage import PARTIAL, become, checksum, sync
 def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
     """Compare files of a checkpoint with their checksums.
 
-    The files are dealt into `num_turns` shares of about the same bytes; share `turn` is read.
+    The files are dealt into `num_turns` parts of about the same bytes; part `turn` is read.
 
     Raises:
         CheckpointError: a file is missing, cut short or changed; names it, and what else there is.
@@ -37,7 +37,7 @@ def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
         if path.is_file() and (actual := path.stat().st_size) != num_bytes:
             return f"has {actual} bytes, but {num_bytes} were written"
         if checksum(path)[1] != sha256:
-            return "is damaged: its sha256 is not that of what was written"
+            return "is damaged: its sha256 is not the written one"
     except FileNotFoundError:
         return "is missing"
     except CheckpointError:

@@ -22,7 +22,7 @@ MAX_JSON_MARKS: Final = 1 << 24
 """Most brackets and commas of a JSON file: each may become an object of some 60 bytes."""
 
 MAX_JSON_DEPTH: Final = 16
-"""Deepest nesting of a JSON file; what is deeper may not even be copied or printed."""
+"""Deepest nesting of a JSON file; a deeper one may not even be copied or printed."""
 
 _CONTROL: Final = re.compile(r"[^\t\n -~\xa0-\U0010ffff]")
 """Characters by which a text could take over the terminal that shows it."""
@@ -129,7 +129,7 @@ def decode(hint: Any, value: Any, what: str = "it") -> Any:
     offsets and counts: from 0 on, and less than what any of those can be.
 
     Raises:
-        ValueError: names what is missing, unknown or of another type.
+        ValueError: names a value that is missing, unknown or of another type.
     """
     kind: Any = get_origin(hint) or hint
     inner, is_literal = get_args(hint), get_origin(hint) is Literal
@@ -181,7 +181,7 @@ _WORDS: Final[dict[Any, str]] = {
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether `name` is that of a file of a folder itself, on any system."""
+    """Return whether `name` names a file of a folder itself, on any system."""
     return name not in ("", ".", "..") and not set(name) & set("/\\:\0")
 
 

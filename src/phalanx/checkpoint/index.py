@@ -75,10 +75,10 @@ def write(folder: Path, plan: WritePlan) -> Checksum:
 def read(folder: Path, files: Mapping[str, Checksum]) -> Index:
     """Read the index of a checkpoint, and check that it describes tensors that can be there.
 
-    No files but those of the manifest, `files`, are ever read.
+    Only the files of the manifest, `files`, are ever read.
 
     Raises:
-        CheckpointError: it is missing or damaged, or asks for what is not there.
+        CheckpointError: it is missing or damaged, or names a file or layout that is not there.
     """
     if NAME not in files:
         raise CheckpointError(f"its manifest does not list {NAME}")

@@ -100,8 +100,8 @@ class Manifest:
     def check_shape(self, shape: ModelShape) -> None:
         """Refuse to resume with another model.
 
-        What is no property of weights may differ: dropout, and the longest row of a model whose
-        positions are rotary.
+        Two values are no property of weights and may differ: dropout, and the longest row of a
+        model whose positions are rotary.
 
         Raises:
             CheckpointError: names the first size that differs.
@@ -203,7 +203,7 @@ def _decode(values: dict[str, Any]) -> Manifest:
         if not is_plain_name(name):
             raise ValueError(f"it names the file {brief(name)}, expected one of the folder itself")
     if sha256 != expected:
-        raise ValueError("it is damaged: its sha256 is not that of what was written")
+        raise ValueError("it is damaged: its sha256 is not the written one")
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""How the writers of a job's ranks tell each other how far they are, and when they give up.
+"""How the writers of a job's ranks report to each other how far they are, and when they give up.
 
 Each rank keeps one line in the store at which the ranks have met; rank 0 reads them all, decides,
 and keeps one line of its own that all others read:
@@ -58,7 +58,7 @@ class SaveProgress:
         self._is_loss_expected = False
         self._failed = (0, "", False)
         self._seen: dict[str, tuple[Any, float]] = {}
-        self._told_s = self._moved_s = time.monotonic()
+        self._reported_s = self._moved_s = time.monotonic()
         self._store.set(str(self.rank), "[0]")
         if self.rank == 0:
             self.conclude("published")
@@ -87,19 +87,19 @@ class SaveProgress:
         return time.monotonic() - self._moved_s > self.timeout_s + GRACE_S
 
     def moved(self, num_bytes: int) -> None:
-        """Tell that this rank has written some of its bytes.
+        """Report that this rank has written some of its bytes.
 
         Raises:
             CheckpointError: the save is given up, by another rank's fault.
         """
         self._moved_s = time.monotonic()
-        if self._moved_s - self._told_s > self._poll_s:
-            self.tell("writing", num_bytes)
+        if self._moved_s - self._reported_s > self._poll_s:
+            self.report("writing", num_bytes)
             self.look()
 
-    def tell(self, state: State, value: Any) -> None:
-        """Tell the others how this rank is."""
-        self._told_s = time.monotonic()
+    def report(self, state: State, value: Any) -> None:
+        """Report to the others how this rank is."""
+        self._reported_s = time.monotonic()
         self._store.set(str(self.rank), json.dumps([self._number, state, value]))
 
     def wait(self) -> list[Any]:
@@ -142,7 +142,7 @@ class SaveProgress:
     def conclude(
         self, outcome: Literal["open", "published", "failed"], error: Exception | None = None
     ) -> None:
-        """Tell the others what became of the save; rank 0 calls this."""
+        """Report to the others what became of the save; rank 0 calls this."""
         self._beat += 1
         if outcome == "failed":
             self._failed = (self._number, str(error), isinstance(error, PeerLost))

@@ -3,8 +3,8 @@
     manifest    {name: {"state": plain values, "tensors": [[path, name of the file's tensor], ...]}}
     files       registered.<name>.<path>      a tensor of a state, as shards if it is a DTensor
 
-No pickle: a state is mappings and lists of numbers, text and tensors. What is alike on all ranks is
-saved as the first has it.
+No pickle: a state is mappings and lists of numbers, text and tensors. A value that is
+alike on all ranks is saved as the first has it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Registered:
     def __init__(self) -> None:
         self.is_closed = False
         self._objects: dict[str, Any] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     @property
     def objects(self) -> Collection[Any]:
@@ -188,14 +188,14 @@ class Registered:
         first, *others = gather_objects(own)
         for rank, theirs in enumerate(others, 1):
             apart = [name for name in first if theirs.get(name) != first[name]]
-            if apart and apart[0] not in self._told and dist.get_rank() == 0:
+            if apart and apart[0] not in self._reported and dist.get_rank() == 0:
                 warnings.warn(
-                    f"save: the state of '{apart[0]}' on rank {rank} is not that of rank 0, which "
+                    f"save: the state of '{apart[0]}' on rank {rank} differs from rank 0's, which "
                     "the checkpoint holds for all; make it of what run.sum, run.mean or run.gather "
                     "return",
                     stacklevel=4,
                 )
-            self._told.update(apart)
+            self._reported.update(apart)
 
 
 def is_extra_state(key: str) -> bool:

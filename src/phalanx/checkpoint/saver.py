@@ -255,10 +255,10 @@ class Saver:
 
     def _write(self, save: _Save) -> None:
         """Write and publish; the body of the writer thread."""
-        save_share = self._save_first if self._progress.rank == 0 else self._save_other
+        save_part = self._save_first if self._progress.rank == 0 else self._save_other
         try:
             _stand_back()
-            save_share(save)
+            save_part(save)
         except (CheckpointError, PeerLost) as error:
             self._failure = error
         except TimeoutError:
@@ -275,11 +275,11 @@ class Saver:
         self._progress.wait_to_begin()
         try:
             try:
-                self._progress.tell("written", _write_file(save, self._progress))
+                self._progress.report("written", _write_file(save, self._progress))
             except (CheckpointError, PeerLost, dist.DistError):
                 raise
             except Exception as error:  # whatever it is, rank 0 must not wait for this file
-                self._progress.tell("failed", reason_of(error))
+                self._progress.report("failed", reason_of(error))
             self._progress.wait()
         except (CheckpointError, PeerLost):  # rank 0 may have removed the folder before
             with suppress(OSError):
@@ -293,7 +293,7 @@ class Saver:
         try:
             make_partial(save.final, replaces=save.replaces)
             progress.conclude("open")
-            progress.tell("written", _write_file(save, progress))
+            progress.report("written", _write_file(save, progress))
             files = {name: tuple(checksum) for file in progress.wait() for name, checksum in file}
             files[index.NAME] = index.write(save.partial, save.plan)
             publish(save.partial, save.final, dataclasses.replace(save.about, files=files))

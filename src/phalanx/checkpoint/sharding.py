@@ -59,7 +59,7 @@ class Sharding:
         shape: of the full tensor.
         dtype: of its elements.
         axes: that it is split over, in the order of the splits; none if each rank holds it whole.
-        ranks: that hold it, those of a stage of a pipeline; all if None.
+        ranks: that hold it, the ranks of a stage of a pipeline; all if None.
         is_buffer: whether a forward may change it by the rows of a rank, so that it is no replica
             of what other ranks hold.
     """
@@ -98,7 +98,7 @@ def _box(
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding:
-    """Return how a tensor lies over the ranks; what is no DTensor is whole on each.
+    """Return how a tensor lies over the ranks; a tensor that is no DTensor is whole on each.
 
     Raises:
         CheckpointError: the ranks hold terms of a sum.
@@ -210,7 +210,7 @@ class Layout:
 
 
 class Read(NamedTuple):
-    """A part of a saved shard, and where it belongs in what is read."""
+    """A part of a saved shard, and where it belongs in the box to read."""
 
     shard: SavedShard
     source: tuple[slice, ...]

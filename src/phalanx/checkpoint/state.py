@@ -103,7 +103,7 @@ def _held(tensor: torch.Tensor, *, is_buffer: bool = False) -> Held:
 
 
 def is_of_job(name: str) -> bool:
-    """Tell whether every rank has a shard of this, whichever stage of a pipeline it runs."""
+    """Return whether every rank has a shard of this, whichever stage of a pipeline it runs."""
     return name.startswith("generators.")
 
 
@@ -113,7 +113,7 @@ def state_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.Tenso
     A parameter that no step has used yet has no state in the optimizer, and none here.
 
     Raises:
-        CheckpointError: the optimizer keeps what is no tensor, or for a parameter of another model.
+        CheckpointError: the optimizer keeps a value that is no tensor, or is of another model.
     """
     weights = weights_of(model)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -152,8 +152,8 @@ def load(
         What `room_beside` made, filled.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or it is of another model; then the weights
-            may be those of neither.
+        CheckpointError: a file is missing or damaged, or it is of another model; then the
+            weights may be a mix of both.
     """
     doing = f"cannot load {folder}"
     about, tensors = _open(folder, doing)
@@ -192,8 +192,8 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     """Load the weights alone, into any split of the model; every rank calls this together.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or it is of another model; then the weights
-            may be those of neither.
+        CheckpointError: a file is missing or damaged, or it is of another model; then the
+            weights may be a mix of both.
     """
     doing = f"cannot load the weights in {folder}"
     _, tensors = _open(folder, doing)

@@ -81,7 +81,7 @@ def write(
     """Write a file and have the disk hold it; return the checksum of what was meant to be written.
 
     The data comes in `pieces` of the CPU of any shapes, one after the other, in the order of
-    `tensors`. `moved` is told now and then how many bytes are written.
+    `tensors`. `moved` is called now and then with the bytes written so far.
 
     Raises:
         OSError: the disk is full, say; names the file.

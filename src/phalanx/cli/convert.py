@@ -30,7 +30,7 @@ class ConvertConfig:
     destination: Annotated[str | None, Positional("DST")] = None
     """The folder to write: a new one, or an empty one."""
     check: bool = False
-    """Afterwards load both sides whole, compare the logits of transformers' model with those of
+    """Afterwards load both sides whole, compare the logits of transformers' model with
     ours on random tokens, and exit with 1 if they do not agree."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type to write. float32 keeps float16 and bfloat16 exactly. Weights in a checkpoint

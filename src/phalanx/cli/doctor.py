@@ -1,4 +1,4 @@
-"""`phalanx doctor`: what is installed, what this machine has, and whether two processes meet."""
+"""`phalanx doctor`: installed packages, this machine's devices, and whether two processes meet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DoctorConfig:
 
 
 def run(argv: list[str]) -> int:
-    """Print what is found; exit code 1 if the two processes could not meet."""
+    """Print the findings; exit code 1 if the two processes could not meet."""
     config = read_command_line(argv, DoctorConfig, prog="phalanx doctor")
     found = examine()
     if config.json:
@@ -106,7 +106,7 @@ def meet() -> tuple[float, float]:
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a row for each thing found, with what to do about what is missing."""
+    """Return a row for each thing found, with advice on a missing one."""
     cpu, gpus, test = found["cpu"], found["gpus"], found["self_test"]
     packages = {**found["versions"], **found["packages"]}
     backends = [f"{name} {'yes' if has else 'no'}" for name, has in found["backends"].items()]

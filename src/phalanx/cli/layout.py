@@ -24,7 +24,7 @@ MOST_PLACES = 32
 
 
 def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> list[RenderableType]:
-    """Return what is to be said of a strategy on a decoder, perhaps nothing."""
+    """Return the tables and lines on a strategy on a decoder, perhaps none."""
     said: list[RenderableType] = []
     if len(strategy.mesh_axes()) > 1:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.num_ranks))
@@ -64,7 +64,8 @@ def crossings(strategy: Strategy, num_here: int) -> Iterator[str]:
     span = 1
     for name, axis in reversed([*strategy.axes()]):
         begin, span = span, span * axis.degree
-        if name in ("tp", "cp") and axis.degree > 1 and (span > num_here or num_here % span):
+        is_within = name not in ("pp", "dp", "fsdp") and axis.degree > 1
+        if is_within and (span > num_here or num_here % span):
             yield (
                 f"{name}{axis.degree} is on several hosts of {num_here} ranks, and sends in each "
                 f"layer, which is slow between hosts; {max(1, num_here // begin)} of its ranks fit "

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
     """Run one verb.
 
     Args:
-        argv: the words after `phalanx`; those of this process if None.
+        argv: the words after `phalanx`; this process's if None.
         run: what to run on the words in place of a verb, for a script with the messages of one.
 
     Returns:
@@ -188,7 +188,7 @@ def _usage() -> str:
 
 
 def _open_standard_streams() -> None:
-    """Open on nothing what is closed of standard input, output and error, as by `>&-` or cron.
+    """Open on nothing a closed standard input, output or error, as by `>&-` or cron.
 
     Otherwise the next file that is opened would be taken for it, by this process and its ranks.
     """

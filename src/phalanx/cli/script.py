@@ -55,7 +55,7 @@ class ScriptVerifyConfig:
     """Prove that a strategy computes what one process computes, on a job of your own.
 
     A job runs in the trainer's loop beside plain PyTorch; a script with a loop of its own runs on
-    one process and on those of the strategy.
+    one process and on the strategy's.
     """
 
     strategy: Annotated[str | None, Positional("STRATEGY")] = None

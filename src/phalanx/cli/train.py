@@ -71,7 +71,7 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
         return 0
     console = screen()
     with ExitStack() as preparing:
-        # Bars would meet those of other ranks.
+        # Bars would meet other ranks'.
         preparation = Preparation(console, has_bars=not is_under_torchrun())
         preparing.enter_context(preparation)
 
@@ -98,7 +98,7 @@ def _schedule_lines(request: Request) -> list[str]:
 
 
 def _announce(job: Job, console: Console) -> None:
-    """Say what is about to run, and how that differs from the run it resumes."""
+    """Announce the run, and how it differs from the run it resumes."""
     from phalanx.cli.layout import tables_of
     from phalanx.train.job.resolve import remarks_on, words_of
 

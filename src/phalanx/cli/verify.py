@@ -235,7 +235,7 @@ def _show_errors(verdicts: Sequence[Verdict], console: Console) -> None:
 def _errors(verdicts: Sequence[Verdict]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
-    # What is zero everywhere, such as the error of a learning rate, is left to the JSON document.
+    # A quantity that is zero everywhere, such as a learning rate, is left to the JSON document.
     of_all = [each for verdict in verdicts for each in verdict.largest_errors().items()]
     found = {what for what, error in of_all if error > 0}
     quantities = [what for what in QUANTITIES if what in found]

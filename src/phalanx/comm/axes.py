@@ -20,14 +20,17 @@ and of a pipeline the last stage alone has a loss.
 is every axis. `tp` is a set too, where it has sub-axes such as `tp_row` and `tp_col`.
 """
 
-FLATTENED: Final = ("fsdp_cp", "tp")
+SHARDS: Final = "fsdp_cp"
+"""The set of axes over which fsdp splits parameters."""
+
+FLATTENED: Final = (SHARDS, "tp")
 """Sets that are one axis too, with a group of their own, where the job has several of their axes.
 
 fsdp gathers a parameter over `fsdp_cp` in one call; rows and columns of `tp` change places over all
 of its ranks.
 """
 
-SHARD_AXES: Final = ("fsdp", "fsdp_cp")
+SHARD_AXES: Final = ("fsdp", SHARDS)
 """The names of the axis over which fsdp splits parameters, without cp and beside it."""
 
 

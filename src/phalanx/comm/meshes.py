@@ -1,8 +1,8 @@
 """Lay the ranks of a job on a mesh of named axes, and make the groups of its axes.
 
-The mesh has one axis for each degree above 1, outer to inner `pp dp fsdp cp tp`, so that the
-innermost axis lies on the fastest link; tp has one for each of its sub-axes (`Strategy.grid`). A
-strategy of one rank has the axis `dp` of size 1.
+The mesh has one axis for each degree above 1, in the order of `Strategy.axes`, outer to inner, so
+that the innermost axis lies on the fastest link; tp has one for each of its sub-axes
+(`Strategy.grid`). A strategy of one rank has the axis `dp` of size 1.
 
 [Note: One-way groups] NCCL runs the calls of a group one after another, and a send ends when its
 receive runs. Two neighbours in a pipeline that both send first (one an activation, the other a
@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.comm.axes import flattened
+from phalanx.comm.axes import SHARDS, flattened
 from phalanx.comm.join import check_files, connect, job_timeout, lazily_connected, set_timeout
 
 OneWayGroups = dict[tuple[int, int], dist.ProcessGroup]
@@ -75,8 +75,8 @@ class JobMesh:
 
     @functools.cached_property
     def sharding(self) -> DeviceMesh:
-        """The mesh of dp, if there is any, and fsdp; where there is cp, of fsdp_cp."""
-        shards = self._flat.get("fsdp_cp")
+        """The mesh of dp, if there is any, and of the axes that hold shards."""
+        shards = self._flat.get(SHARDS)
         if "dp" not in self.axes:
             return self.whole["fsdp"] if shards is None else shards
         if shards is None:

@@ -83,7 +83,7 @@ def _take(words: list[str], setting: Setting) -> list[str]:
 
 
 def _value(name: str, setting: Setting, taken: list[str], before: list[str]) -> Any:
-    """Return the value of an option from its words, and those of its list before."""
+    """Return the value of an option from its words, and the words of its list before."""
     if not taken:
         raise ConfigError(f"option '{name}' lacks its value; write {name} VALUE")
     if get_origin(setting.hint) is tuple:

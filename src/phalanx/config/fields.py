@@ -75,9 +75,9 @@ class Use(Flag):
     LOCAL = auto()
     """Each host, and each part of a run, has its own."""
     PATH = auto()
-    """The same, of a file: what is kept of it holds from any folder."""
+    """The same, of a file: the kept value holds from any folder."""
     UNKEPT = auto()
-    """A run does not keep it: it is about one start of the run, or follows from what is kept."""
+    """A run does not keep it: it is about one start of the run, or follows from kept values."""
     FRESH = auto()
     """A resumed run does not take it from its file: the checkpoint has what it led to."""
     OF_TOKENIZER = auto()
@@ -177,7 +177,7 @@ def check_utf8(key: str, value: str) -> None:
     except UnicodeEncodeError:
         raise ConfigError(
             f"{key} is {value!r}, which is not UTF-8, so that no record of the run could name it; "
-            "give it a name in UTF-8, such as that of a link"
+            "give it a name in UTF-8, by a link, say"
         ) from None
 
 

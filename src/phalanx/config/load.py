@@ -75,7 +75,7 @@ def _run_file(resume: str | None) -> Path | None:
     """Return the file of settings of the run to resume, if there is one."""
     if resume is None:
         return None
-    if os.path.lexists(Path(resume) / RUN_FILE):  # a pipe, or a link to nowhere, is told of, too
+    if os.path.lexists(Path(resume) / RUN_FILE):  # a pipe, or a link to nowhere, is reported, too
         return Path(resume) / RUN_FILE
     folder = Path(os.path.abspath(resume))  # "." has no parents
     run_file = folder.parent.parent / RUN_FILE

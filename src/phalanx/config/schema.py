@@ -22,7 +22,7 @@ SMALLEST_VOCABULARY: Final = 257
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeConfig:
-    """Sizes that replace those of the preset named by `model`; unset ones stay the preset's."""
+    """Sizes that replace the ones of the preset named by `model`; unset ones stay the preset's."""
 
     num_layers: Annotated[int | None, Use.RESOLVED, Range(1, 10_000, "[]")] = None
     """Number of transformer blocks."""
@@ -61,7 +61,7 @@ class CorpusConfig:
     """Size of the tokenizer that is trained when none is given; the model's vocabulary, at most
     8192, if unset."""
     validation: Annotated[float, Use.STREAM, Range(0, 1)] = 0.02
-    """Share of the text's bytes kept aside for validation, in whole documents but for one."""
+    """Part of the text's bytes kept aside for validation, in whole documents but for one."""
     max_bytes: Annotated[int | None, Use.RESOLVED, Range(1)] = None
     """Read at most this many bytes of text; all of it if unset."""
     document_mask: Annotated[bool, Use.LAW] = True
@@ -178,7 +178,7 @@ class TrainConfig(JobConfig):
     """Train a decoder on text over one or many processes."""
 
     model: Annotated[str | None, Use.RESOLVED] = None
-    """Preset of the model's shape, listed at the end of this help; that of the checkpoint to begin
+    """Preset of the model's shape, listed at the end of this help; the checkpoint's to begin
     with or resume from, else demo, if unset."""
     data: Annotated[str | None, Use.PATH] = None
     """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the

@@ -22,9 +22,9 @@ class Batch:
         tokens_BT: int64 ids; 0 in empty rows and after the last token of the data.
         labels_BT: int64, the token after each, and IGNORE where none counts.
         positions_BT: int64, the position of each token in its document (in its row, if documents
-            are not told apart), counted from the first token of it in the row.
+            are not kept apart), counted from the first token of it in the row.
         documents_BT: int64, the number of each token's document in its row, from 0; None if each
-            row holds one document, or documents are not told apart. It stays on the host.
+            row holds one document, or documents are not kept apart. It stays on the host.
         rows_B: int64, the global position of each row, and -1 for an empty row.
     """
 

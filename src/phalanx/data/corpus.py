@@ -148,14 +148,14 @@ def _glob(pattern: Path) -> Iterator[str]:
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """Yield a folder and those below it; what is hidden stays out."""
+    """Yield a folder and the folders below it, but no hidden ones."""
     for parent, folders, _ in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield Path(parent)
 
 
 def _walk(folder: Path) -> list[Path]:
-    """Return the files below a folder, sorted; what is hidden stays out."""
+    """Return the files below a folder, sorted, but no hidden ones."""
 
     def fail(error: OSError) -> None:
         raise _unreadable(Path(error.filename or folder), error) from error

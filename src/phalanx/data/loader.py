@@ -35,7 +35,7 @@ nothing, or a batch padded with samples from the start of the last epoch."""
 def stream_length(order: Order, epochs: float | None) -> int | None:
     """Return where in the stream `epochs` passes over the data end; None, without end, for None.
 
-    They count from the beginning of the run, which may be before that of the stream.
+    They count from the beginning of the run, which may be before the stream's.
     """
     if epochs is None:
         return None
@@ -67,8 +67,8 @@ class Loader:
         rank: this rank among the data ranks.
         end: positions in the stream (`stream_length`); None never ends.
         tail: what becomes of the last, partial batch.
-        consumed: positions of the stream that belong to the steps given out so far, and to those of
-            the loader that it resumes from. This integer is the whole state.
+        consumed: positions of the stream that belong to the steps given out so far, and of the
+            loader that it resumes from. This integer is the whole state.
     """
 
     samples: Samples
@@ -133,7 +133,7 @@ class Loader:
         ]
 
     def _samples_at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the samples at positions of the stream, -1 for what is past its end."""
+        """Return the samples at positions of the stream, -1 past its end."""
         if self.end is None:
             return self.order.samples(rows)
         if self.tail == "pad":

@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError
 def map_tensors(
     batch: Any, function: Callable[[Tensor], Tensor], otherwise: Callable[[Any], Any] = lambda x: x
 ) -> Any:
-    """Apply a function to every tensor of a batch, `otherwise` to what is none; keep its form."""
+    """Apply a function to every tensor of a batch, `otherwise` to other values; keep its form."""
 
     def mapped(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, Tensor):

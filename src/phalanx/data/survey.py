@@ -26,7 +26,7 @@ from phalanx.errors import DataError
 from phalanx.storage import replace_file
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, bytes done, and bytes in all (0 while those are not known)."""
+"""Called with the work under way, bytes done, and bytes in all (0 while they are not known)."""
 
 
 def unheard(what: str, done_bytes: int, all_bytes: int) -> None:
@@ -34,7 +34,7 @@ def unheard(what: str, done_bytes: int, all_bytes: int) -> None:
 
 
 SETTLED_S: Final = 2.0
-"""How long files must have been left alone for their times to tell of every change."""
+"""How long files must have been left alone for their times to show every change."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Text:
 class Corpus:
     """A corpus whose text is read when it must be, and at most once for the same purpose.
 
-    For `data` and `max_bytes` see `corpus.documents`; `report` is told how far a reading is.
+    For `data` and `max_bytes` see `corpus.documents`; `report` is called as a reading proceeds.
     """
 
     data: str | None

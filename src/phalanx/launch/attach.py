@@ -1,7 +1,7 @@
 """Join the job that this process is a rank of, for as long as the process lasts.
 
 `run_here` of launch/torchrun.py runs a function within a job; a script has none to give. So the
-script's own end is the end of its part of the job: what it raises is told as by `run_here`, and a
+script's own end is the end of its part of the job: its error is reported as by `run_here`, and a
 normal end waits for the other ranks.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Final
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, ScriptError, message_of
 from phalanx.launch import exit_code, signals, slurm, torchrun
 from phalanx.launch.agreement import check_same
-from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left, tell
+from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left, report
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
 
@@ -98,7 +98,7 @@ def attach(
     return device
 
 
-def tell_in_one_message(
+def report_in_one_message(
     mistake_of: Callable[[BaseException], PhalanxError | None] | None = None,
 ) -> None:
     """Have an error of ours that nobody catches end this process as it ends a job: by one message.
@@ -111,7 +111,7 @@ def tell_in_one_message(
     if mistake_of is not None:
         _readers[:] = [mistake_of]
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _tell_ours
+        sys.excepthook = _report_ours
 
 
 def as_mistake(error: BaseException) -> BaseException:
@@ -119,7 +119,7 @@ def as_mistake(error: BaseException) -> BaseException:
     return next((found for read in _readers if (found := read(error)) is not None), error)
 
 
-def _tell_ours(
+def _report_ours(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     error = as_mistake(error)
@@ -130,7 +130,7 @@ def _tell_ours(
         add_line(error)
     if is_reader_gone(error) and reader_has_left():
         raise SystemExit(READER_LEFT)
-    tell(message_of(error))
+    report(message_of(error))
     raise SystemExit(error.exit_code)
 
 
@@ -139,7 +139,7 @@ def add_line(error: PhalanxError, path: str = "") -> None:
 
     Args:
         error: what has been raised.
-        path: of the script; that of the program if empty.
+        path: of the script; the program's if empty.
     """
     path = path or getattr(sys.modules["__main__"], "__file__", None) or ""
     found = ""
@@ -285,7 +285,7 @@ def _heed_alone() -> None:
 
 def _stop(signum: int) -> None:
     PULSE.stop_signal = signum
-    tell(f"{signals.named(signum)}: the script is asked to stop; a second signal ends it at once")
+    report(f"{signals.named(signum)}: the script is asked to stop; a second signal ends it at once")
 
 
 def _end_of_stop() -> int:
@@ -293,5 +293,5 @@ def _end_of_stop() -> int:
     if not PULSE.obeyed:
         return 0
     if os.environ.get("RANK", "0") == "0":
-        tell(str(Interrupted(PULSE.obeyed, PULSE.advice())))
+        report(str(Interrupted(PULSE.obeyed, PULSE.advice())))
     return 128 + PULSE.obeyed

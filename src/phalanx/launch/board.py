@@ -18,13 +18,13 @@ from phalanx.errors import named
 from phalanx.launch.heartbeat import Beat
 
 STILL_S: Final = 20.0
-"""How long a rank's main thread may stand at one place before it is told, in seconds."""
+"""How long a rank's main thread may stand at one place before it is reported, in seconds."""
 
 SILENT_S: Final = 10.0
-"""How long a rank may send no beat before it is told, in seconds; one sends about one a second."""
+"""How long a rank may send no beat before it is reported, in seconds; one a second is sent."""
 
 STOPPED_S: Final = 2.0
-"""How long a process must be stopped before it is told: Ctrl-Z and `fg` stop all for a moment."""
+"""How long a process must be stopped to be reported: Ctrl-Z and `fg` stop all for a moment."""
 
 UNEVEN_S: Final = 15.0
 """How long all others may stand in a collective after a rank has returned: they wait for it."""
@@ -35,7 +35,7 @@ SLEPT_S: Final = 5.0
 PATIENCE: Final = 5
 """How many times as long a rank may stand still outside of the steps."""
 
-NUM_TOLD: Final = 4
+NUM_SHOWN: Final = 4
 """Groups of ranks that a message describes."""
 
 
@@ -43,7 +43,7 @@ class Board:
     """What each rank was last heard to do.
 
     Attributes:
-        silent_s: how long a rank may send no beat before it is told, in seconds.
+        silent_s: how long a rank may send no beat before it is reported, in seconds.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Board:
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._returned: set[int] = set()
         self._limit_s = STILL_S
-        self._is_told = False
-        self._told_silent: set[int] = set()
+        self._is_reported = False
+        self._reported_silent: set[int] = set()
         self._stopped_since_s: dict[int, float] = {}
         self._looked_s = time.monotonic()
 
@@ -66,7 +66,7 @@ class Board:
     def hear(self, rank: int, beat: Beat) -> None:
         """Note a beat of a rank."""
         self._beats[rank] = (beat, time.monotonic())
-        self._told_silent.discard(rank)
+        self._reported_silent.discard(rank)
 
     def leave(self, rank: int) -> None:
         """Note that a rank has returned."""
@@ -126,19 +126,19 @@ class Board:
         return False
 
     def news(self, among: Container[int]) -> list[str]:
-        """Return what to tell, each once, of who of some ranks holds the job up."""
+        """Return a report, each once, on who of some ranks holds the job up."""
         end = f"the job ends after the timeout of {self._timeout_s:g} s"
-        told: list[str] = []
+        found: list[str] = []
         stopped = self._stopped(among)
         silent = self.silent(self.silent_s, among) if self.silent_s < self._timeout_s else []
         for rank in filter(self._is_news, stopped):
             process = self._beats[rank][0].process
-            told.append(f"{self.why([rank])}; {end}, and `kill -CONT {process}` continues it")
+            found.append(f"{self.why([rank])}; {end}, and `kill -CONT {process}` continues it")
         if new := list(filter(self._is_news, silent)):
-            told.append(f"{self.why(new)}; {end}")
+            found.append(f"{self.why(new)}; {end}")
         if not stopped and not silent and (stall := self.stall()) is not None:
-            told.append(stall)
-        return told
+            found.append(stall)
+        return found
 
     def over(self, among: Container[int]) -> str:
         """Say who of some ranks was silent for the timeout; nothing if nobody was."""
@@ -146,7 +146,7 @@ class Board:
         return f"{self.why(silent)}; the timeout of {self._timeout_s:g} s is over" if silent else ""
 
     def why(self, ranks: Sequence[int]) -> str:
-        """Say what is known of ranks that do not answer."""
+        """Return the words on ranks that do not answer."""
         beats = [self._beats[rank][0] for rank in ranks]
         hosts = ", ".join(sorted({beat.host for beat in beats}))
         who = f"{named(ranks)} on {hosts}"
@@ -174,8 +174,8 @@ class Board:
 
     def _is_news(self, rank: int) -> bool:
         """Return whether this is asked for the first time since the rank was heard."""
-        is_news = rank not in self._told_silent
-        self._told_silent.add(rank)
+        is_news = rank not in self._reported_silent
+        self._reported_silent.add(rank)
         return is_news
 
     # Who waits for whom.
@@ -189,7 +189,7 @@ class Board:
         waiting = [beat for beat in beats if beat.in_collective and beat.still_s >= UNEVEN_S]
         if not self._returned or not going or len(waiting) < len(going):
             return ""
-        return self.told(
+        return self.described(
             f"{named(sorted(self._returned))} returned, and now nobody answers those that wait in "
             "a collective; each rank must make the same calls:"
         )
@@ -197,40 +197,40 @@ class Board:
     def in_vain(self, rank: int, silent: Sequence[int]) -> str:
         """Say whom a rank has waited for in vain: those that are silent, or nobody knows whom."""
         waited = f"{named([rank])} has waited in vain for another rank"
-        return f"{self.why(silent)}; {waited}" if silent else self.told(f"{waited}; all stood")
+        return f"{self.why(silent)}; {waited}" if silent else self.described(f"{waited}; all stood")
 
     def stall(self) -> str | None:
-        """Return what to tell if ranks stand still; once for each time that they do."""
+        """Return a report if ranks stand still; once for each time that they do."""
         beats = {rank: beat for rank, (beat, _) in sorted(self._beats.items())}
         still_s = {rank: beat.still_s for rank, beat in beats.items() if not beat.waits}
         longest_s = max(still_s.values(), default=0.0)
         if longest_s < STILL_S:
-            self._is_told = False
+            self._is_reported = False
         # Before and after the steps one rank may work for long while the others wait.
         is_stepping = any(beat.is_stepping for beat in beats.values())
         limit_s = self._limit_s * (1 if is_stepping else PATIENCE)
-        if longest_s < limit_s or self._is_told or len(beats) < 2:
+        if longest_s < limit_s or self._is_reported or len(beats) < 2:
             return None
         still = [rank for rank in still_s if still_s[rank] >= limit_s]
-        # A job that stood so long and went on is a slow one: it is told later the next time.
-        self._is_told, self._limit_s = True, 2 * longest_s
-        told = self.told(f"{named(still)} at one place for {longest_s:.0f} s:")
+        # A job that stood so long and continued is a slow one: it is reported later the next time.
+        self._is_reported, self._limit_s = True, 2 * longest_s
+        places = self.described(f"{named(still)} at one place for {longest_s:.0f} s:")
         return (
-            f"{told}\nUnless this is a slow step: end it, and start again with --debug-comm, which "
-            "compares the calls of the ranks"
+            f"{places}\nUnless this is a slow step: end it, and start again with --debug-comm, "
+            "which compares the calls of the ranks"
         )
 
-    def told(self, heading: str) -> str:
+    def described(self, heading: str) -> str:
         """Return where the ranks stand, below a heading, in a line or two for each group alike."""
         groups: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, (beat, _) in sorted(self._beats.items()):
             groups[beat.doing, beat.place].append(rank)
         lines = [heading]
-        for (doing, place), ranks in list(groups.items())[:NUM_TOLD]:
+        for (doing, place), ranks in list(groups.items())[:NUM_SHOWN]:
             still_s = min(self._beats[rank][0].still_s for rank in ranks)
             lines.append(f"  {named(ranks)}: {doing}")
             if place:
                 lines.append(f"    for {still_s:.0f} s at {place}")
-        if len(groups) > NUM_TOLD:
-            lines.append(f"  and {len(groups) - NUM_TOLD} more groups of ranks, each elsewhere")
+        if len(groups) > NUM_SHOWN:
+            lines.append(f"  and {len(groups) - NUM_SHOWN} more groups of ranks, each elsewhere")
         return "\n".join(lines)

@@ -76,7 +76,7 @@ class Failure:
 
 
 class PeerFailed(TrainingError):
-    """Another rank tells the error; this one ends with it."""
+    """Another rank reports the error; this one ends with it."""
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:
@@ -169,7 +169,7 @@ def death(rank: int, process: BaseProcess, log: str) -> Failure:
     text = f"the process ended by {how}, without a Python traceback"
     if code == -signal.SIGABRT:
         text += (
-            "; gloo ends so a process whose collective does not match that of another rank, or is "
+            "; gloo ends so a process whose collective does not match another rank's, or is "
             "called by one rank alone: --debug-comm, or phalanx.init(debug_comm=True), names it; "
             "and C++ one that has too little memory or too few threads: see ulimit -v, ulimit -u "
             "and pids.max"
@@ -185,8 +185,8 @@ def death(rank: int, process: BaseProcess, log: str) -> Failure:
     return Failure(rank, 0.0, text, exit_code=code if code is not None and code > 0 else 1)
 
 
-def tell(message: str) -> None:
-    """Print a message on standard error while the job goes on."""
+def report(message: str) -> None:
+    """Print a message on standard error while the job continues."""
     print(f"phalanx: {message}", file=screen(), flush=True)
 
 

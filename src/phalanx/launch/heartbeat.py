@@ -63,7 +63,7 @@ class Pulse:
         steps_done: optimizer steps that are done.
         heeds_stop: set by work that looks at `stop_signal` after each step.
         stop_signal: the signal by which the job was asked to stop, or 0.
-        obeyed: the signal that a script has been told of, and ends by; or 0.
+        obeyed: the signal that a script knows of, and ends by; or 0.
         is_stepping: whether the main thread takes steps.
         stands: which checkpoint stands and how to resume from it; empty where there is none.
         log: file that has what this process prints; empty if there is none.
@@ -163,7 +163,7 @@ class Pulse:
 
         And whether it is a call of comm or of torch.distributed.
 
-        Who holds a frame holds its variables and those of its callers, tensors among them, also
+        Who holds a frame holds its variables and its callers', tensors among them, also
         after they have returned. So no frame is held for longer than a look takes, and what
         `_current_frames` returns not at all: this function's own frame is in it, and a variable of
         this function would make it a cycle, which holds them until Python collects garbage.
@@ -186,7 +186,7 @@ class Pulse:
 
 
 class _Mark:
-    """Left on a frame to know it again: its address may be that of another one by then.
+    """Left on a frame to know it again: another may have its address by then.
 
     It lies where a debugger keeps what it calls for each line of the frame.
     """
@@ -196,7 +196,7 @@ class _Mark:
 
 
 def _place_of(frame: FrameType) -> tuple[_Mark, int] | None:
-    """Return what is the same as long as a frame stands at one place; None if it computes there."""
+    """Return a value that is equal while a frame stands at one place; None if it computes there."""
     if frame.f_code.co_name in _COMPUTING:
         return None
     if frame.f_trace is None:
@@ -206,4 +206,4 @@ def _place_of(frame: FrameType) -> tuple[_Mark, int] | None:
 
 
 PULSE = Pulse()
-"""That of this process, which has one main thread as it has one rank."""
+"""The pulse of this process, which has one main thread as it has one rank."""

@@ -6,8 +6,8 @@
 The ranks are forked from one server process that has torch loaded already, so that two ranks start
 in a fraction of a second. They meet at a socket that the parent has bound before they start: no
 port is guessed. A rank that has finished waits until all have, and leaves without tearing its
-threads down; a rank that fails ends the job at once. What a person is told of ranks that hold the
-job up is worked out by the `board`, as under torchrun.
+threads down; a rank that fails ends the job at once. The `board` works out the reports on ranks
+that hold the job up, as under torchrun.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, Final
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, TrainingError
 from phalanx.launch.board import Board
 from phalanx.launch.by_value import ByValue
-from phalanx.launch.failure import Failure, death, first_of, tell
+from phalanx.launch.failure import Failure, death, first_of, report
 from phalanx.launch.rank import LEAVE, RankInfo, own_sockets, run_rank
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.launch.signals import collected, ignored_by_children
@@ -132,7 +132,7 @@ def _run_here(
 
 
 def prepare_server() -> ForkServerContext:
-    """Start the server process if there is none; it loads torch while the caller goes on."""
+    """Start the server process if there is none; it loads torch while the caller continues."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["phalanx.launch.preload"])
     try:
@@ -303,17 +303,17 @@ class Supervisor:
         for line in self._going:
             with suppress(OSError):  # it has ended: the next look finds that out
                 line.send(signum)
-        tell(
+        report(
             f"{signal.Signals(signum).name}: the run ends after the step under way and a "
             "checkpoint; a second signal ends it at once"
         )
 
     def _look(self) -> None:
-        """Tell who holds the others up, and end the job if nobody can go on."""
+        """Report who holds the others up, and end the job if nobody can continue."""
         self._board.look_up()
         going = sorted(self._going.values())
         for message in self._board.news(going):
-            tell(message)
+            report(message)
         if words := self._board.over(going) or self._board.uneven(going):
             raise self._advised(TrainingError(words))
 

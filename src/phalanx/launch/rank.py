@@ -116,7 +116,7 @@ def run_rank(
     args: tuple[Any, ...],
 ) -> None:
     """Join the job, call the function, and report; never returns."""
-    sys.excepthook = sys.__excepthook__  # that of the server says less
+    sys.excepthook = sys.__excepthook__  # the server's says less
     leave_to_parent()
     escape_unknown_characters()
     line = Line(connection, info.sockets)
@@ -134,7 +134,7 @@ def run_rank(
     except BaseException as error:
         failure = describe(info.rank, error)
         if line.is_of_fork:
-            print(failure.text, file=sys.stderr)  # noqa: T201 - no one else tells it
+            print(failure.text, file=sys.stderr)  # noqa: T201 - nobody else reports it
         # Once another rank has failed, the parent listens no more.
         with suppress(OSError):
             line.send("failure", failure)

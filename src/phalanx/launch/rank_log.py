@@ -42,7 +42,7 @@ def screen() -> TextIO:
 
 @contextmanager
 def kept(run: Path, rank: int) -> Generator[None]:
-    """Keep what this process prints inside in the run's `logs/rank-N.log`, after what is there.
+    """Append what this process prints inside to the run's `logs/rank-N.log`.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -88,7 +88,7 @@ class _Copied:
 
     def write(self, text: str) -> int:
         stays = text[: text.rfind("\n") + 1] if _ERASES in text else text
-        with suppress(OSError):  # no run ends by its log: a full disk is told by what is saved
+        with suppress(OSError):  # no run ends by its log: a save reports a full disk
             os.write(self._log, _CODES.sub("", stays).encode(errors="backslashreplace"))
         return self._stream.write(text)
 

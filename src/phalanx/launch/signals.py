@@ -101,7 +101,7 @@ def named(signum: int) -> str:
 def leave_to_parent() -> None:
     """Pay no heed to the signals: they may come to all processes of a job, and its parent decides.
 
-    SIGTERM gets a handler that does nothing, since what is ignored stays so in the programs and
+    SIGTERM gets a handler that does nothing, since an ignored signal stays so in the programs and
     forks that a script starts, and they are ended by SIGTERM.
     """
     for signum in ENDING:

@@ -38,7 +38,7 @@ from phalanx.launch.failure import (
     is_reader_gone,
     out_of_threads,
     reader_has_left,
-    tell,
+    report,
 )
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
@@ -91,7 +91,7 @@ def run_here(
         ConfigError: the environment is incomplete, the host has too few GPUs, or ranks differ in
             `facts` (raised on rank 0).
         TrainingError: another rank or host is lost, or does not answer.
-        PeerFailed: another rank of this host, or any while they prepare, tells why it failed.
+        PeerFailed: another rank of this host, or any while they prepare, reports why it failed.
     """
     from phalanx.comm.together import barrier
 
@@ -167,17 +167,17 @@ class _Stopping:
             return
         if self._asked_s is None and PULSE.heeds_stop:
             self._asked_s, PULSE.stop_signal = now_s, signum
-            self._tell(
+            self._report(
                 f"{name}: the run ends after the step under way and a checkpoint; a second signal "
                 f"after {TOGETHER_S:g} s ends it at once"
             )
             return
-        self._tell(f"interrupted by {name}")
+        self._report(f"interrupted by {name}")
         leave(128 + signum)
 
-    def _tell(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         if self._is_first_here:
-            tell(message)
+            report(message)
 
 
 def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
@@ -328,7 +328,7 @@ def _end_with_parent() -> None:
             time.sleep(1.0)
         if is_first:
             gone = f"torchrun (process {parent}) has ended, and its ranks on this host end with it"
-            tell(advised(gone))
+            report(advised(gone))
         end_helpers()
         remove_sockets()
         os._exit(1)
@@ -355,7 +355,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     if isinstance(error, KeyboardInterrupt):
         ignore()
         if os.environ["RANK"] == "0":
-            tell(str(error))
+            report(str(error))
         leave(128 + getattr(error, "signum", signal.SIGINT))
     # Before a rich console raises SystemExit, it opens the output of this process on nothing.
     if is_reader_gone(error) and (isinstance(error, SystemExit) or reader_has_left()):

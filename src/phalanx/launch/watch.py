@@ -1,10 +1,10 @@
 """Watch a job from within each of its ranks, over the job's store: several hosts have no parent.
 
-What is said of ranks that hold the job up is worked out by the `board`, as for ranks of one host.
+The `board` works out the reports on ranks that hold the job up, as for ranks of one host.
 
     messenger  beat -> store, every few seconds; reads the beats of others once this rank stands
                still: of those before it on its host, and of all if it speaks for the host
-    watch      no network: tells who is silent, and ends this rank if that lasts for the timeout
+    watch      no network: reports who is silent, and ends this rank if that lasts for the timeout
 
 The first rank of a host that is heard of speaks for it, so that a job on H hosts reads H beats for
 each that is sent; the others end without a word. A beat counts as heard when its number has
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from phalanx.errors import PhalanxError, TrainingError, message_of, named
 from phalanx.launch.board import SILENT_S, Board
-from phalanx.launch.failure import PeerFailed, advised, tell
+from phalanx.launch.failure import PeerFailed, advised, report
 from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.rank_log import screen
@@ -58,7 +58,7 @@ class Failed:
 
 
 class Exchange:
-    """One rank's way to tell the others and to hear of them.
+    """One rank's way to report to the others and to hear of them.
 
     Attributes:
         processes: process of each rank of this host; empty until all ranks of the job are there.
@@ -77,14 +77,14 @@ class Exchange:
             store.set("all ranks", "")
 
     def send(self, beat: Beat) -> None:
-        """Tell where this rank stands."""
+        """Report where this rank stands."""
         self._number += 1
         self._store.set(f"beat/{self._rank}", json.dumps([self._number, vars(beat)]))
         self._store.check([f"beat/{self._rank}"])  # an answer, which setting has not
         self.reached_s = time.monotonic()
 
     def are_all_there(self) -> bool:
-        """Return whether each rank has told of itself at least once."""
+        """Return whether each rank has reported at least once."""
         if not self.processes and self._store.check(["all ranks"]):
             texts = self._store.multi_get([f"beat/{rank}" for rank in self._here])
             processes = [json.loads(text)[1]["process"] for text in texts]
@@ -106,9 +106,9 @@ class Exchange:
         return Failed(**json.loads(self._store.get("failed"))) if is_known else None
 
     def fail(self, message: str) -> bool:
-        """Tell of this rank's error; return whether another rank of this host has told the same."""
+        """Report this rank's error; return whether another rank of this host has done so."""
         mine = Failed(self._rank, self._here.start, socket.gethostname(), message[:1000])
-        with suppress(RuntimeError):  # without the store each tells its own
+        with suppress(RuntimeError):  # without the store each reports its own
             for key in ("failed", f"failed/{mine.host}"):
                 text = self._store.compare_set(key, "", json.dumps(vars(mine))).decode()
                 first = Failed(**json.loads(text))
@@ -134,7 +134,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._interval_s = max(min(STORE_BEAT_S, timeout_s / 5), env.num_ranks / RANKS_PER_BEAT_S)
         self._exchange = Exchange(store, env, timeout_s)
-        # Without torchrun, the ranks of a host may be those of several containers.
+        # Without torchrun, a host may have the ranks of several containers.
         self._knows_processes = "TORCHELASTIC_RUN_ID" in os.environ
         # Among thousands of ranks a beat is old before it is read.
         silent_s = max(SILENT_S, 3 * self._interval_s)
@@ -144,7 +144,7 @@ class Watch:
         self._is_store_gone = False
         self._is_curious = False
         self._is_listening = False
-        self._is_told_unreached = False
+        self._has_reported_unreached = False
         self._last_word = threading.Lock()
         self._ended = threading.Event()
         self._beat = Beat()
@@ -197,24 +197,24 @@ class Watch:
             self._exchange.reached_s += self._board.look_up()
             self._beat = PULSE.beat()
             if self._speaks():
-                self._tell()
+                self._report()
             if lost := self._lost(self._timeout_s) or self._board.over(self._heard()):
                 self._end(lost)
             elif self._failed is not None and self._beat.still_s > SILENT_S:
                 self._end(str(self._failed))
 
-    def _tell(self) -> None:
-        """Tell, once, who holds this host up."""
+    def _report(self) -> None:
+        """Report, once, who holds this host up."""
         if (
             not self._is_store_gone
             and self._board.silent_s < self._unreached_s() < self._timeout_s
-            and not self._is_told_unreached
+            and not self._has_reported_unreached
         ):
-            self._is_told_unreached = True
-            tell(f"{self._unreached()}; the job ends after the timeout of {self._timeout_s:g} s")
+            self._has_reported_unreached = True
+            report(f"{self._unreached()}; the job ends after the timeout of {self._timeout_s:g} s")
         if self._is_listening:
             for message in self._board.news(self._heard()):
-                tell(message)
+                report(message)
 
     def _unreached_s(self) -> float:
         return time.monotonic() - self._exchange.reached_s
@@ -249,13 +249,13 @@ class Watch:
     def is_torn_down(self) -> bool:
         """Return whether torchrun ends this rank since another of its host has ended, and end it.
 
-        Its signal is that of a user who asks the job to stop.
+        It sends the signal of a user who asks the job to stop.
         """
         gone = [rank for rank, pid in self._exchange.processes.items() if not _is_there(pid)]
         if not gone or not self._knows_processes:
             return False
         self._end(f"{named(gone)} {'have' if len(gone) > 1 else 'has'} ended, so the job ends")
-        return True  # and the main thread tells why
+        return True  # and the main thread reports why
 
     # Words.
 
@@ -274,18 +274,18 @@ class Watch:
     def judged(self, error: Exception, is_lost_peer: bool) -> Exception:
         """Return what this rank is to raise instead of an error of its own.
 
-        An error that others have told is a PeerFailed; one that says no more than that a rank did
-        not come or has left becomes one that says which.
+        An error that others have reported is a PeerFailed; one that says no more than that a rank
+        did not come or has left becomes one that says which.
         """
         if isinstance(error, PeerFailed):
             return error
         if is_lost_peer:
             judged = self._whose(error)
         elif self._exchange.fail(message_of(error)):
-            judged = PeerFailed("another rank of this host tells it")
+            judged = PeerFailed("another rank of this host reports it")
         else:
             judged = error
-        # The watch has begun to tell it, and ends this process.
+        # The watch has begun to report it, and ends this process.
         if not self._last_word.acquire(blocking=False):
             threading.Event().wait()
         return judged

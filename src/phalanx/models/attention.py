@@ -26,7 +26,7 @@ Documents = tuple[Tensor, Tensor, int]
     ends_BN1     int64, the positions at which the documents of each row end; the last repeats
     longest      at least the tokens of the longest document, and at most T
 
-The dimensions of size 1 are how tensor parallelism tells what belongs to rows, and cuts it.
+The dimensions of size 1 show tensor parallelism that a tensor belongs to rows, and is to be cut.
 """
 
 
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         rotation: Rotation | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Map x_BTD to a tensor like it; the arguments are those of `Block.forward`."""
+        """Map x_BTD to a tensor like it; the arguments are `Block.forward`'s."""
         q_BTHK = self._heads(self.q(x_BTD), self.q_norm)
         k_BTGK = self._heads(self.k(x_BTD), self.k_norm)
         v_BTGK = self._heads(self.v(x_BTD), None)
@@ -130,7 +130,7 @@ def attend(
 def first_seen(
     positions_T: Tensor, documents: Documents | None, window: int | None
 ) -> Tensor | None:
-    """Return the first position that a query looks at, [B or 1, T, 1]; None if that of its row.
+    """Return the first position that a query looks at, [B or 1, T, 1]; None if its row's first.
 
     Args:
         positions_T: where in their row the queries stand.
@@ -177,7 +177,7 @@ def _attend_by_lengths(
 
 
 def _runs_flash(q_BTHK: Tensor) -> bool:
-    """Tell whether PyTorch's flash kernels take queries like these."""
+    """Return whether PyTorch's flash kernels take queries like these."""
     width = q_BTHK.shape[-1]
     return (
         device_type(q_BTHK) == "cuda"
@@ -204,7 +204,7 @@ def documents_of(
     Args:
         documents_BT: number of the document that each token belongs to, whose tokens stand
             together; None if one a row.
-        device: where attention runs; that of `documents_BT` if None.
+        device: where attention runs; `documents_BT`'s if None.
     """
     if documents_BT is None:
         return None
@@ -220,7 +220,7 @@ def documents_of(
     ends_BN = torch.full((num_rows, int(number_BT.max()) + 1), length)
     row, position = begins_BT.nonzero(as_tuple=True)
     ends_BN[row, number_BT[row, position] - 1] = position
-    # Rounded up, so that a compiled block meets few values: it bounds what is launched, no more.
+    # Rounded up, so that a compiled block meets few values: it bounds the launch, no more.
     longest = int(ends_BN.diff(dim=1, prepend=torch.zeros(num_rows, 1, dtype=torch.int64)).max())
     longest = min(length, 1 << (longest - 1).bit_length())
     return to_device(starts_BT[..., None], device), to_device(ends_BN[..., None], device), longest
@@ -242,8 +242,8 @@ def rotation(
     3.2.2), with Llama 3.1's scaling of the frequencies where the shape asks for it. Blocks with a
     window may have a theta of their own.
 
-    `positions_BT` is int64, and B may be 1 for all rows alike. `dtype` is that of what will be
-    rotated; the angles themselves are made in float64.
+    `positions_BT` is int64, and B may be 1 for all rows alike. `dtype` is the type of the heads to
+    rotate; the angles themselves are made in float64.
 
     Returns:
         Two tensors [B, T, 1, head_dim / 2], fp32 (fp64 for fp64); None without rotary positions.

@@ -29,12 +29,12 @@ _QUERY_BLOCK = 256
 
 
 def is_preferred(x: Tensor) -> bool:
-    """Tell whether the functions of this file are the fast ones for x."""
+    """Return whether the functions of this file are the fast ones for x."""
     return device_type(x) == "cpu" and not torch.compiler.is_compiling()
 
 
 def attends_by_blocks(x: Tensor) -> bool:
-    """Tell whether `causal_attention` is the fast one for queries like x."""
+    """Return whether `causal_attention` is the fast one for queries like x."""
     return x.dtype == torch.bfloat16 and is_preferred(x)
 
 
@@ -180,7 +180,7 @@ def _attention_backward_flops(
 
 
 _Block = tuple[slice, slice, Tensor]
-"""A block of queries, the keys that any of them looks at, and what is added to their scores."""
+"""A block of queries, the keys that any of them looks at, and the bias of their scores."""
 
 
 def _row_backward(

@@ -161,10 +161,10 @@ class Decoder(nn.Module):
     so that neither `to_empty` nor a copy of the module can part the two.
 
     Attributes:
-        compute_dtype: dtype of the arithmetic; None is that of the parameters.
+        compute_dtype: dtype of the arithmetic; None is the parameters'.
         segment_size: number of consecutive blocks that run as one function; all of them at first.
         run_segment: called as `run_segment(function, *args)` for each segment, to return
-            `function(*args)`; whoever sets another decides what is kept for backward.
+            `function(*args)`; another decides what to keep for backward.
         stage: what runs; all of it if None. A forward of a stage that is not the last returns the
             residual stream.
     """

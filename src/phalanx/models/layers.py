@@ -31,7 +31,7 @@ class Norm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension.
 
     Attributes:
-        offset: what is added to the weight where it is used.
+        offset: added to the weight where it is used.
     """
 
     def __init__(self, width: int, shape: ModelShape) -> None:

@@ -51,7 +51,7 @@ def token_loss_sum(
 
     Args:
         hidden_ND: what the output projection reads, in the compute dtype.
-        weight_VD: the output projection, in its own dtype; cast to that of `hidden_ND`.
+        weight_VD: the output projection, in its own dtype; cast to the one of `hidden_ND`.
         labels_N: int64 in [0, V), or IGNORE.
         num_rows: rows whose logits are held at a time; `chunk_rows` if None.
 
@@ -93,7 +93,7 @@ class _ChunkedLoss(Function):
             ):
                 loss += block_loss(logits_bV, labels_b, wide)
             if d_hidden_ND is not None:
-                # What is ignored is left out here: rows of D cost less than rows of V.
+                # Ignored rows are left out here: rows of D cost less than rows of V.
                 is_ignored_n1 = (labels_N[rows] == IGNORE)[:, None]
                 torch.mm(logits_nV, compute_VD, out=d_hidden_ND[rows])
                 d_hidden_ND[rows].masked_fill_(is_ignored_n1, 0)
@@ -132,7 +132,7 @@ def _block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tenso
 def _block_loss_in_cache(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
     """Do what `_block_loss` does with one exponential instead of two.
 
-    On a CPU that takes the time; the passes are over what is in the cache.
+    On a CPU that takes the time; the passes are over the cache.
     """
     is_valid_b1 = (labels_b != IGNORE)[:, None]
     target_b1 = labels_b[:, None].where(is_valid_b1, 0)

@@ -32,7 +32,7 @@ core's second cache; on a GPU they are few launches, and half a GiB."""
 def key(*parts: int | str) -> int:
     """Hash `parts` into the key of one stream: a signed 64-bit integer, by BLAKE2b.
 
-    Parts are told apart by type and border: `key("ab", "c")`, `key("a", "bc")` and
+    Parts differ by type and border: `key("ab", "c")`, `key("a", "bc")` and
     `key("abc")` differ, as do `key(1)` and `key("1")`.
     """
     text = "".join(f"{type(part).__name__}:{len(str(part))}:{part};" for part in parts)
@@ -68,7 +68,7 @@ def fill_normal(
     Element i of the full tensor, flat and row-major, is `std * normal(bits(stream, i))`, so shards
     drawn apart fit together. Every dtype gets the numbers that float32 would, cast.
 
-    The full tensor, of the key `stream`, has this `shape`, or that of `out`; `out` begins at
+    The full tensor, of the key `stream`, has this `shape`, or `out`'s; `out` begins at
     `offset` in it, one number a dimension, or at its beginning. It is returned.
     """
     whole = tuple(out.shape if shape is None else shape)
@@ -101,7 +101,7 @@ def row_keys(seed: int, step: int, rows_B: Tensor) -> Tensor:
 
 
 def layer_keys(keys_B: Tensor, layer: int) -> Tensor:
-    """Return the dropout keys of layer 0, 1, ..., made from those of the rows."""
+    """Return the dropout keys of layer 0, 1, ..., made from the rows' keys."""
     return bits(keys_B, torch.full_like(keys_B, layer + 1))  # 0 is what salts the embedding
 
 
@@ -117,7 +117,7 @@ def dropout(
 
     The mask is a function of (key, salt, position in the row, feature) alone, whatever the size of
     the batch. One draw of 64 bits serves four features, so `p` is rounded to a multiple of 1/65536,
-    and the scale is that of the rounded `p`.
+    and so is the scale.
 
     Args:
         x_BTD: batch, position in the row, feature.

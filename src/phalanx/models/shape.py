@@ -12,7 +12,7 @@ from phalanx.errors import ConfigError
 class ModelShape:
     """Sizes and choices of one decoder-only transformer.
 
-    The defaults are those of Llama. GPT-2 has norm="layer", position="learned", mlp="gelu" and
+    The defaults are Llama's. GPT-2 has norm="layer", position="learned", mlp="gelu" and
     bias=True. Each choice stands by itself: what a family is made of says models/registry.py.
     """
 
@@ -36,18 +36,18 @@ class ModelShape:
     window: int | None = None
     """Positions that a query looks at, its own the last; all up to its own if None."""
     full_every: int | None = None
-    """The last of this number of blocks has no window; if None, all have that of `window`."""
+    """The last of this number of blocks has no window; if None, all have `window`."""
     window_theta: float | None = None
     """rope_theta of the blocks that have a window, unscaled; if None, as in the others."""
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
     bias: Literal[False, True, "qkv"] = False
-    """Whether linear maps have biases: none, all, or those of queries, keys and values."""
+    """Whether linear maps have biases: none, all, or the maps of queries, keys and values."""
     qk_norm: Literal[False, True, "projection"] = False
     """A norm over the queries and over the keys of each head, or of all heads together."""
     tied: bool = False
     """The output projection is the embedding."""
     scaled_embedding: bool = False
-    """What is looked up is multiplied by sqrt(hidden)."""
+    """Looked-up vectors are multiplied by sqrt(hidden)."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""One file for each way to split the work: what is held, what is sent, and doing it."""
+"""A file for each way to split the work: it answers what ranks hold and send, and does it."""

@@ -23,7 +23,7 @@ Forward = Callable[[Any], torch.Tensor]
 Of a stage of a pipeline that is not the last, it returns what the next one takes.
 """
 
-ShareOf = Callable[[torch.Tensor], torch.Tensor]
+Scale = Callable[[torch.Tensor], torch.Tensor]
 """Makes of such a sum the microbatch's part of the loss, where backward begins."""
 
 
@@ -32,15 +32,15 @@ class Runner(ABC):
 
     Attributes:
         reducer: sums the gradients over ranks; None where there is nothing to sum.
-        copies: parameters that are a copy of what a rank of another stage holds, and counts.
+        replicas: parameters that are a copy of what a rank of another stage holds, and counts.
         microbatch: number, in the step, of the one that is at work.
     """
 
     def __init__(
-        self, reducer: GradientReducer | None = None, copies: Sequence[nn.Parameter] = ()
+        self, reducer: GradientReducer | None = None, replicas: Sequence[nn.Parameter] = ()
     ) -> None:
         self.reducer = reducer
-        self.copies = frozenset(copies)
+        self.replicas = frozenset(replicas)
         self.microbatch = 0
 
     @abstractmethod
@@ -48,12 +48,12 @@ class Runner(ABC):
         self,
         microbatches: Sequence[Any],
         forward: Forward,
-        share_of: ShareOf,
+        scale: Scale,
         phase: Phase = no_phase,
     ) -> None:
         """Leave in each `.grad` the gradient of the whole global batch, reduced once.
 
-        The phase is told "forward", "backward" and the phases of the reduction.
+        `phase` is called with "forward", "backward" and the phases of the reduction.
         """
 
     @abstractmethod
@@ -72,13 +72,13 @@ class Accumulate(Runner):
         self,
         microbatches: Sequence[Any],
         forward: Forward,
-        share_of: ShareOf,
+        scale: Scale,
         phase: Phase = no_phase,
     ) -> None:
         for self.microbatch, microbatch in enumerate(microbatches):
             name = f"microbatch {self.microbatch}"
             with named(name), phase("forward"):
-                loss = share_of(forward(microbatch))
+                loss = scale(forward(microbatch))
             with named(name), phase("backward"):
                 if self.reducer is not None:
                     is_last = self.microbatch == len(microbatches) - 1

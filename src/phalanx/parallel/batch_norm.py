@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm.comm import Comm, Ranks
-from phalanx.comm.ledger import Entry, sent_bytes
+from phalanx.comm.ledger import Entry
 from phalanx.errors import ConfigError
-from phalanx.parallel.split import Split, Target
+from phalanx.parallel.split import Split, Target, entries_of
 from phalanx.strategy import Strategy
 
 # Private, and the only base of all of torch's; tests/parallel/test_batch_norm.py pins it.
@@ -59,12 +59,12 @@ def require_statistics(model: nn.Module, strategy: Strategy, statistics: Statist
     if data_ranks == 1:
         raise ConfigError(
             f"{found}, and a pipeline computes it in microbatches; say batch_norm='global' for "
-            "those of the rows of each microbatch, as in one process that accumulates as many, "
+            "statistics of each microbatch, as in one process that accumulates as many, "
             "or put it in eval() for its running statistics"
         )
     raise ConfigError(
-        f"{found}, which {data_ranks} ranks share; say batch_norm='global' for those of all "
-        "rows, as one process computes, or 'local' for those of each rank, as "
+        f"{found}, which {data_ranks} ranks share; say batch_norm='global' for statistics of "
+        "all rows, as one process computes, or 'local' for statistics of each rank, as "
         "DistributedDataParallel does"
     )
 
@@ -76,7 +76,7 @@ class BatchNormSplit(Split):
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Tell whether there are statistics to be taken over other rows than a rank's own."""
+        """Return whether there are statistics to be taken over other rows than a rank's own."""
         is_split = target.strategy.data_ranks > 1 and target.batch_norm is not None
         return is_split and bool(_moving(target.skeleton.model))
 
@@ -97,16 +97,12 @@ class BatchNormSplit(Split):
                 sizes = {phase: [*of, *of_norm] for phase, of in sizes.items()}
         degrees = {axis: getattr(target.strategy, axis).degree for axis in ("dp", "fsdp")}
         times = len(microbatches)
-        return [
-            Entry(
-                phase, axis, "all_reduce", times * len(of), times * sum(of),
-                sent_bytes("all_reduce", times * sum(of), degree),
-            )
-            for axis, degree in degrees.items()
-            if degree > 1
+        rows = (
+            (phase, axis, "all_reduce", times * len(of), times * sum(of))
+            for axis in degrees
             for phase, of in sizes.items()
-            if of
-        ]  # fmt: skip
+        )
+        return entries_of(rows, degrees.__getitem__)
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Have each BatchNorm take its statistics as is asked for."""
@@ -201,9 +197,9 @@ def _sum_over_ranks(own: Tensor, comm: Comm) -> Tensor:
 def _track(norm: Any, mean: Tensor, variance: Tensor, num_rows: Tensor) -> None:
     """Move the running statistics; the variance kept is the unbiased one."""
     norm.num_batches_tracked += 1
-    share = norm.momentum
-    if share is None:  # on the device, for which the host need not wait
-        share = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()
+    momentum = norm.momentum
+    if momentum is None:  # on the device, for which the host need not wait
+        momentum = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()
     unbiased = variance * (num_rows / (num_rows - 1).clamp(min=1))
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-    norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), share)
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
+    norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), momentum)

@@ -14,8 +14,8 @@ class Ends(NamedTuple):
     """Names of modules outside the blocks that fsdp gathers when they run, and not with the rest.
 
     Attributes:
-        embedding: run before the blocks; their backward reads none of their parameters, as that of
-            a look-up does not.
+        embedding: run before the blocks; their backward reads none of their parameters, like the
+            backward of a look-up.
         head: run after the blocks.
     """
 

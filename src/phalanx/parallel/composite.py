@@ -1,7 +1,7 @@
 """Operators of several steps that are one operator to PyTorch, and gradients that end there.
 
 An operator of panels, collectives and sums is one operator `phalanx_tensor::...` to the dispatcher:
-`recompute:selective` keeps its result as that of any matrix product, and neither the products nor
+`recompute:selective` keeps its result like any matrix product, and neither the products nor
 the messages run again. Ledgers see its inside ([Note: Composites] in comm/watch.py).
 """
 
@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch import library
+from torch import Tensor, library
+from torch.autograd import Function
 from torch.autograd import function as torch_function
 from torch.utils.flop_counter import register_flop_formula
 
@@ -30,6 +31,27 @@ def once_differentiable(backward: _Backward) -> _Backward:
     As torch's own, whose type says nothing.
     """
     return cast(_Backward, torch_function.once_differentiable(backward))
+
+
+def mapped(
+    x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return forward(x), a map whose gradient `back` makes of the result's alone."""
+    return cast(Tensor, _Map.apply(x, forward, back))
+
+
+class _Map(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad_outputs[0]), None, None
 
 
 class Composite(Generic[_Owner]):

@@ -29,13 +29,13 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Comm, Ranks, local_shard
-from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
+from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
 from phalanx.errors import TrainingError
 from phalanx.parallel.reduce import GradientReducer, Parameters, buckets, make_equal
 from phalanx.parallel.sparse import SparseReducer, sparse_tables
-from phalanx.parallel.split import Split, StateBytes, Target
+from phalanx.parallel.split import Split, StateBytes, Target, entries_of
 from phalanx.strategy import Strategy
 
 Kind = Literal["naive", "bucketed"]
@@ -65,7 +65,7 @@ class DataSplit(Split):
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Tell whether ranks hold full copies that compute other tokens."""
+        """Return whether ranks hold full replicas that compute other tokens."""
         return bool(_degrees(target.strategy)) and target.strategy.fsdp.degree == 1
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
@@ -74,12 +74,12 @@ class DataSplit(Split):
         gradients = ("backward", len(buckets(sizes)), sum(sizes))
         if self._kind == "naive":
             gradients = ("reduce", len(sizes), sum(sizes))
-        rows = (gradients, ("agree", 1, len(sizes)))
-        return [
-            Entry(phase, axis, "all_reduce", calls, size, sent_bytes("all_reduce", size, num_ranks))
-            for axis, num_ranks in self._degrees.items()
-            for phase, calls, size in rows
-        ]
+        rows = (
+            (phase, axis, "all_reduce", calls, size)
+            for axis in self._degrees
+            for phase, calls, size in (gradients, ("agree", 1, len(sizes)))
+        )
+        return entries_of(rows, self._degrees.__getitem__)
 
     def reducer(
         self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
@@ -178,7 +178,7 @@ class BucketedReducer(GradientReducer):
     def retrain(self, trained: list[nn.Parameter]) -> bool:
         """Reduce these gradients from now on; True.
 
-        What is not trained any more keeps its bucket, which takes zeros for it: models that take
+        A parameter that is frozen keeps its bucket, which takes zeros for it: models that take
         turns freeze the other one in each step.
         """
         self._add([parameter for parameter in trained if parameter not in self._bucket_of])

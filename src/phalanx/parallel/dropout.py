@@ -27,7 +27,6 @@ from phalanx.errors import ScriptError
 from phalanx.models.attention import to_device
 from phalanx.models.random import dropout, key, row_keys
 from phalanx.parallel.split import Split, Target
-from phalanx.strategy import Strategy
 
 
 class Place(NamedTuple):
@@ -48,11 +47,6 @@ class Place(NamedTuple):
 
 Where = Callable[[], Place | None]
 """Returns the place, None without a batch of a loader."""
-
-
-def can_be_keyed(strategy: Strategy) -> bool:
-    """Return whether every rank has whole rows of its samples; under tp and cp it has not."""
-    return strategy.tp.degree * strategy.cp.degree == 1
 
 
 class Masks:
@@ -84,8 +78,8 @@ class DropoutSplit(Split):
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Tell whether masks are to belong to the samples, and can."""
-        return target.masks is not None and can_be_keyed(target.strategy)
+        """Return whether masks are to belong to the samples, and can."""
+        return target.masks is not None and target.strategy.has_whole_samples
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Have each nn.Dropout draw by position."""
@@ -122,7 +116,7 @@ def _forward(module: nn.Dropout, of: _Keyed, input: Tensor) -> Tensor:
 def _draw(of: _Keyed, input: Tensor) -> _Drawn | None:
     """Return by what a dropout draws here; None if by torch's own generator."""
     # Activation checkpointing restores torch's generator before it runs a part again, so that the
-    # number drawn here is that of the first run, whatever has been read and run in between.
+    # number drawn here is the number of the first run, whatever ran in between.
     ticket = int(torch.empty((), dtype=torch.int64).random_())
     of.uses.num_tickets += 1
     place = of.where()
@@ -209,7 +203,7 @@ class _DrawWatch(TorchDispatchMode):
 def naming_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) -> Generator[Phase]:
     """Warn, at the end, of what drew from this process's generator in training.
 
-    What is yielded is to be told the phases of a step; the draws of "forward" are meant.
+    It yields a `Phase`, to be called with the phases of a step; those in "forward" are meant.
     """
     watch = _DrawWatch()
     try:
@@ -240,7 +234,7 @@ def name_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) ->
 
 
 class _FirstForward:
-    """Watches the first forward in training of one model; that of a copy of it is let be."""
+    """Watches the first forward in training of one model, and of no copy of it."""
 
     def __init__(self, model: nn.Module, on_found: Callable[[], None]) -> None:
         self._model = weakref.ref(model)
@@ -250,7 +244,7 @@ class _FirstForward:
 
     def before(self, model: nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # what is compiled is not seen, and Dynamo could not enter the mode
+            return  # compiled code is not seen, and Dynamo could not enter the mode
         is_watched = self._watching is not None  # still: an interrupt runs no hook
         if model is self._model() and model.training and torch.is_grad_enabled() and not is_watched:
             self._watching = ExitStack()

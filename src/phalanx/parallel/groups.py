@@ -37,7 +37,7 @@ from phalanx.parallel.skeleton import Skeleton, Weight
 from phalanx.parallel.split import Shapes
 
 Place = Literal["embedding", "block", "head", "rest"]
-Sums = Literal["none", "shares", "full"]
+Sums = Literal["none", "shards", "full"]
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Group:
         """Return the bytes of the parameters once they are gathered."""
         return sum(p.padded(num_ranks) for p in self.parameters) * self.gathered.itemsize
 
-    def share_bytes(self, num_ranks: int) -> int:
-        """Return the bytes of a rank's share of the gradients."""
+    def shard_bytes(self, num_ranks: int) -> int:
+        """Return the bytes of a rank's shard of the gradients."""
         sizes = (p.padded(num_ranks) // num_ranks for p in self.parameters if p.is_trained)
         return sum(sizes) * self.master.itemsize
 
@@ -107,8 +107,8 @@ def groups_of(
 
     Args:
         skeleton: of what a rank has of the model.
-        compute: data type of the blocks' arithmetic, that of their parameters if None. What is in
-            no block is gathered as it is: the rows of an embedding add up many small gradients,
+        compute: data type of the blocks' arithmetic; their parameters' if None. Modules in
+            no block are gathered as they are: the rows of an embedding add up many small gradients,
             which a narrow type would lose.
         shapes: of the shards that other axes have made of parameters, where they have.
         keeps: whether groups whose backward is near are kept until then.
@@ -232,25 +232,25 @@ def most_gathered(groups: Sequence[Group], num_ranks: int, segment_size: int) ->
 
 
 def most_gradients(groups: Sequence[Group], num_ranks: int, sums: Sums) -> int:
-    """Return the bytes of gradients, full ones and shares, when they are the most.
+    """Return the bytes of gradients, full ones and shards, when they are the most.
 
     Backward goes from the head over the blocks to the embedding. The gradients of a group are full
-    until it is left, those of the rest until the end; `sums` is what earlier microbatches have
-    left. FSDP2 frees the last gradient of a group when the share of the group is there, the others
-    before.
+    until it is left, the gradients of the rest until the end; `sums` is what earlier microbatches
+    have left. FSDP2 frees the last gradient of a group when the shard of the group is there, the
+    others before.
     """
     order = [g for g in reversed(groups) if g.place != "rest"]
     order += [g for g in groups if g.place == "rest"]
-    shares = [g.share_bytes(num_ranks) for g in order]
+    shards = [g.shard_bytes(num_ranks) for g in order]
     full = [g.full_bytes(g.master if sums == "full" else g.gathered) for g in order]
-    left = [share if sums == "shares" else 0 for share in shares]
+    left = [shard if sums == "shards" else 0 for shard in shards]
     waiting = [
         left[n] + (sum(full[n]) if sums == "full" or g.place == "rest" else 0)
         for n, g in enumerate(order)
     ]
     return max(
-        sum(shares[:n])
-        + max(sum(full[n]), sum(full[n][-1:]) + shares[n])
+        sum(shards[:n])
+        + max(sum(full[n]), sum(full[n][-1:]) + shards[n])
         + left[n]
         + sum(waiting[n + 1 :])
         for n in range(len(order))

@@ -1,8 +1,8 @@
 """What fsdp sends on a CPU travels while blocks compute.
 
 On a GPU FSDP2 puts collectives on streams of their own, and the host runs ahead of them. On a CPU
-there is neither: what is to travel beside the arithmetic must be begun before it and waited for
-after it.
+there is neither: a message that travels beside the arithmetic must begin before it and is waited
+for after it.
 
 A step of zero3 with embedding E, blocks 0 to 3, head H and the rest R. Time runs to the right, and
 what stands in one column runs at the same time:
@@ -41,13 +41,13 @@ from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter, Last
 from phalanx.parallel.groups import Group
 
 
-def use_exchange(model: nn.Module, groups: Sequence[Group], *, has_copies: bool) -> None:
+def use_exchange(model: nn.Module, groups: Sequence[Group], *, has_replicas: bool) -> None:
     """Have FSDP2 gather and reduce by direct exchange, and wait only where it must.
 
     Args:
         model: split by `fully_shard`, and with its parameters where they will stay; in place.
         groups: what travels together.
-        has_copies: whether there are copies of the shards, across dp.
+        has_replicas: whether the shards have replicas, across dp.
     """
     last, gathers = LastReduction(), dict[FSDPModule, ExchangeAllGather]()
     # Private, and the only way to have FSDP2 ask for a gather that it waits for later;
@@ -55,9 +55,9 @@ def use_exchange(model: nn.Module, groups: Sequence[Group], *, has_copies: bool)
     cast(FSDPModule, model)._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
     for group in groups:
         modules = [model.get_submodule(name) for name in group.names]
-        # Those of the rest are all of the model; nothing computes while the rest is reduced.
+        # The parameters of the rest are all of the model; nothing computes while it is reduced.
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
-        is_read_at_once = functools.partial(_is_read_at_once, trained, has_copies)
+        is_read_at_once = functools.partial(_is_read_at_once, trained, has_replicas)
         for module in cast(list[FSDPModule], modules):
             gathers[module] = ExchangeAllGather()  # FSDP2 takes the last of a group
             module.set_custom_all_gather(gathers[module])
@@ -89,12 +89,12 @@ def _take_unused(gathers: Mapping[FSDPModule, ExchangeAllGather], *_: Any) -> No
                 cast(UnshardHandle, module.unshard(async_op=True)).wait()
 
 
-def _is_read_at_once(trained: Sequence[nn.Parameter], has_copies: bool) -> bool:
-    """Tell whether FSDP2 reads the sum of a group's gradients before it returns to backward.
+def _is_read_at_once(trained: Sequence[nn.Parameter], has_replicas: bool) -> bool:
+    """Return whether FSDP2 reads the sum of a group's gradients before it returns to backward.
 
     So does a hook on a gradient, which FSDP2 calls at once.
     """
-    return has_copies or any(p.grad is not None or _has_hooks(p) for p in trained)
+    return has_replicas or any(p.grad is not None or _has_hooks(p) for p in trained)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

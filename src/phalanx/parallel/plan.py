@@ -168,7 +168,7 @@ class Plan(Generic[Model]):
     ) -> list[Entry]:
         """Return what the first rank sends besides `traffic`, for shapes that are new in a step.
 
-        Both are microbatches of (rows, positions), `before` those of all earlier steps.
+        Both are microbatches of (rows, positions), `before` the microbatches of all earlier steps.
         """
         return [each for split in self._splits for each in split.announces(microbatches, before)]
 

@@ -2,7 +2,7 @@
 
 Idea      The blocks are cut into segments of K. Only what goes into a segment is kept; backward,
           when it reaches the segment, runs it again, and holds what it needs of this one segment.
-          `full` is K = 1, `every/K` is K, and `sqrt` is K = sqrt(L), rounded up: then what is held
+          `full` is K = 1, `every/K` is K, and `sqrt` is K = sqrt(L), rounded up: then the memory
           grows as sqrt(L) (Chen et al. 2016, arXiv 1604.06174, section 4.1). It is L / K inputs and
           K blocks; where a block holds much more than its input, a smaller K holds less.
           `selective` keeps also the results of matrix products and of attention, which are dear
@@ -21,7 +21,7 @@ Cost      FLOPs: `account.flops.step_flops`; bytes: `account.activations`. Nothi
 Limits    A forward must compute the same when it runs again: a block that changes state of its own
           (running statistics, a cache of keys) changes it twice. Torch's default random generators
           are set back, so nn.Dropout is right; so is randomness that belongs to positions. Shapes
-          and dtypes of what is computed again are compared, and torch raises if they differ.
+          and dtypes of recomputed tensors are compared, and torch raises if they differ.
           Collectives inside a block run again, too.
 """
 
@@ -103,7 +103,7 @@ def check(model: nn.Module, recompute: Recompute, num_blocks: int | None = None)
     Args:
         model: the model, or one with a block for each kind of block that it has.
         recompute: the policy.
-        num_blocks: of the model, where those of `model` stand for more.
+        num_blocks: of the model, where the blocks of `model` stand for more.
 
     Raises:
         StrategyError: the model has no blocks, fewer than a segment, cannot run segments, or keeps
@@ -144,7 +144,7 @@ class RecomputeSplit(Split):
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Tell whether anything is run again."""
+        """Return whether anything is run again."""
         return target.strategy.recompute.kind != "none"
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
@@ -202,4 +202,4 @@ _NOT_COUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
 }
-"""Attention that torch counts no FLOPs for: that of CPUs, and of devices beside CUDA."""
+"""Attention that torch counts no FLOPs for: on CPUs, and on devices beside CUDA."""

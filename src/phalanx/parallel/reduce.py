@@ -1,11 +1,11 @@
 """What reduces gradients once a step, whatever splits the work: the base, and the law of replicas.
 
-Every rank of tp computes other rows, positions or features than the others. So the gradient of what
-is not split over a sub-axis (norms and biases; in 2.5 dimensions every weight, over depth) is on
-each rank one term of a sum over that axis. The terms are added up once a step, in flat buckets,
-after the sums over data.
+Every rank of tp computes other rows, positions or features than the others. So the gradient of a
+parameter that is not split over a sub-axis (norms and biases; in 2.5 dimensions every weight, over
+depth) is on each rank one term of a sum over that axis. The terms are added up once a step, in flat
+buckets, after the sums over data.
 
-[Note: Adding up in parts] Autograd adds the gradient of a second microbatch to that of the first.
+[Note: Adding up in parts] Autograd adds the gradient of a second microbatch to the first one.
 DTensor plans each new addition over all axes of the mesh together, which takes 0.1 s a shape on
 three axes and 0.9 s on four (benchmarks/tensor). So the parts are added, before autograd would.
 """
@@ -123,7 +123,7 @@ class GradientReducer:
 
 
 class OuterReducer(GradientReducer):
-    """Does more once an `inner` reducer, if there is one, has finished; tells it all else."""
+    """Does more once an `inner` reducer, if there is one, has finished; passes other calls on."""
 
     def __init__(
         self, parameters: list[nn.Parameter], comm: Comm, inner: GradientReducer | None
@@ -231,7 +231,7 @@ def partial_axes(parameter: torch.Tensor) -> tuple[str, ...]:
 
 
 def is_fused(tensor: torch.Tensor) -> bool:
-    """Tell whether this rank's part of `tensor` is several parts of the whole: of fused maps."""
+    """Return whether this rank's part of `tensor` is several parts of the whole: of fused maps."""
     return any(isinstance(placement, _StridedShard) for _, _, placement in _over_tp(tensor))
 
 

@@ -2,10 +2,10 @@
 
 Idea      Ranks that hold the same thing N times can hold a shard each and gather it where it is
           used (Rajbhandari et al., ZeRO, SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB 2023).
-          The stages say what is left whole: `zero1` parameters and gradients, `zero2` parameters,
+          The stages say what stays whole: `zero1` parameters and gradients, `zero2` parameters,
           `zero3` nothing. With dp > 1 it is HSDP: shards within fsdp, replicas of them across dp.
-          Beside cp the shards are split over fsdp x cp: its ranks have other positions of the
-          same samples, and so terms of the same gradients. Below fsdp means both.
+          Ranks with other positions of the same samples have terms of the same gradients, so
+          shards are split over their axis too: below, fsdp means all axes of `comm.axes.SHARDS`.
           A group is what travels together: a block, the embedding, the head, the rest: groups.py.
 Layout    X[B_dp,fsdp, ...]  W[I_fsdp, ...]  dW[I_fsdp, ...]: rows of each parameter, and its AdamW
           moments, split over fsdp; a parameter of uneven rows is padded on its way only.
@@ -17,7 +17,7 @@ Backward  zero3: all_gather again, but of the embedding, whose backward does not
 Cost      With P bytes of parameters, padded, and A microbatches a step, a rank sends (N-1)/N times
               zero1  P + P              gathers once, reduces once: adds up whole gradients
               zero2  P + A P            gathers once, reduces each microbatch: adds up shards
-              zero3  (2 P - K) A + A P  K: what is gathered once: all but the first blocks
+              zero3  (2 P - K) A + A P  K: the bytes gathered once: all but the first blocks
           and across M ranks of dp 2 (M-1)/M P/N. One byte a parameter besides, see
           `GradientReducer.agree`.
           With a narrower data type of the arithmetic, gathers of blocks shrink to it.
@@ -41,9 +41,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from phalanx.comm.axes import single_axis
+from phalanx.comm.axes import SHARDS, axes_of, single_axis
 from phalanx.comm.comm import Ranks
-from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
+from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.errors import StrategyError
 from phalanx.parallel import overlap
 from phalanx.parallel.groups import Group, Sums, groups_of, most_gathered, most_gradients
@@ -54,7 +54,7 @@ from phalanx.parallel.reduce import (
     make_equal,
 )
 from phalanx.parallel.sparse import sparse_tables
-from phalanx.parallel.split import Part, Shape, Split, StateBytes, Target
+from phalanx.parallel.split import Part, Shape, Split, StateBytes, Target, entries_of
 from phalanx.parallel.views import allow_views
 from phalanx.strategy import Strategy
 
@@ -62,7 +62,7 @@ Kind = Literal["zero1", "zero2", "zero3"]
 
 
 class ShardedSplit(Split):
-    """The axis fsdp, with cp beside it, and dp: across that stand copies of the shards."""
+    """The axes of shards, fsdp above all, and dp: across that stand replicas of the shards."""
 
     axis = "fsdp"
 
@@ -73,7 +73,7 @@ class ShardedSplit(Split):
         keeps = strategy.pp.degree == 1
         self._groups = groups_of(target.skeleton, target.compute, target.shapes, keeps=keeps)
         self._kind: Kind = cast(Kind, strategy.fsdp.kind)
-        self._degree = {axis: getattr(strategy, axis).degree for axis in ("fsdp", "dp", "cp")}
+        self._degree = {name: axis.degree for name, axis in strategy.axes()}
         self._num_shards = strategy.num_shards
         if strategy.tp.degree > 1:
             mesh_dims()
@@ -85,7 +85,7 @@ class ShardedSplit(Split):
         return (-(-rows // strategy.num_shards), *rest) if part == "table" else shape
 
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
-        """Return the shards, and what is gathered and not yet reduced.
+        """Return the shards, and the bytes gathered and not yet reduced.
 
         With one microbatch zero1 reduces each group's gradients as soon as they are made, and holds
         no more than zero2.
@@ -96,25 +96,25 @@ class ShardedSplit(Split):
             num_blocks = max(1, sum(g.place == "block" for g in groups))
             segment_size = self.target.strategy.recompute.segment_size(num_blocks) or 1
             gathered_bytes = most_gathered(groups, num_ranks, segment_size)
-        share_bytes = sum(g.share_bytes(num_ranks) for g in groups)
-        sums: Sums = "full" if self._kind == "zero1" else "shares"
+        shard_bytes = sum(g.shard_bytes(num_ranks) for g in groups)
+        sums: Sums = "full" if self._kind == "zero1" else "shards"
         sums = "none" if accumulation == 1 else sums
         full_bytes = sum(sum(g.full_bytes(g.master)) for g in groups)
-        gradient_bytes = full_bytes if sums == "full" else share_bytes
+        gradient_bytes = full_bytes if sums == "full" else shard_bytes
         return StateBytes(
             parameter_bytes=sum(g.parameter_bytes(num_ranks) for g in groups) // num_ranks,
             gathered_bytes=gathered_bytes,
             gradient_bytes=gradient_bytes,
             unreduced_bytes=most_gradients(groups, num_ranks, sums) - gradient_bytes,
-            optimizer_bytes=2 * share_bytes,
+            optimizer_bytes=2 * shard_bytes,
         )
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return what is gathered and reduced."""
+        """Return the gathers and reductions."""
         groups, num_ranks, times = self._groups, self._num_shards, len(microbatches)
-        axis = single_axis("fsdp_cp", self.target.strategy.mesh_axes())
+        axis = single_axis(SHARDS, self.target.strategy.mesh_axes())
         degree = {**self._degree, axis: num_ranks}
-        gathered, again, shares, reduced = list[int](), list[int](), list[int](), list[int]()
+        gathered, again, shards, reduced = list[int](), list[int](), list[int](), list[int]()
         is_zero3 = self._kind == "zero3"
         for g in groups:
             # The rest is gathered whenever a stage runs, and reduced after those that read it.
@@ -122,9 +122,9 @@ class ShardedSplit(Split):
             runs, ends = (self.target.num_stages, self.target.num_ends) if is_rest else (1, 1)
             gathered += [g.gathered_bytes(num_ranks)] * (runs if is_zero3 else 1)
             again += [g.gathered_bytes(num_ranks)] * (runs if g.is_gathered_again else 0)
-            if share := g.share_bytes(num_ranks):
-                shares += [share]
-                reduced += [share * num_ranks] * (1 if self._kind == "zero1" else ends)
+            if shard := g.shard_bytes(num_ranks):
+                shards += [shard]
+                reduced += [shard * num_ranks] * (1 if self._kind == "zero1" else ends)
         flags = sum(p.is_trained for g in groups for p in g.parameters)
         times_gathered, times_again = (times, times) if is_zero3 else (1, 0)
         times_reduced = 1 if self._kind == "zero1" else times
@@ -132,14 +132,11 @@ class ShardedSplit(Split):
             ("forward", axis, "all_gather", gathered * times_gathered),
             ("backward", axis, "all_gather", again * times_again),
             ("backward", axis, "reduce_scatter", reduced * times_reduced),
-            ("backward", "dp", "all_reduce", shares),
-            *(("agree", each, "all_reduce", [flags]) for each in ("dp", "fsdp", "cp")),
+            ("backward", "dp", "all_reduce", shards),
+            *(("agree", each, "all_reduce", [flags]) for each in axes_of("grad", self._degree)),
         ]
-        return [
-            Entry(phase, axis, op, len(sizes), sum(sizes), sent_bytes(op, sum(sizes), degree[axis]))
-            for phase, axis, op, sizes in rows
-            if sizes and degree[axis] > 1
-        ]
+        counted = ((phase, axis, op, len(of), sum(of)) for phase, axis, op, of in rows)
+        return entries_of(counted, degree.__getitem__)
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Split every parameter, in place: DTensors of fsdp, and of dp if the job has it."""
@@ -175,7 +172,7 @@ class ShardedSplit(Split):
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for before, module in zip([None, *modules], modules, strict=False):
-            # What is there already, as the group at work itself, is not gathered again.
+            # A group that is there already, as the group at work itself, is not gathered again.
             ahead = module if before is None or self.target.num_stages > 1 else before
             module.set_modules_to_backward_prefetch([ahead])
 
@@ -185,7 +182,7 @@ class ShardedSplit(Split):
         """Return what steers gathers and reductions."""
         if comm.device.type == "cpu":
             groups = self._groups
-            overlap.use_exchange(model, groups, has_copies=self._degree["dp"] > 1)
+            overlap.use_exchange(model, groups, has_replicas=self._degree["dp"] > 1)
             if self.target.num_stages == 1:  # else the block that follows may be of another stage
                 overlap.gather_ahead(model, groups)
         return ShardedReducer(model, comm, self._kind)
@@ -193,7 +190,7 @@ class ShardedSplit(Split):
 
 def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
     """Return the arguments by which FSDP2 knows its axes among those that split parameters."""
-    shards, copies = comm.axes_of("fsdp_cp"), "dp" if "dp" in comm.axes else None
+    shards, copies = comm.axes_of(SHARDS), "dp" if "dp" in comm.axes else None
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         where = mesh_dims()(shard=shards, replicate=copies)
         return {"mesh": comm.model_mesh, "dp_mesh_dims": where}
@@ -201,7 +198,7 @@ def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
 
 
 def mesh_dims() -> type[Any]:
-    """Return the type by which FSDP2 is told its axes of a mesh that has others too.
+    """Return the type that names FSDP2 its axes of a mesh that has others too.
 
     Raises:
         StrategyError: this PyTorch is older than 2.12, whose FSDP2 splits few layouts further.
@@ -217,13 +214,13 @@ def mesh_dims() -> type[Any]:
 
 
 def _precision(group: Group) -> MixedPrecisionPolicy:
-    """Gather in the group's own data type; gradients are always added up in that of the masters."""
+    """Gather in the group's own data type; gradients are always added up in the masters'."""
     types = () if group.gathered == group.master else (group.gathered, group.master)
     return MixedPrecisionPolicy(*types, cast_forward_inputs=False)
 
 
 class ShardedReducer(GradientReducer):
-    """Tells FSDP2 which microbatch is the last, and finds out which parameters were used.
+    """Sets in FSDP2 which microbatch is the last, and finds out which parameters were used.
 
     When backward ends, FSDP2 has reduced the gradients already, to sums.
     """
@@ -345,7 +342,7 @@ class ShardedReducer(GradientReducer):
         self._left = set(self.parameters)
 
     def abandon(self) -> None:
-        """Wait for what has begun, and free what is gathered."""
+        """Wait for what has begun, and free the gathered parameters."""
         self._used.clear()
         self._left = set(self.parameters)
         for module in self._own:  # a gather that is under way ends by being waited for

@@ -60,7 +60,7 @@ class Skeleton:
     Attributes:
         model: the whole model, to be asked about its modules and never changed; of a decoder known
             by its shape, one with as many blocks as there are kinds.
-        weights: the parameters of the rank, of blocks that are alike those of one.
+        weights: the parameters of the rank, of alike blocks the parameters of one.
         blocks: name of each block in `model` -> names of the rank's blocks that it stands for.
         num_blocks: of the whole model.
         shape: of a decoder.
@@ -97,7 +97,7 @@ class Skeleton:
                 yield from of_block
 
     def part(self, here: Collection[str], gone: Collection[str]) -> Skeleton:
-        """Return what one stage has, given the names of its modules and those of the others.
+        """Return what one stage has, given the names of its modules and of the others.
 
         A parameter with a name in each is of both, and goes by its first name in both.
         """

@@ -37,7 +37,7 @@ class SparseReducer(OuterReducer):
 
     @override
     def retrain(self, trained: list[nn.Parameter]) -> bool:
-        """Tell the reducer of the others; a table that is frozen has no gradient."""
+        """Pass the others to their reducer; a table that is frozen has no gradient."""
         dense = [each for each in trained if not any(each is table for table in self._tables)]
         return self._inner is not None and self._inner.retrain(dense)
 

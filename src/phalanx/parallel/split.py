@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from phalanx.comm.comm import Ranks
-from phalanx.comm.ledger import Entry
+from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.reduce import GradientReducer
 from phalanx.parallel.skeleton import Shape, Skeleton, Weight
@@ -31,12 +32,12 @@ in heads; a table of the vocabulary [V, D]."""
 
 @dataclass(frozen=True)
 class Row:
-    """What happens to a parameter, or to those of several blocks that fare alike.
+    """What happens to a parameter, or to the alike parameters of several blocks.
 
     Attributes:
         name: as in `blocks.0-11.mlp.up.weight`.
         role: of the module that holds it, as a pattern says it.
-        full, shard: its shape, and that of the first rank's shard.
+        full, shard: its shape, and the shape of the first rank's shard.
         axes: of each dimension, the sub-axes of tp that split it, outer first.
         tied: other names of the same parameter.
     """
@@ -81,7 +82,7 @@ class Target:
     Attributes:
         strategy: how.
         skeleton: of what the axes before this one leave the rank of the model.
-        compute: data type of the arithmetic; that of the parameters if None.
+        compute: data type of the arithmetic; the parameters' if None.
         roles: patterns of module names to roles for tp, see `parallel.tensor.roles`; they come
             before those that are known for the model.
         batch_norm: over what BatchNorm takes its statistics; over a rank's own rows if None.
@@ -90,8 +91,8 @@ class Target:
             (rows, positions), so that it is known what stages send each other.
         pp_rank: coordinate on pp of the rank whose shards are meant.
         num_stages: how many stages that rank runs of the model.
-        num_ends: how many of them are the first or the last, which read what is in no block; 1
-            where the model is not cut.
+        num_ends: how many of them are the first or the last, which read the modules in no block;
+            1 where the model is not cut.
         shapes: what the axes before this one leave the first rank of those parameters that they
             have split.
         later: the axes of the strategy that split the model after this one.
@@ -138,6 +139,34 @@ class Target:
         return [bytes_of[each] for each in self.skeleton.parameters() if each in bytes_of]
 
 
+def entries_of(
+    rows: Iterable[tuple[str, str, str, int, int]], num_ranks: Callable[[str], int]
+) -> list[Entry]:
+    """Return the entries of collectives, alike ones added up, and none over an axis of one rank.
+
+    A row has the phase, the axis, the collective, the number of calls and the bytes of all of them;
+    `num_ranks` returns how many ranks an axis has.
+    """
+    sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for phase, axis, op, calls, payload in rows:
+        sums[phase, axis, op][0] += calls
+        sums[phase, axis, op][1] += payload
+    return [
+        Entry(phase, axis, op, calls, payload, sent_bytes(op, payload, num_ranks(axis)))
+        for (phase, axis, op), (calls, payload) in sums.items()
+        if calls and num_ranks(axis) > 1
+    ]
+
+
+def phases_of(phase: str, recompute: str, is_kept: bool) -> tuple[str, ...]:
+    """Return the phases of a step in which a block's collective of `phase` runs.
+
+    `selective` keeps the results of products and of attention, and does not send for them again.
+    """
+    kept = ("none", "selective") if is_kept else ("none",)
+    return ("forward", "backward") if phase == "forward" and recompute not in kept else (phase,)
+
+
 class Split:
     """One axis of a strategy on one model; this one does nothing.
 
@@ -160,7 +189,7 @@ class Split:
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Tell whether a model is split by this axis."""
+        """Return whether a model is split by this axis."""
         return getattr(target.strategy, cls.axis).degree > 1
 
     @classmethod
@@ -206,7 +235,7 @@ class Split:
 
         Args:
             microbatches: rows and positions of each of this rank's microbatches of the step.
-            before: those of all earlier steps.
+            before: the microbatches of all earlier steps.
         """
         _ = microbatches, before
         return []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import StrategyError
-from phalanx.launch.attach import attach, check_end, tell_in_one_message
+from phalanx.launch.attach import attach, check_end, report_in_one_message
 from phalanx.script.checks import check_init
 from phalanx.script.run import Run
 from phalanx.script.whole_weights import of_shards
@@ -55,7 +55,7 @@ def init(
         ConfigError: the strategy cannot be read, or needs another number of ranks, or is for
             pipelines or context parallelism, which need a trainer's loop; or the job is incomplete.
     """
-    tell_in_one_message(of_shards)
+    report_in_one_message(of_shards)
     parsed = IN_PLACE[-1][0] if IN_PLACE else _strategy(strategy)
     check_init(accumulation, seed, device, timeout_s)
     facts = {"strategy": parsed and str(parsed), "accumulation": accumulation, "seed": seed}

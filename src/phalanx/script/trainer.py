@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from phalanx.config.fields import SEED, STEPS, Range
 from phalanx.config.schema import MOST_ROWS, RunConfig
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.launch.attach import tell_in_one_message
+from phalanx.launch.attach import report_in_one_message
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
@@ -132,7 +132,7 @@ class Trainer:
             PhalanxError: the strategy does not split the model, or the run went wrong.
             Interrupted: a signal ended it; the step that it was at is saved.
         """
-        tell_in_one_message()
+        report_in_one_message()
         return self.start(strategy, options)
 
     def start(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from phalanx.errors import StrategyError
-from phalanx.strategy.kinds import KINDS, built
+from phalanx.strategy.kinds import AXES, KINDS, built
 from phalanx.strategy.value import Axis, Strategy, text_of
 
 
@@ -57,7 +57,7 @@ def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
     """Return a strategy for `num_ranks` ranks that changes one axis of `strategy`, or else dp."""
     if num_ranks == 1:
         return Strategy(recompute=strategy.recompute)
-    for name in ("dp", "fsdp", "cp", "tp", "pp"):
+    for name in (*AXES[1:], AXES[0]):  # pp, the outermost, last
         axis: Axis = getattr(strategy, name)
         others = strategy.num_ranks // axis.degree
         if num_ranks % others or (axis.degree == 1 and name != "dp"):

@@ -168,6 +168,11 @@ class Strategy:
         return self.dp.degree * self.fsdp.degree
 
     @property
+    def has_whole_samples(self) -> bool:
+        """Whether each rank computes whole samples: tp splits features, cp positions."""
+        return self.tp.degree * self.cp.degree == 1
+
+    @property
     def num_shards(self) -> int:
         """Shards of the trained state under fsdp, which splits it over cp too; 1 without fsdp."""
         return self.fsdp.degree * self.cp.degree if self.fsdp.degree > 1 else 1

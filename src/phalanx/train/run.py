@@ -53,7 +53,7 @@ def train(
     Raises:
         PhalanxError: the configuration, the data or the run is at fault.
     """
-    attach.tell_in_one_message()
+    attach.report_in_one_message()
     slurm.adopt()
     if is_under_torchrun():
         attach.leave_at_end()

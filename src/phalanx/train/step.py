@@ -126,13 +126,13 @@ class Step:
         def forward(microbatch: Any) -> torch.Tensor:
             return self.objective.loss_sum(self.model, microbatch, self.steps_done)
 
-        def share_of(summed: torch.Tensor) -> torch.Tensor:
+        def scale(summed: torch.Tensor) -> torch.Tensor:
             loss_sum.add_(summed.detach())
             return self.scaler.scale(summed / divisor)
 
         self.optimizer.zero_grad(set_to_none=True)
         # Forward, backward and the sum over ranks: parallel/accumulate.py, pipeline/runtime.py.
-        self.run(microbatches, forward, share_of, self.phase)
+        self.run(microbatches, forward, scale, self.phase)
         with self.phase("metrics"):
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor
         return loss, num_valid
@@ -178,7 +178,7 @@ class Step:
 
     def norm(self, p: float) -> torch.Tensor:
         """Return the p-norm of the whole gradient; every rank calls this together."""
-        counted = [q.grad for q in self.model.parameters() if q not in self.run.copies]
+        counted = [q.grad for q in self.model.parameters() if q not in self.run.replicas]
         return gradient_norm([grad for grad in counted if grad is not None], self.comm, p)
 
     @contextmanager

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from phalanx.errors import named
-from phalanx.parallel.dropout import can_be_keyed
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import Difference
 from phalanx.verify.history import RankFacts
@@ -28,7 +27,7 @@ def likely_causes(
     """
     wrong = [d for d in differences if not d.passes]
     found = [*_from_values(wrong, facts), *_from_ratios(wrong, strategy, case.accumulation)]
-    is_keyed = case.dropout_seed is not None and can_be_keyed(strategy)
+    is_keyed = case.dropout_seed is not None and strategy.has_whole_samples
     model = case.build().train()
     return [*found, *_from_modules(model, is_keyed, case.batch_norm == "global")]
 

@@ -91,7 +91,7 @@ def module_cases(
 
     BatchNorm takes each step's rows at once, which a pipeline and an accumulation do not.
     """
-    if strategy.tp.degree * strategy.cp.degree > 1 or strategy.cut:
+    if not strategy.has_whole_samples or strategy.cut:
         return {}
     generator = torch.Generator().manual_seed(config.seed)
     batches = [

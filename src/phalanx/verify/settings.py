@@ -9,7 +9,7 @@ from phalanx.config import CorpusConfig, OptimizerConfig, ShapeConfig, TrainConf
 from phalanx.config.fields import Positional, Range, Use
 
 SEQ_LEN = 17
-"""Tokens of a sample, if nothing is said; a run takes as many more as cp needs for equal shards."""
+"""Tokens of a sample, if nothing is said; a run takes as many more as equal shards need."""
 
 
 EVALUATION = "eval output"

@@ -1,22 +1,22 @@
 """What attention sends under context parallelism, said before any process starts.
 
-As that of tp (parallel/tensor/account.py) it is counted by running attention, forward and backward,
-on tensors of the meta device over a communicator that counts.
+Like the traffic of tp (parallel/tensor/account.py) it is counted by running attention, forward and
+backward, on tensors of the meta device over a communicator that counts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from phalanx.comm.comm import Counting
-from phalanx.comm.ledger import Entry, sent_bytes
+from phalanx.comm.ledger import Entry
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses
-from phalanx.parallel.split import Target
+from phalanx.parallel.split import Target, entries_of, phases_of
 
 Shape = tuple[int, int, int, int, int]
 """Rows, positions, query heads, key heads and their width, of one rank."""
@@ -29,19 +29,19 @@ def traffic(
     strategy, skeleton = target.strategy, target.skeleton
     num_ranks = strategy.cp.degree
     num_blocks = sum(len(names) for names in skeleton.blocks.values())
-    dtype = target.compute_dtype
-    sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for (num_rows, length), times in Counter(microbatches).items():
-        shape = _of_attention(target, num_rows, attention.order.held(length))
-        for entry in _entries(type(attention), num_ranks, shape, dtype):
-            for phase in _phases(entry.phase, strategy.recompute.kind, attention):
-                pair = sums[phase, entry.op]
-                pair[0] += times * num_blocks * entry.calls
-                pair[1] += times * num_blocks * entry.payload_bytes
-    return [
-        Entry(phase, "cp", op, calls, payload, sent_bytes(op, payload, num_ranks))
-        for (phase, op), (calls, payload) in sums.items()
-    ]
+    rows = (
+        (phase, "cp", entry.op, times * entry.calls, times * entry.payload_bytes)
+        for (num_rows, length), number in Counter(microbatches).items()
+        for times in (number * num_blocks,)
+        for entry in _entries(
+            type(attention),
+            num_ranks,
+            _of_attention(target, num_rows, attention.order.held(length)),
+            target.compute_dtype,
+        )
+        for phase in phases_of(entry.phase, strategy.recompute.kind, isinstance(attention, Ring))
+    )
+    return entries_of(rows, lambda _: num_ranks)
 
 
 def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
@@ -53,14 +53,6 @@ def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
         for number in (shape.num_heads, shape.num_kv_heads)
     )
     return rows, positions, num_heads, num_groups, shape.head_dim
-
-
-def _phases(phase: str, recompute: str, attention: Ring | Ulysses) -> tuple[str, ...]:
-    """Return the phases of a step in which a collective of `phase` runs."""
-    # `selective` keeps what attention gives, and a ring is inside of that.
-    kept = ("none", "selective") if isinstance(attention, Ring) else ("none",)
-    is_again = phase == "forward" and recompute not in kept
-    return ("forward", "backward") if is_again else (phase,)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys a query looks at: those of its document, and none after it if causal.
+    """Which keys a query looks at: the keys of its document, and none after it if causal.
 
     Attributes:
         is_causal: whether the positions after a query are hidden from it.

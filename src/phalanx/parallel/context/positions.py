@@ -50,7 +50,7 @@ class PositionOrder:
         return torch.cat(parts)
 
     def places(self, num_held: int, device: torch.device | None = None) -> Tensor:
-        """Return where each position of the padded row stands among those of all ranks in turn."""
+        """Return the index of each position of the padded row in all ranks' positions in turn."""
         ranks = range(len(self.chunks))
         return torch.cat([self.positions(rank, num_held, device) for rank in ranks]).argsort()
 

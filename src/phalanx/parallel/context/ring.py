@@ -66,7 +66,7 @@ class Ring:
         """Return softmax(q k^T / sqrt(K)) v over the keys of all ranks, a tensor like q_BTHK.
 
         All are this rank's positions, in zig-zag order. So is where documents begin; where they end
-        is that of the full rows.
+        counts in the full rows.
         """
         assert self.is_causal or window is None
         num_rows, num_held = q_BTHK.shape[:2]
@@ -114,7 +114,7 @@ class Ring:
         return state.dq_BTHK.to(state.q_BTHK.dtype), d_k_BTGK, d_v_BTGK
 
     def pairs(self, source: int, num_held: int) -> Iterator[tuple[Chunk, Chunk]]:
-        """Yield this rank's chunks of queries, each with those of `source`'s keys it looks at.
+        """Yield this rank's chunks of queries, each with the chunks of `source`'s keys it sees.
 
         Each rank holds `num_held` positions.
         """

@@ -84,7 +84,7 @@ def check(target: Target) -> None:
     """Refuse a model that cp cannot split.
 
     Raises:
-        StrategyError: names what is wrong, and the nearest legal degree.
+        StrategyError: names the mistake, and the nearest legal degree.
     """
     model, strategy = target.skeleton.model, target.strategy
     name = str(Strategy(cp=strategy.cp))

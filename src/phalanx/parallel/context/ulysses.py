@@ -19,16 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from phalanx.comm.comm import Comm
 from phalanx.models.attention import Documents, attend
-from phalanx.parallel.composite import once_differentiable
+from phalanx.parallel.composite import mapped
 from phalanx.parallel.context.positions import PositionOrder, in_line
 
 
@@ -59,7 +57,7 @@ class Ulysses:
     ) -> Tensor:
         """Return softmax(q k^T / sqrt(K)) v over the keys of all ranks, a tensor like q_BTHK.
 
-        All are this rank's positions but `documents`, which are those of the full rows.
+        All are this rank's positions but `documents`, which are of the full rows.
         """
         mixed_BTHK = self.attend(*self.by_heads(q_BTHK, k_BTGK, v_BTGK), documents, window)
         return _all_to_all(mixed_BTHK, self.comm, 1, 2)
@@ -67,18 +65,14 @@ class Ulysses:
     def by_heads(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values of all positions, of this rank's heads."""
         num_ranks = self.comm.size("cp")
-        num_copies = copies_of_key_heads(k_BTGK.shape[2], num_ranks)
-        if num_copies > 1:
-            k_BTGK, v_BTGK = (x.repeat_interleave(num_copies, 2) for x in (k_BTGK, v_BTGK))
+        num_groups = k_BTGK.shape[2]
+        repeats = math.lcm(num_groups, num_ranks) // num_groups
+        if repeats > 1:
+            k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
         # Beside each other for each rank, so that they travel together.
         parts = [x.unflatten(2, (num_ranks, -1)) for x in (q_BTHK, k_BTGK, v_BTGK)]
         sizes = [part.shape[3] for part in parts]
         return _all_to_all(torch.cat(parts, 3).flatten(2, 3), self.comm, 2, 1).split(sizes, 2)
-
-
-def copies_of_key_heads(num_groups: int, num_ranks: int) -> int:
-    """Return how often each key head is repeated, so that the ranks share them evenly."""
-    return math.lcm(num_groups, num_ranks) // num_groups
 
 
 def padded_documents(documents: Documents, length: int) -> Documents:
@@ -93,19 +87,9 @@ def padded_documents(documents: Documents, length: int) -> Documents:
 
 
 def _all_to_all(x: Tensor, comm: Comm, split_dim: int, join_dim: int) -> Tensor:
-    return cast(Tensor, _AllToAll.apply(x, comm, split_dim, join_dim))
-
-
-class _AllToAll(Function):
-    """Its backward is the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, split_dim: int, join_dim: int) -> Tensor:
-        ctx.comm, ctx.dims = comm, (split_dim, join_dim)
-        return comm.all_to_all(x, "cp", split_dim, join_dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        split_dim, join_dim = ctx.dims
-        return ctx.comm.all_to_all(grad_outputs[0], "cp", join_dim, split_dim), None, None, None
+    """Exchange, and give gradients back the same way."""
+    return mapped(
+        x,
+        lambda x: comm.all_to_all(x, "cp", split_dim, join_dim),
+        lambda d_x: comm.all_to_all(d_x, "cp", join_dim, split_dim),
+    )

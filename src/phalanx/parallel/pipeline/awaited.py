@@ -4,7 +4,7 @@ A stage runs the forward of the whole model, and what comes before its first lay
 absent layers give. Shapes, data types and devices of that are known; numbers are not, and the first
 layer takes what was received in their place. So it is followed where they go:
 
-    before the first layer    what is made of them is not known either, whatever its data type: a
+    before the first layer    tensors made of them are not known either, whatever their data type: a
                               mask, an index; where the host reads them, or a shape depends on them,
                               the model cannot be cut there
     from the first layer on   the tensor that this layer takes is what was received, also for those
@@ -30,7 +30,7 @@ _CREATE = frozenset(
     "empty_like full_like ones_like rand_like randint_like randn_like zeros_like new_empty "
     "new_empty_strided new_full new_ones new_zeros".split()
 )
-"""Operators that read of their first argument what is no number."""
+"""Operators that read no number of their first argument."""
 
 _BY_INDEX = frozenset(["index", "masked_select"])
 """Operators the shape of whose result depends on all arguments but the first."""

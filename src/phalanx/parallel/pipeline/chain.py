@@ -23,7 +23,7 @@ from phalanx.parallel.pipeline.stage import Absent
 class Passed(Absent):
     """Stands for a module of another stage than that at work.
 
-    Its attributes are those of the module, parameters on the meta device: a model may ask for the
+    It has the attributes of the module, parameters on the meta device: a model may ask for the
     data type of its first layer. None of them is registered.
     """
 
@@ -81,7 +81,7 @@ class Chain:
             self._put(name, self._absent[name])
         if self.tied is not None and tied is not None and holds_tied:
             self._hold(tied, self.tied, here)
-        # What is of other ranks goes, parameters and all.
+        # Modules of other ranks go, parameters and all.
         self.modules = {name: m for name, m in self.modules.items() if name not in gone}
 
     def names(self, stage: int) -> list[str]:

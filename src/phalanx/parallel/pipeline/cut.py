@@ -22,14 +22,14 @@ from phalanx.strategy import Axis, Strategy
 def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
     """Return the schedule of a strategy, as its ranks run it: of its kind, or from its file.
 
-    Operators of tp and cp, what fsdp gathers and what is run again make both gradients of a layer
-    at once: beside these a backward is whole.
+    The operators of other axes than dp, and recomputation, make both gradients of a layer at once:
+    beside these a backward is whole.
 
     Raises:
         StrategyError: the file has no legal schedule of as many microbatches.
     """
-    is_plain = strategy.fsdp.degree == strategy.tp.degree == strategy.cp.degree == 1
-    is_split = is_plain and strategy.recompute.kind == "none"
+    others = {name for name, axis in strategy.axes() if axis.degree > 1}.difference(("pp", "dp"))
+    is_split = not others and strategy.recompute.kind == "none"
     return _schedule(strategy.pp, strategy.schedule, num_microbatches, is_split)
 
 
@@ -96,8 +96,8 @@ def ranges_of(cut: Sequence[int]) -> tuple[range, ...]:
 def chain_flops(shape: ModelShape) -> list[float]:
     """Return the FLOPs a token, forward and backward, of embedding, each block and head.
 
-    They are those of products alone, as account/flops.py counts them; attention is that of
-    rows of `shape.max_seq_len`, causal.
+    Products alone count, as in account/flops.py; attention is causal, over rows of
+    `shape.max_seq_len`.
     """
     queries, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     num_maps = 2 if shape.mlp == "gelu" else 3

@@ -19,7 +19,7 @@ from phalanx.parallel.skeleton import Skeleton, Weight
 from phalanx.strategy import Strategy
 
 Links = Sequence[Sequence[str]]
-"""Names of the modules of each link of a chain; those of a link are always in one stage."""
+"""Names of the modules of each link of a chain; the modules of a link are always in one stage."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def chain_by(skeleton: Skeleton, links: Links, cut: Sequence[range]) -> CutChain
 
 
 def _is_read(weight: Weight, modules: Iterable[str]) -> bool:
-    """Tell whether one of some modules holds a parameter."""
+    """Return whether one of some modules holds a parameter."""
     return any(name.startswith(f"{module}.") for name in weight.names for module in modules)
 
 
@@ -111,9 +111,9 @@ def links_of(model: nn.Module) -> Links:
 
     A `chain` is a list of names of submodules, in the order in which they run, each the input of
     the next; or lists of names, for several that make one link. The links of an nn.Sequential are
-    its elements. Of another module they are what is before its one ModuleList, each element of the
-    list, and what is after it, in the order of registration. Modules without parameters and running
-    statistics, as far as no link names them, run in every stage.
+    its elements. Of another module they are the modules before its one ModuleList, each element of
+    the list, and the modules after it, in the order of registration. Modules without parameters and
+    running statistics, as far as no link names them, run in every stage.
 
     Raises:
         StrategyError: the module is none of these, or it has parameters or running statistics in
@@ -132,7 +132,7 @@ def links_of(model: nn.Module) -> Links:
 
 
 def _around_the_list(model: nn.Module) -> list[list[str]]:
-    """Return what is before the blocks of a module, each block, and what is after them."""
+    """Return the modules before the blocks of a module, each block, and the modules after them."""
     blocks = [name for name, _ in blocks_of(model)]
     lists = {name.rpartition(".")[0] for name in blocks}
     if len(lists) != 1:

@@ -1,6 +1,6 @@
 """Lower a schedule: all that a rank does in a step as one list, of which the runtime is a loop.
 
-An action has a text form, stage, what is done, and microbatch, as in torch.distributed.pipelining:
+An action has a text form, stage, operation, and microbatch, as in torch.distributed.pipelining:
 
     2F0 2B0 2I0 2W0   computes (schedule.py); one that takes what another rank sends waits for it
     2SEND_F0          begins to send the output of stage 2 to the rank of stage 3

@@ -51,7 +51,7 @@ def measured_cut(
 
     Args:
         strategy: with pp.
-        model: see `links.links_of`; it keeps hooks, so give a copy of what is to be trained.
+        model: see `links.links_of`; it keeps hooks, so give a copy of the model to train.
         forward: runs the model on a microbatch, and returns the sum of its losses.
         num_rounds: each runs every link once.
 

@@ -10,7 +10,7 @@ A forward of the whole module runs, and a stage is cut out of it. Here stage 1 o
                                 what was received
 
 [1] Modules before the stage (`Passed`) return a tensor of the shape and the data type that the real
-    one has, which the outline brings with what is received. Its numbers are not known: what the
+    one has, which the outline brings with the received tensor. Its numbers are not known: what the
     model computes of it between modules is followed (awaited.py).
 [2] The first module of the stage takes what was received in place of its first argument (`_enter`).
 [3] The first module after the stage gets the stage's output as its argument, and raises `_Left`
@@ -144,7 +144,7 @@ class ModuleStages(Stages):
             return left.output
 
     def _parameters(self, named: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Be `parameters` of the model; an objective would find those of one stage alone."""
+        """Be `parameters` of the model; an objective would find the parameters of one stage."""
         if self._is_in_objective and not self._is_in_forward:
             raise StrategyError(
                 f"pp: the objective reads the parameters of {type(self._model).__name__}, of which "
@@ -251,7 +251,7 @@ class ModuleStages(Stages):
             raise StrategyError(
                 f"pp: what stage {stage} of {model} makes is used after the module that it is sent "
                 f"to, by '{operator}', and a stage sends one tensor to the next alone; choose "
-                "another cut, or put what is around a module, as `x + block(x)`, into it"
+                "another cut, or put code around a module, as `x + block(x)`, into it"
             )
         if is_read:
             raise StrategyError(

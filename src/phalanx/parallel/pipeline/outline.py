@@ -1,7 +1,7 @@
 """The forms of what the layers of a chain give, as numbers that one stage sends the next.
 
 Of each layer: 1 if it gives a tuple and 0 if not, how many parts, and of each part its data type,
-dimensions and sizes; None has the data type -1. What is not known has no parts.
+dimensions and sizes; None has the data type -1. An unknown form has no parts.
 """
 
 from __future__ import annotations

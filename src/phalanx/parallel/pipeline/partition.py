@@ -21,7 +21,7 @@ Fits = Callable[[range, int], bool]
 def partition(costs: Sequence[float], num_stages: int, fits: Fits | None = None) -> list[range]:
     """Return the layers of each stage, in order; every stage has at least one.
 
-    Of the cuts whose slowest stage is equally fast, it is the most even: that of the least sum of
+    Of the cuts whose slowest stage is equally fast, it is the most even: it has the least sum of
     squares.
 
     Args:
@@ -88,7 +88,7 @@ def _best_cut(
         upto: cost of the layers before each, and of all.
         num_stages: of the cut.
         fits: which stages are allowed; all if None.
-        value: of a cut, from that of its stages but the last, and the cost of the last.
+        value: of a cut, from the value of its stages but the last, and the cost of the last.
         most: that a stage may cost.
     """
     num_layers = len(upto) - 1

@@ -20,7 +20,7 @@ from phalanx.comm.ledger import Phase, no_phase
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
 from phalanx.errors import StrategyError
-from phalanx.parallel.accumulate import Forward, Runner, ShareOf
+from phalanx.parallel.accumulate import Forward, Runner, Scale
 from phalanx.parallel.pipeline.lowering import (
     lower,
     other_end,
@@ -55,10 +55,10 @@ class Pipeline(Runner):
         comm: Comm,
         schedule_of: Callable[[int], Schedule],
         reducer: GradientReducer | None = None,
-        copies: Sequence[nn.Parameter] = (),
+        replicas: Sequence[nn.Parameter] = (),
     ) -> None:
         """Run stages by the schedules that `schedule_of` has for a number of microbatches."""
-        super().__init__(reducer, copies)
+        super().__init__(reducer, replicas)
         self.stages, self.comm = stages, comm
         self._schedule_of = schedule_of
         self._lists: dict[int, tuple[Action, ...]] = {}
@@ -73,10 +73,10 @@ class Pipeline(Runner):
         self,
         microbatches: Sequence[Any],
         forward: Forward,
-        share_of: ShareOf,
+        scale: Scale,
         phase: Phase = no_phase,
     ) -> None:
-        step = _Step(self, microbatches, forward, share_of, phase)
+        step = _Step(self, microbatches, forward, scale, phase)
         for action in self._list(len(microbatches)):
             self.microbatch = action.microbatch
             with named(f"pp {action}"), phase("forward" if action.op[-1] == "F" else "backward"):
@@ -120,7 +120,7 @@ class _Step:
     runner: Pipeline
     microbatches: Sequence[Any]
     forward_of: Forward
-    share_of: ShareOf
+    scale: Scale
     phase: Phase = no_phase
     values: dict[Action, Tensor | Pending] = field(default_factory=dict)
     outlines: dict[Action, Outline] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class _Step:
         microbatch = self.microbatches[number]
         output = self._stages.run(stage, received, lambda: self.forward_of(microbatch))
         if (send := send_after(action, self._last_stage)) is None:
-            output = self.share_of(output)
+            output = self.scale(output)
         else:
             self.values[other_end(send)] = output.detach()
             self.outlines[other_end(send)] = self._stages.outline
@@ -203,7 +203,7 @@ class _Step:
         """Begin to send what a stage has made, an activation behind its header."""
         receive, stage = other_end(action), other_stage(action)
         target, tensor = self.runner.rank_of[stage], self.values.pop(receive)
-        assert isinstance(tensor, Tensor), "what is sent was made here"
+        assert isinstance(tensor, Tensor), "a sent tensor was made here"
         begun = self.sending[receive] = []
         if action.op == "SEND_F":
             of, outline = self.microbatches[action.microbatch], self.outlines.pop(receive)
@@ -219,7 +219,7 @@ class _Step:
         self.values[action] = self.runner.comm.recv_start(buffer, "pp", source)
 
     def buffer_for(self, action: Action, source: int) -> Tensor:
-        """Return an empty tensor for what is received."""
+        """Return an empty tensor to receive into."""
         if action.op == "RECV_B":
             _, output = self.kept[action.stage, action.microbatch]
             return torch.empty_like(output, memory_format=torch.contiguous_format)

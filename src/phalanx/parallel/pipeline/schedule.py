@@ -10,9 +10,9 @@ chunks. A schedule is a list of actions for each rank:
     W   the part that nobody waits for: the gradients of the weights
 
 Below, a rank's list is written as phases: how often, and what. `F I W` stands for one forward, the
-gradient of one input, and those of the weights that have waited longest; `F1` names the second
-chunk. Microbatches are counted from 0 by each kind of action and chunk. lowering.py puts sends,
-receives and reductions into the lists, which simulate.py validates and runtime.py runs.
+gradient of one input, and the gradients of the weights that have waited longest; `F1` names the
+second chunk. Microbatches are counted from 0 by each kind of action and chunk. lowering.py puts
+sends, receives and reductions into the lists, which simulate.py validates and runtime.py runs.
 
 naive          one microbatch at a time: plain inter-layer model parallelism
 gpipe          Huang et al. 2019, arXiv 1811.06965
@@ -114,7 +114,7 @@ def interleaved(rank: int, p: int, m: int, v: int) -> Phases:
 def zero_bubble(rank: int, p: int, m: int, v: int) -> Phases:
     """1F1B whose gradients of weights wait, so that they fill the bubble at the end.
 
-    Those of r microbatches wait on rank r: with one chunk all ranks hold as much as the first.
+    Rank r has the gradients of r microbatches wait: with one chunk all hold as much as the first.
     """
     warmup = p - rank - 1 if v == 1 else _warmup_of_interleaved(rank, p, v)
     yield warmup, "F"
@@ -193,7 +193,7 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
     """Return the schedule of a kind of pp.
 
     A schedule of fewer microbatches than it is written for, or of a number that the ranks do not
-    divide, is that of more of them, without the actions of those that there are not.
+    divide, is the schedule of more of them, without the actions of the microbatches above.
 
     Args:
         kind: one of KINDS.

@@ -60,7 +60,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, cost: Callable[[Action], float] | None = None) -> Timeline:
-    """Return when each action runs if it takes `cost(action)`, by default that of UNITS.
+    """Return when each action runs if it takes `cost(action)`, by default its UNITS.
 
     The ranks run their lists under the rules of NCCL: what one rank sends another passes one queue
     in the order of the calls, and a send and its receive end when both have begun. The first of a
@@ -87,7 +87,7 @@ class _Simulation:
         self._lanes: list[list[Span]] = [[] for _ in ranks]
         # When each compute has ended, and when each send and receive has begun.
         self._times: dict[Action, float] = {}
-        # Sender and receiver -> the receives of what is sent, and those that have begun.
+        # Sender and receiver -> the receives of sent messages, and the receives that have begun.
         self._sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
         self._received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
 
@@ -229,8 +229,8 @@ def check_complete(schedule: Schedule) -> None:
 def most_in_flight(schedule: Schedule) -> list[int]:
     """Return, for each rank, the most forwards whose activations it holds at a time.
 
-    Those of one stage, for one microbatch, count 1: of a rank with v chunks each is 1/v of what it
-    holds of a microbatch.
+    The activations of one stage, for one microbatch, count 1: a rank with v chunks holds v of them
+    of a microbatch.
     """
     most: list[int] = []
     for order in schedule.orders:

@@ -2,7 +2,7 @@
 
 Both sides know the shape and the data type of each message, and it is contiguous on both: an
 activation is announced by a header, and its gradient is like it. Where the shapes of a microbatch
-decide those of its activations, a header announces the first of them alone.
+decide the shapes of its activations, a header announces the first of them alone.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ Idea      A model that does not fit one device is cut into stages, and while one
 Layout    W of stage s on rank s alone; with v chunks a rank has v stages. Where the embedding is
           the output projection too, the first and the last stage hold a copy each.
 Forward   x[B, T, D] of a microbatch travels from each stage to the next
-Backward  dx[B, T, D] travels back. The gradients of a tied weight are summed over its two copies.
+Backward  dx[B, T, D] travels back. The gradients of a tied weight are summed over its two replicas.
 Cost      A rank sends B T D elements a microbatch and border forward, and as much backward. It
           waits (p - 1) / (m + p - 1) of a step of m microbatches under 1F1B.
 Limits    The model is a chain: our decoder, or see modules.py. At least as many layers (blocks,
           embedding, head) as stages. The backward is made in two passes (zb, zbv, dualpipev) where
-          no fsdp, cp, tp or recomputation is beside: their operators make both gradients at once,
-          so there B stands for I and W.
+          no axis but dp, and no recomputation, is beside: their operators make both gradients at
+          once, so there B stands for I and W.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 from typing_extensions import override
 
 from phalanx.comm.comm import Comm, Ranks, local_shard
-from phalanx.comm.ledger import Entry, Phase, no_phase, sent_bytes
+from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.pipeline.borders import Border, Borders
@@ -42,7 +42,7 @@ from phalanx.parallel.pipeline.sizes import HEADER_BYTES
 from phalanx.parallel.pipeline.stage import DecoderStages, Stages
 from phalanx.parallel.reduce import GradientReducer, OuterReducer
 from phalanx.parallel.skeleton import Weight
-from phalanx.parallel.split import Split, Target
+from phalanx.parallel.split import Split, Target, entries_of
 
 
 class PipelineSplit(Split):
@@ -120,7 +120,7 @@ class PipelineSplit(Split):
         if self.target.skeleton.shape is not None:
             calls = len(senders) * len(set(microbatches).difference(before))
             return _entries([("sizes", calls, calls * HEADER_BYTES)])
-        # A module's outlines are sent where they are not those of the microbatch before.
+        # A module's outlines are sent where the microbatch before had others.
         calls, num_numbers, last = 0, 0, before[-1:]
         for microbatch in microbatches:
             for stage in senders:
@@ -139,7 +139,7 @@ class PipelineSplit(Split):
         return [message for message in messages if message.op in SENDS]
 
     def _border(self, stage: int, microbatch: tuple[int, int]) -> Border | None:
-        """Return what is sent after a stage, as far as it is known."""
+        """Return what a stage sends the next, as far as it is known."""
         target, shape = self.target, self.target.skeleton.shape
         if shape is not None:
             held = target.left_by_later("residual", (*microbatch, shape.hidden))
@@ -183,21 +183,18 @@ class PipelineSplit(Split):
     def runner(self, model: nn.Module, comm: Ranks, runner: Runner) -> Runner:
         assert self._stages is not None, "applied first"
         is_copy = self._tied is not None and 0 not in self.here
-        copies = [model.get_parameter(self._tied.name)] if self._tied and is_copy else []
-        return Pipeline(self._stages, comm, self.schedule, runner.reducer, copies)
+        replicas = [model.get_parameter(self._tied.name)] if self._tied and is_copy else []
+        return Pipeline(self._stages, comm, self.schedule, runner.reducer, replicas)
 
 
 def _entries(rows: Sequence[tuple[str, int, int]]) -> list[Entry]:
-    """Return what is sent over pp, of phase, number and bytes of the messages."""
-    return [
-        Entry(phase, "pp", "send", calls, payload, sent_bytes("send", payload, 2))
-        for phase, calls, payload in rows
-        if calls
-    ]
+    """Return the entries of messages over pp, given phase, number and bytes."""
+    messages = ((phase, "pp", "send", calls, payload) for phase, calls, payload in rows)
+    return entries_of(messages, lambda _: 2)
 
 
 class TiedReducer(OuterReducer):
-    """Reduces as `inner` does, then adds up the gradients of the two copies of a tied weight."""
+    """Reduces as `inner` does, then adds up the gradients of the two replicas of a tied weight."""
 
     def __init__(
         self, weight: nn.Parameter, comm: Comm, other: int, inner: GradientReducer | None

@@ -1,4 +1,4 @@
-"""Backward in two passes: first the gradient of the input, later those of the weights.
+"""Backward in two passes: first the gradient of the input, later the gradients of the weights.
 
 The stage before waits for the gradient of its output, and nobody for the gradients of the weights
 (Qi et al. 2023, arXiv 2401.10241). Autograd makes both in one, so the graph is cut:

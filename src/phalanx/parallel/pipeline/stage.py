@@ -1,7 +1,7 @@
 """The stages that a rank has of a model, and of a decoder: what it keeps, and what runs at a time.
 
 A model is a chain of links. What a rank has no stage of is removed from its model, parameters and
-all; the names of what stays are those of the whole model, so that first weights, checkpoints and
+all; what stays keeps its names in the whole model, so that first weights, checkpoints and
 gradients go by name as ever. A weight that the first and the last link read, as a tied embedding,
 is held by the ranks of both.
 """
@@ -30,7 +30,7 @@ class Stages(ABC):
         first_trained: the first stage of the whole model that has a trained parameter.
         outline: of what the layers before a stage give, to be set before the stage runs; then of
             what those give that it has run, too.
-        has_fixed_sizes: whether the shapes of a microbatch decide those of what stages make of it.
+        has_fixed_sizes: whether the shapes of a microbatch decide the shapes of its activations.
     """
 
     has_fixed_sizes: ClassVar[bool] = False
@@ -70,7 +70,7 @@ class Stages(ABC):
         Args:
             stage: of this rank.
             received: the stage's input; None in the first stage.
-            forward: runs the whole model, and returns what is made of its output.
+            forward: runs the whole model, and returns what the caller makes of its output.
 
         Returns:
             What `forward` does, from the last stage; else the input of the next stage.

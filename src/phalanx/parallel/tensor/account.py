@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.comm import Counting
-from phalanx.comm.ledger import Entry, sent_bytes
+from phalanx.comm.ledger import Entry
 from phalanx.models.decoder import Head
 from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.reduce import BUCKET_BYTES, buckets
 from phalanx.parallel.skeleton import Weight
-from phalanx.parallel.split import Target
+from phalanx.parallel.split import Target, entries_of, phases_of
 from phalanx.parallel.tensor.layers import is_transposed, subtracts_mean
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import token_loss_sum
@@ -60,13 +60,6 @@ class _Work:
     compute: torch.dtype
     master: torch.dtype
 
-    def phases(self, entry: Entry, recompute: str) -> tuple[str, ...]:
-        """Return the phases of a step in which a collective runs."""
-        # `selective` keeps the results of products, and what brought them about.
-        kept = ("none",) if self.kind in ("norm", "inner_norm", "loss") else ("none", "selective")
-        is_again = entry.phase == "forward" and recompute not in kept
-        return ("forward", "backward") if is_again else (entry.phase,)
-
 
 def traffic(
     target: Target,
@@ -80,22 +73,22 @@ def traffic(
     works = Counter[tuple[_Work, str]]()
     for work, recompute, times in _works(target, bindings):
         works[work, recompute] += times
-    sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for batch, num_batches in Counter(batches).items():
-        for (work, recompute), number in works.items():
-            for entry in _entries(type(layout), grid, work, batch):
-                for phase in work.phases(entry, recompute):
-                    pair = sums[phase, entry.axis, entry.op]
-                    pair[0] += num_batches * number * entry.calls
-                    pair[1] += num_batches * number * entry.payload_bytes
-    for axes, sizes in _replicas(target, parameters).items():
-        for axis in axes:
-            sums["reduce", axis, "all_reduce"][0] += len(buckets(sizes, BUCKET_BYTES))
-            sums["reduce", axis, "all_reduce"][1] += sum(sizes)
-    return [
-        Entry(*key, calls, payload, sent_bytes(key[2], payload, layout.comm.size(key[1])))
-        for key, (calls, payload) in sums.items()
+    rows = [
+        (phase, entry.axis, entry.op, times * entry.calls, times * entry.payload_bytes)
+        for batch, num_batches in Counter(batches).items()
+        for (work, recompute), number in works.items()
+        for times in (num_batches * number,)
+        for entry in _entries(type(layout), grid, work, batch)
+        for phase in phases_of(
+            entry.phase, recompute, work.kind not in ("norm", "inner_norm", "loss")
+        )
     ]
+    rows += [
+        ("reduce", axis, "all_reduce", len(buckets(sizes, BUCKET_BYTES)), sum(sizes))
+        for axes, sizes in _replicas(target, parameters).items()
+        for axis in axes
+    ]
+    return entries_of(rows, layout.comm.size)
 
 
 def _works(target: Target, bindings: Sequence[RoleBinding]) -> Iterator[tuple[_Work, str, int]]:
@@ -172,8 +165,8 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
         return [row_parallel_linear(layout, activation(inner), weight(layout.row, *others, width))]
     if work.kind == "embedding":
         num_rows = len(layout.rows(layout.entry, batch))
-        share = layout.column.shard(1, width, comm)
-        looked_up = empty((num_rows, batch.length, len(share)), work.master)
+        held = layout.column.shard(1, width, comm)
+        looked_up = empty((num_rows, batch.length, len(held)), work.master)
         return [reduce_embedding(layout, looked_up)]
     if work.kind == "gather":
         return [unshard(layout, activation(residual), residual, batch, width)]
@@ -198,13 +191,13 @@ def _replicas(target: Target, parameters: Sequence[Placed]) -> dict[tuple[str, .
 
     That is a shard: fsdp splits the rows of this rank's shard again.
     """
-    num_shares = target.strategy.num_shards
+    num_shards = target.strategy.num_shards
     found: dict[Weight, tuple[tuple[str, ...], int]] = {}
     for row in parameters:
         if row.partial_axes and row.weight.is_trained:
             num_rows, *rest = row.shard_shape
-            share = -(-num_rows // num_shares) * math.prod(rest)
-            found[row.weight] = row.partial_axes, share * row.weight.dtype.itemsize
+            size = -(-num_rows // num_shards) * math.prod(rest)
+            found[row.weight] = row.partial_axes, size * row.weight.dtype.itemsize
     sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for weight in target.skeleton.parameters():
         if weight in found:

@@ -53,8 +53,9 @@ def bind_branch(
 
     A column map holds maps one after another, in the proportions that `parts` says.
     Head counts stored on the module are divided by the shards; where it cuts fused maps apart,
-    those of its configuration too, of which it gets a copy. Of its other arguments, tensors of
-    three dimensions and more whose first is as long as the batch are cut to this rank's rows.
+    the head counts of its configuration too, of which it gets a copy. Of its other arguments,
+    tensors of three dimensions and more whose first is as long as the batch are cut to this rank's
+    rows.
     """
     _divide_heads(module, layout)
     if hasattr(module, "config") and any(len(each) > 1 for each in parts):

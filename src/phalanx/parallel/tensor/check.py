@@ -65,8 +65,8 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
         if dtensor_shards_agree(num_rows, sizes, strategy.num_shards):
             continue
         others = _from_nearest(num_ranks)
-        cp = strategy.cp.degree
-        fits = [n for n in others if dtensor_shards_agree(num_rows, sizes, n * cp)]
+        beside = strategy.num_shards // num_ranks
+        fits = [n for n in others if dtensor_shards_agree(num_rows, sizes, n * beside)]
         multiple = math.prod(sizes)
         raise StrategyError(
             f"{Strategy(fsdp=strategy.fsdp, tp=strategy.tp)}: '{row.weight.name}' has {num_rows} "

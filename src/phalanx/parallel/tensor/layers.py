@@ -8,14 +8,14 @@ Modules stay, and so do the names of their parameters, which become DTensors. Th
     column     a linear map inside a branch        residual -> inner
     row        the linear map that ends a branch   inner -> residual
     norm       over the features of the residual
-    inner_norm over those of a whole column map    inner -> inner
+    inner_norm over all features of a column map   inner -> inner
     local      acts on each head or element alone, with parameters held in full
     dropout    over the residual, keyed by position
     head       the output projection               residual -> logits, or their loss
     token      acts on each token by itself        residual -> residual
     gather     acts on all of it, as a pooler      residual -> full
-    full       acts on what is full already        full -> full
-    scatter    makes the residual of what is no id full[B, T, ...] -> residual
+    full       acts on full tensors                full -> full
+    scatter    makes the residual, not of ids      full[B, T, ...] -> residual
 
 token, gather, full and scatter replicate their parameters. Under the last three every rank
 computes the same value, so only the first rank contributes a gradient and the others contribute
@@ -52,7 +52,7 @@ NORMS = (
     *("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"),
     *("Olmo2RMSNorm", "Phi3RMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"),
 )
-"""Classes whose formula is that of norm.py."""
+"""Classes that compute the formula of norm.py."""
 
 NORMS_AROUND_ONE = ("Gemma2RMSNorm", "Gemma3RMSNorm")
 """Of these, classes that multiply by 1 + weight."""
@@ -228,7 +228,7 @@ def bind_gather(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_full(module: nn.Module, layout: Layout) -> None:
-    """Run the module on what is full already, the same on every rank."""
+    """Run the module on full tensors, the same on every rank."""
     _run_on_shards(module, layout.is_first)
 
 
@@ -281,12 +281,12 @@ def _shards_in_place(module: nn.Module, gives_gradient: bool = True) -> Generato
 
 
 def subtracts_mean(norm: nn.Module) -> bool:
-    """Tell LayerNorm from RMSNorm, which has no bias."""
+    """Return whether a norm is a LayerNorm: an RMSNorm has no bias."""
     return isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Tell whether a linear map holds its weight as [in, out], as transformers' Conv1D does."""
+    """Return whether a linear map holds its weight as [in, out], as transformers' Conv1D does."""
     return type(module).__name__ == "Conv1D"
 
 
@@ -301,7 +301,7 @@ def _given(shard: Tensor, layout: Layout) -> Tensor:
 
 
 def _gives_gradient(layout: Layout) -> bool:
-    """Tell whether this rank gives a gradient of what is used along the residual."""
+    """Return whether this rank gives the gradient of a parameter used along the residual."""
     return layout.is_first or not layout.residual.is_full
 
 

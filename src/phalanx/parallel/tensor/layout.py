@@ -10,7 +10,7 @@ and a weight [out, in] takes it from one to the other: a *column* weight from re
 queries; up), a *row* weight back (the projection of attention; down). Tables of the vocabulary are
 column weights, [V, D]. A vector (norm, bias) is split as the features it meets.
 
-Rows and positions are padded at the edge, so that each rank has as many; what is added counts
+Rows and positions are padded at the edge, so that each rank has as many; the padding counts
 nowhere: it has no label, and attention cuts padded positions off.
 
 Every rank of tp computes other rows, positions or features than the others. A gradient is therefore
@@ -168,8 +168,8 @@ class Layout(ABC):
         """Return x[B, T, D], full on every rank, of this rank's shard."""
         if spec.features is not None:
             # The last shard may be short, and is padded on its way; then the padding is cut off.
-            share = -(-num_features // self.comm.size(spec.features))
-            x = F.pad(x, (0, share - x.shape[2]))
+            widest = -(-num_features // self.comm.size(spec.features))
+            x = F.pad(x, (0, widest - x.shape[2]))
             x = self.comm.all_gather(x, spec.features, 2)[:, :, :num_features]
         if spec.positions is not None:
             x = self.comm.all_gather(x, spec.positions, 1)
@@ -187,7 +187,7 @@ class Layout(ABC):
 
 
 def _repeated(tensor: Tensor, held: range, dim: int) -> Tensor:
-    """Return what is held along `dim`; what lies behind its end repeats the last."""
+    """Return the held indices along `dim`; indices behind its end repeat the last."""
     size = tensor.shape[dim]
     if held.stop <= size:
         return tensor.narrow(dim, held.start, len(held))

@@ -5,8 +5,9 @@ Only this rank's shards of the factors are kept for backward, which moves them a
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.parallel.batch_shape import BatchShape
-from phalanx.parallel.composite import Composite, once_differentiable
+from phalanx.parallel.composite import Composite, mapped, once_differentiable
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import Spec
 
@@ -25,7 +26,7 @@ def column_parallel_linear(
 ) -> tuple[Tensor, ...]:
     """Multiply residual x by column weights, all at once: x[B, T, D] -> inner y[B, T, out].
 
-    All are this rank's shards. Weights are in their own data type, and cast to that of x. A row
+    All are this rank's shards. Weights are in their own data type, and cast to the one of x. A row
     has `length` positions, without padding.
     """
     return cast(tuple[Tensor, ...], _ColumnParallelLinear.apply(layout, length, x, *weights))
@@ -38,12 +39,8 @@ def row_parallel_linear(layout: Layout, x: Tensor, weight: Tensor) -> Tensor:
 
 def reduce_embedding(layout: Layout, partial: Tensor) -> Tensor:
     """Sum what each rank looked up in its shard of a table; see `Layout.reduce_embedding`."""
-    length = partial.shape[1]
-    return _map(
-        partial,
-        layout.reduce_embedding,
-        lambda d_x: layout.reduce_embedding_backward(d_x, length),
-    )
+    back = functools.partial(layout.reduce_embedding_backward, length=partial.shape[1])
+    return mapped(partial, layout.reduce_embedding, back)
 
 
 def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_features: int) -> Tensor:
@@ -52,7 +49,7 @@ def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_featur
     Every rank computes the same with it, so its gradient is the same on all, and each takes its
     shard of that.
     """
-    return _map(
+    return mapped(
         x,
         lambda x: layout.unshard(x, spec, shape, num_features),
         lambda d_x: layout.shard(d_x, spec),
@@ -62,7 +59,7 @@ def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_featur
 def shard(layout: Layout, x: Tensor, spec: Spec) -> Tensor:
     """Return this rank's shard of x[B, T, D], the same on every rank; so is its gradient."""
     shape, num_features = BatchShape(*x.shape[:2]), x.shape[2]
-    return _map(
+    return mapped(
         x,
         lambda x: layout.shard(x, spec),
         lambda d_x: layout.unshard(d_x, spec, shape, num_features),
@@ -72,7 +69,7 @@ def shard(layout: Layout, x: Tensor, spec: Spec) -> Tensor:
 def gather_features(layout: Layout, x: Tensor, axis: str) -> Tensor:
     """Gather features over `axis`; backward sums what the ranks have, each of its own use."""
     comm = layout.comm
-    return _map(
+    return mapped(
         x, lambda x: comm.all_gather(x, axis, 2), lambda d_x: comm.reduce_scatter(d_x, axis, 2)
     )
 
@@ -87,7 +84,7 @@ def look_up(ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
 
 def without_gradient(tensor: Tensor) -> Tensor:
     """Return the same tensor, whose gradient is zeros: another rank gives it."""
-    return _map(tensor, lambda x: x.view_as(x), torch.zeros_like)
+    return mapped(tensor, lambda x: x.view_as(x), torch.zeros_like)
 
 
 def _column(
@@ -160,27 +157,6 @@ class _RowParallelLinear(Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return None, *ctx.layout.row_parallel_linear_backward(x, weight, grad_outputs[0])
-
-
-def _map(
-    x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Return forward(x), a map whose gradient `back` makes of the result's alone."""
-    return cast(Tensor, _Map.apply(x, forward, back))
-
-
-class _Map(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.back = back
-        return forward(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grad_outputs[0]), None, None
 
 
 class _LookUp(Function):

@@ -109,7 +109,7 @@ class RoleBinding:
 
 
 def default_patterns(model: nn.Module) -> Patterns:
-    """Return the patterns of what is known here of a model, without those it has no module for."""
+    """Return the known patterns of a model, without patterns that match no module of it."""
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
         patterns = {**DECODER, **_OUTPUT_NORMS, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
@@ -164,7 +164,7 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
 
 
 def reads_residual(bindings: Iterable[RoleBinding], outside: str) -> bool:
-    """Tell whether a module that is not in the module `outside` takes the residual."""
+    """Return whether a module that is not in the module `outside` takes the residual."""
     prefix = f"{outside}." if outside else ""
     return any(
         binding.role in ("norm", "branch", "row", "token", "gather", "head")

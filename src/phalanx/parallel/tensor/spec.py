@@ -77,9 +77,9 @@ class Spec:
         """Return the indices that this rank holds of a dimension of `size`."""
         held = range(size)
         for axis in self.axes[dim]:
-            share = -(-len(held) // comm.size(axis))
-            first = comm.coord(axis) * share
-            held = held[first : first + share]
+            size = -(-len(held) // comm.size(axis))
+            first = comm.coord(axis) * size
+            held = held[first : first + size]
         return held
 
     def shard_shape(self, shape: Sequence[int], comm: Comm) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class TensorSplit(Split):
         return report(self.target.skeleton, self.placed)
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
-        """Replace parameters by shards, and forwards by those of the layout."""
+        """Replace parameters by shards, and forwards by the layout's."""
         layout = apply.layout_of(self.target.strategy, comm)
         apply.apply(model, self.target.skeleton, layout, self.bindings, self.placed)
 

@@ -12,7 +12,7 @@ Backward  gathers both again, and dy over z:
                   dx[B_x, T, D_z]{sum y} = dy W -> reduce_scatter -> dx[B_x,y, T, D_z]
                   dW[F_y, D_z]{sum x} = dy^T x -> reduce_scatter -> dW[F_y, D_z,x]
 Cost      Of a product with I rows a rank sends (q-1)/q of 3 I K / q^2 + 2 I J / q^2 + 3 K J / q^2
-          elements. It falls fastest with N = q^3, but what is F wide moves too: a column and a row
+          elements. It falls fastest with N = q^3, but activations F wide move too: a column and row
           product send 5 B T (D + F) / N^(2/3) of activations, and in two dimensions 5 B T D /
           N^(1/2). That is less from (1 + F/D)^6 ranks on: 64 where F is D, 15,625 where it is 4 D.
           Embedding: B T D / q^2 dealt out over x, then B T D / q^2 summed over y.
@@ -75,7 +75,7 @@ class ThreeD(Layout):
     def _multiply(
         self, x: Tensor, weights: Sequence[Tensor], gathered: str, scattered: str
     ) -> list[Tensor]:
-        """Gather the rows of x over one axis, and scatter those of the results over the other."""
+        """Gather the rows of x over one axis, and scatter the results' rows over the other."""
         full = self.comm.all_gather(x, gathered, 0)
         ys: list[Tensor] = []
         for weight in weights:

@@ -1,6 +1,7 @@
 """The attention masks that transformers' models would make, made from the full batch.
 
-Bit for bit those of the models, in four dimensions: `None` where a model leaves the mask out too.
+They equal the models' own bit for bit, in four dimensions: `None` where a model leaves the mask
+out too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def mask_of(base: nn.Module, known: Base, values: Mapping[str, Any]) -> Mask:
 
     Args:
         base: the model.
-        known: what is known of it.
+        known: its entry in the tables.
         values: the arguments of its forward.
     """
     config: Any = base.config
@@ -91,9 +92,9 @@ def _causal(length: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def _finds_sequences(base: nn.Module, values: Mapping[str, Any]) -> bool:
-    """Tell whether a model looks for several sequences in a row: only where it keeps no cache.
+    """Return whether a model looks for several sequences in a row: only where it keeps no cache.
 
-    In training it makes one, and drops it, unless it is told otherwise.
+    In training it makes one, and drops it, unless `use_cache` is off.
     """
     if getattr(base, "gradient_checkpointing", False) and base.training:
         return True

@@ -95,7 +95,7 @@ _BERT_PREDICTIONS: Final = {
 
 @dataclass(frozen=True)
 class Base:
-    """What is known of a model without a head.
+    """A known model without a head.
 
     Attributes:
         roles: patterns of names in it; {0} in a role stands for the model's configuration.
@@ -120,7 +120,7 @@ BASES: Final[Mapping[str, Base]] = {
     "BertModel": Base(_BERT, "all"),
     "ViTModel": Base(_VIT, "all"),
 }
-"""Class of a model without a head -> what is known of it."""
+"""Class of a model without a head -> its roles and its mask."""
 
 _DECODERS: Final = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "Gemma2", "Gemma3", "Phi3")
 
@@ -138,7 +138,7 @@ HEADS: Final[Mapping[str, Roles]] = {
     "BertForTokenClassification": {"classifier": "gather"},
     "ViTForImageClassification": {"classifier": "full"},
 }
-"""Class of a model with a head -> patterns of the names that it has beside those of its base."""
+"""Class of a model with a head -> patterns of the names that it has beside its base's."""
 
 
 def patterns_of(model: nn.Module) -> dict[str, str]:
@@ -157,7 +157,7 @@ _Known = TypeVar("_Known")
 
 
 def lookup(known: Mapping[str, _Known], module: nn.Module) -> _Known | None:
-    """Return what is known of the class of a module, or of one that it is derived from.
+    """Return the entry of the class of a module, or of one that it is derived from.
 
     FSDP2 derives a class of its own.
     """

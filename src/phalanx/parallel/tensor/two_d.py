@@ -5,7 +5,7 @@ Idea      Both factors of a product and its result lie on a q x q mesh, and noth
           Geijn and Watts, SUMMA, 1997; Xu et al., Optimus, 2021, arXiv 2104.05343, section 3).
           Of the three matrices one stays where it is. Optimus keeps the result of every forward
           product; we keep the largest, the result of a column product and the factor of a row
-          product, so that what is F wide never moves.
+          product, so that tensors F wide never move.
 Layout    residual x[B_row, T, D_col]  inner y[B_row, T, F_col]  column W[F_col, D_row]
           row W[D_row, F_col]
 Forward   column  for t in q:  y += broadcast_col(x, t) @ broadcast_row(W, t)^T
