@@ -264,7 +264,7 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
         if begun.exists() and self.heeds_stop() == heeds_stop:
             is_heard.set()
 
-    def tell(message: str) -> None:
+    def report(message: str) -> None:
         told.append(message)
         is_told.set()
 
@@ -274,7 +274,7 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Board, "hear", hear_and_note)
-    monkeypatch.setattr(local, "tell", tell)
+    monkeypatch.setattr(local, "report", report)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Interrupted) as caught:
         run_ranks(sleep_long, 1, begun, heeds_stop)
