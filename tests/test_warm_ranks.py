@@ -71,6 +71,19 @@ def test_a_job_finds_nothing_of_the_one_before() -> None:
     assert after == before
 
 
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are stopped on Linux alone")
+def test_ranks_that_wait_for_long_take_no_processor() -> None:
+    """Those whose number is not asked for: they are stopped, and work on when it is."""
+    before = run_ranks(os.getpid, 2)
+    while not {state_of(pid) for pid in before} == {"T"}:
+        run_ranks(os.getpid, 1)
+    assert run_ranks(os.getpid, 2) == before
+
+
 def leave_thread() -> None:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 

@@ -7,7 +7,8 @@ environment, folder, default type, filters of warnings, module globals and class
 tables of phalanx hold, modules of tests, keys of the job's store. A rank that cannot be put back
 ends, and so do those that differ: after a death, a thread that runs on, a handler of a signal, a
 group that no `job_mesh` made, a collective that not all ranks have called. Meshes stay, as in one
-job.
+job. Ranks that wait while jobs of other numbers of ranks run are stopped, for each of their groups
+has a thread that wakes up 100 times a second.
 
 A test that is about processes, memory or joining asks for new ones: `@pytest.mark.fresh_ranks`.
 """
@@ -15,6 +16,7 @@ A test that is about processes, memory or joining asks for new ones: `@pytest.ma
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -49,10 +51,13 @@ from phalanx.launch.signals import leave_to_parent
 
 MOST_RANKS = 4
 MOST_GROUPS = 24
-"""Groups of a rank that stays: each has a thread of gloo that wakes up 100 times a second."""
+"""Groups of a rank that stays."""
 
 READY_S = 20.0
 """How long ranks whose job is over may take to be put back, in seconds."""
+
+PR_SET_PDEATHSIG = 1
+"""Of prctl.h."""
 
 _LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
 _LASTING = (
@@ -143,6 +148,10 @@ class WarmRanks:
             _start_ranks(ranks, info, function, args)
             return
         ready = self._waiting.pop(info.num_ranks, [])
+        _signal(ready, signal.SIGCONT)
+        for others in self._waiting.values():
+            if all(wire.connection.poll() for _, wire in others):  # they have been put back
+                _signal(others, signal.SIGSTOP)
         if not _are_alike(ready):
             _end_ranks(ready)
             ready = _started(info)
@@ -168,11 +177,21 @@ class WarmRanks:
     def end_all(self) -> None:
         """End the ranks that wait."""
         for ranks in self._waiting.values():
+            _signal(ranks, signal.SIGCONT)
             _end_ranks(ranks)
         self._waiting.clear()
 
 
 WARM = WarmRanks()
+
+
+def _signal(ranks: list[Rank], signum: int) -> None:
+    """Stop ranks that wait, or continue them; on Linux, where they end if their server does."""
+    if sys.platform != "linux":
+        return
+    for process, _ in ranks:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signum)
 
 
 def _are_alike(ranks: list[Rank]) -> bool:
@@ -208,6 +227,8 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
     done = ""
     try:
         leave_to_parent()
+        if sys.platform == "linux":  # what is stopped does not see that the tests are over
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         one_rank.escape_unknown_characters()
         multiprocessing.set_start_method(None, force=True)
         one_rank._join(info, listener)

@@ -63,7 +63,7 @@ def both_receive_first(self: TiedReducer, phase: Phase = no_phase) -> None:
 
 def verify(text: str) -> None:
     strategy = Strategy.parse(text)
-    batches = decoder_batches(SHAPE, 2, 4, 8, 1, 0)
+    batches = decoder_batches(SHAPE, 1, 4, 8, 1, 0)
     case = dataclasses.replace(decoder_case(SHAPE, batches, 0, OptimizerConfig()), accumulation=4)
     verdict = verify_case(case, strategy, Ranks(strategy))
     assert verdict.is_equal, str(verdict)

@@ -59,7 +59,7 @@ def check(fitted: Any, first: int, trainer: phalanx.Trainer) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["dp1", "dp2", by_hand("fsdp2:zero2"), "pp2:gpipe", by_hand("pp2,dp2")]
+    "strategy", ["dp2", "pp2:gpipe", *map(by_hand, ("dp1", "fsdp2:zero2", "pp2,dp2"))]
 )
 def test_the_steps_are_those_of_plain_pytorch(tmp_path: Path, strategy: str) -> None:
     trainer = jobs.of_few_rows()
@@ -114,7 +114,7 @@ def test_a_stream_that_ends_too_early_is_told(tmp_path: Path) -> None:
         trainer.train("dp1", options)
 
 
-@pytest.mark.parametrize("strategy", ["dp2", by_hand("fsdp2"), "pp2"])
+@pytest.mark.parametrize("strategy", [by_hand("dp2"), by_hand("fsdp2"), "pp2"])
 def test_the_same_job_is_proven(strategy: str) -> None:
     verdict = jobs.job().verify(strategy)
     assert verdict.is_equal, str(verdict)
