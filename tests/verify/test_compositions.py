@@ -129,7 +129,7 @@ ALONE = "pp2:interleaved/2,fsdp2:zero1,cut:2+3+3+1"
 @pytest.mark.parametrize(
     ("texts", "steps"),
     [
-        (("pp2,fsdp2",), 1),
+        (("pp2:zbv,fsdp2",), 1),
         by_hand(("pp2:zbv,fsdp2", "pp2,tp2", "pp2,cp2", ALONE, "pp2,dp2"), 2),
     ],
 )
