@@ -5,6 +5,8 @@ import pytest
 
 import phalanx.cli.bench as bench
 from phalanx.errors import ConfigError
+from phalanx.planner.calibration import read
+from phalanx.planner.hardware import cluster
 
 
 def last_line(text: str) -> dict[str, object]:
@@ -88,7 +90,7 @@ def test_bad_settings_are_one_message(arguments: str, words: str) -> None:
     [
         (
             "ceilng",
-            "'ceilng' is nothing.*'ceiling'.*it measures ceiling, cut, mfu, scaling",
+            "'ceilng' is nothing.*'ceiling'.*it measures ceiling, comm, cut, mfu, scaling",
         ),
         ("ceiling --dtype bf16", "'bf16'; expected one of auto, bfloat16"),
         ("mfu --size 3", "option '--size' is unknown"),
@@ -114,3 +116,16 @@ def test_help_names_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> 
     assert shown.out == shown.err
     assert all(f"\n  {name} " in shown.out for name in bench.VERBS)
     assert max(map(len, shown.out.splitlines())) <= 100
+
+
+def test_the_ceiling_is_kept_for_the_planner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.json"
+    arguments = "ceiling --device cpu --dtype float32 --max-size 512 --budget-s 1 --threads 1"
+    assert bench.run([*arguments.split(), "--json", "--write", str(path)]) == 0
+    measured = last_line(capsys.readouterr().out)
+    core = read(path).compute
+    assert core is not None and core.best == {"float32": measured["flops_per_s"]}
+    assert core.sustained == {"float32": measured["sustained_flops_per_s"]}
+    assert cluster(str(path)).device.peak_flops["float32"] == measured["flops_per_s"]

@@ -46,7 +46,11 @@ def test_the_device_before() -> None:
     assert names["mi325x"] == "mi300x" and names["tpu-v6e"] == "tpu-v5e"
 
 
-def test_the_machine_at_hand_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_the_machine_at_hand_can_be_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "this" in shown(capsys, "device", "this")
 
 

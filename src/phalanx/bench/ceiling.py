@@ -7,6 +7,7 @@ begins to be busy.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
 from phalanx.measure.logs import values_of
 from phalanx.measure.products import FEWEST_REPEATS, MatmulPoint, arithmetic_of, measure_matmul
 from phalanx.measure.utilization import percent
+from phalanx.planner import calibration
 
 SMALLEST_SIZE = 512
 LARGEST_SIZE = 32768
@@ -34,12 +36,22 @@ class CeilingConfig(DeviceConfig):
 
     max_size: Annotated[int, Range(SMALLEST_SIZE)] = LARGEST_SIZE
     """Largest size to try."""
+    write: str | None = None
+    """Calibration file to keep it in for the planner: this, for the cluster of that name, or a
+    FILE.json, which stands for a cluster too."""
 
 
 def run(config: CeilingConfig, say: Say) -> Found:
     """Measure, and show a table and a picture."""
     del say
+    path = None if config.write is None else calibration.path_of(config.write)
     ceiling = measure_ceiling(config)
+    if path is not None:
+        found = calibration.blank("gpu" if ceiling.device == "cuda" else "cpu")
+        best = {ceiling.arithmetic: ceiling.flops_per_s}
+        sustained = {ceiling.arithmetic: ceiling.sustained_flops_per_s}
+        compute = calibration.compute_of(found, best, sustained, ceiling.num_threads or 1)
+        calibration.keep(path, dataclasses.replace(found, compute=compute))
     return Found(
         name=f"ceiling-{ceiling.device}-{ceiling.arithmetic}",
         shown=[
@@ -47,6 +59,7 @@ def run(config: CeilingConfig, say: Say) -> Found:
             ceiling.table(),
             *(f"{size} skipped: {reason}" for size, reason in ceiling.skipped),
             *ceiling.remarks(),
+            *([] if path is None else [f"wrote {path}"]),
         ],
         values=values_of(ceiling),
         draw=partial(draw_ceiling, ceiling),

@@ -57,6 +57,7 @@ class Found:
         values: plain values for JSON.
         draw: draws it into a file; None if there is no picture of it.
         files: ending of each further file -> what writes it.
+        is_shown: whether this process shows and keeps it; of a job on torchrun's ranks one does.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Found:
     values: dict[str, Any]
     draw: Callable[[Path], None] | None = None
     files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
+    is_shown: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

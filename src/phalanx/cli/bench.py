@@ -24,6 +24,7 @@ SomeConfig = TypeVar("SomeConfig", bound="ResultConfig")
 
 VERBS: Final[Mapping[str, tuple[str, str]]] = {
     "ceiling": ("ceiling:CeilingConfig", "the highest rate of matrix products on one device"),
+    "comm": ("comm:CommConfig", "latency and bandwidth of collectives between ranks"),
     "cut": ("cut:CutConfig", "the time of each layer, and the best cut into stages"),
     "mfu": ("mfu:MfuConfig", "the MFU and HFU of a plain perceptron"),
     "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
@@ -62,8 +63,16 @@ def run(argv: list[str]) -> int:
         )
     module_name, _, schema_name = VERBS[verb][0].partition(":")
     module = import_module(f"phalanx.bench.{module_name}")
-    measure(words, verb, getattr(module, schema_name), module.run, prog=f"phalanx bench {verb}")
-    return 0
+
+    def work(_: None) -> int:
+        measure(words, verb, getattr(module, schema_name), module.run, prog=f"phalanx bench {verb}")
+        return 0
+
+    if verb != "comm":
+        return work(None)
+    from phalanx.launch.torchrun import run_verb  # its ranks may be on several hosts
+
+    return run_verb(lambda: None, work)
 
 
 def measure(
@@ -100,6 +109,8 @@ def measure(
         console.print(Text(what) if isinstance(what, str) else what)
 
     found = run(config, show)
+    if not found.is_shown:
+        return
     for what in found.shown:
         show(what)
     document = {

@@ -1,94 +1,314 @@
-"""The machine at hand as a cluster: one device for each GPU, or for each core where there is none.
+"""The machine at hand as a cluster, and the calibration file that keeps what was measured of it.
 
-Without a calibration a second of matrix products and a copy in memory stand for it.
+A device is a GPU, or where there is none an even part of the cores for each rank. What the file
+does not hold is measured for about a second, or assumed.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
 from phalanx.account import host
-from phalanx.planner.machine import Cluster, Device, Level, Link
+from phalanx.errors import ConfigError
+from phalanx.planner.machine import Cluster, Device, Level, Link, OpCost
+from phalanx.storage import replace_file
+
+THIS: Final = "this"
+"""The name of the machine at hand, and of its calibration file, which is in the user's cache."""
+
+FORMAT: Final = 1
+FILE_NAME: Final = "calibration.json"
 
 COPY_BYTES: Final = 64 << 20
 """Memory that is copied to measure its bandwidth; more than the caches of a core."""
 
-_GLOO = Link(
+_ASSUMED = Link(
     name="gloo in one host",
     bandwidth=1e9,
     latency_s=1e-4,
-    source="assumed: of the order of gloo over the loopback device",
+    source="assumed: of the order of gloo over the loopback device; phalanx bench comm measures it",
     date="2026-01",
 )
 
 
-def this_machine() -> Cluster:
-    """Return the GPUs of this host, or its cores where torch finds no GPU."""
-    import torch
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What one GPU or one core does, by data type, FLOP/s and bytes/s.
 
-    if host.may_have_gpu() and torch.cuda.is_available():
-        return _gpus()
-    return _cores()
+    Attributes:
+        best: of the fastest matrix product.
+        sustained: the best median.
+        bandwidth: of memory, read and written.
+    """
 
-
-def _gpus() -> Cluster:
-    import torch
-
-    from phalanx.planner.hardware import CLUSTERS, DEVICES
-
-    num, name = torch.cuda.device_count(), torch.cuda.get_device_name()
-    usable_bytes = torch.cuda.get_device_properties(0).total_memory
-    known = [one for one in DEVICES.values() if one.driver == name]
-    known.sort(key=lambda one: abs(one.usable_bytes - usable_bytes))
-    if known:
-        device, link = known[0], CLUSTERS[known[0].name].levels[0].link
-    else:
-        device, link = _measured(name, "cuda", usable_bytes), _GLOO
-    level = Level(name="server", devices=num, link=link)
-    return Cluster(name="this", title=name, device=device, levels=(level,), num_devices=num)
+    best: Mapping[str, float]
+    sustained: Mapping[str, float]
+    bandwidth: float
+    memory_bytes: float
+    date: str
 
 
-def _cores() -> Cluster:
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was measured of a machine.
+
+    Attributes:
+        kind: "gpu" or "cpu".
+        device_name: as the driver or the system names it.
+        num_here: GPUs or cores of a host.
+        num_hosts: hosts over which the links were measured.
+        compute: None until `phalanx bench ceiling` has measured it.
+        levels: innermost first; empty until `phalanx bench comm` has measured them.
+    """
+
+    kind: str
+    device_name: str
+    num_here: int
+    num_hosts: int = 1
+    compute: Compute | None = None
+    levels: tuple[Level, ...] = field(default=())
+
+
+def path_of(name: str) -> Path:
+    """Return the calibration file that `--write` names: `this`, in the cache, or one's own.
+
+    Raises:
+        ConfigError: it is not a name that ends in .json.
+    """
+    if name == THIS:
+        from phalanx.data.cache import cache_folder
+
+        return cache_folder(None) / FILE_NAME
+    if not name.endswith(".json"):
+        raise ConfigError(
+            f"{name!r} is no calibration file; expected '{THIS}', for the machine at hand, or a "
+            f"name such as {name or 'cluster'}.json"
+        )
+    return Path(name)
+
+
+def blank(kind: str) -> Calibration:
+    """Return the calibration of this machine before anything is measured: "gpu" or "cpu"."""
+    if kind == "gpu":
+        import torch
+
+        return Calibration(
+            kind=kind,
+            device_name=torch.cuda.get_device_name(),
+            num_here=torch.cuda.device_count(),
+        )
     from phalanx.launch.local import num_cores
     from phalanx.measure.environment import cpu_name
 
-    num = num_cores()
-    device = _measured(cpu_name(), "cpu", host.free_memory_bytes() / num)
-    level = Level(name="server", devices=num, link=_GLOO)
-    title = f"{cpu_name()}, a core each"
-    return Cluster(name="this", title=title, device=device, levels=(level,), num_devices=num)
+    return Calibration(kind=kind, device_name=cpu_name(), num_here=num_cores())
 
 
-def _measured(name: str, device: str, memory_bytes: float) -> Device:
-    """Return a device, one core of a CPU, by a second of measurements."""
+def keep(path: Path, found: Calibration) -> None:
+    """Write what was measured; what the file holds of the same machine otherwise is kept."""
+    if path.exists():
+        before = read(path)
+        if (before.kind, before.device_name) == (found.kind, found.device_name):
+            compute = found.compute or before.compute
+            if found.compute and before.compute:
+                compute = dataclasses.replace(
+                    found.compute,
+                    best={**before.compute.best, **found.compute.best},
+                    sustained={**before.compute.sustained, **found.compute.sustained},
+                )
+            linked = found if found.levels else before
+            found = dataclasses.replace(
+                found, compute=compute, levels=linked.levels, num_hosts=linked.num_hosts
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"format": FORMAT, **dataclasses.asdict(found)}
+    replace_file(path, f"{json.dumps(document, indent=1)}\n".encode())
+
+
+def read(path: Path) -> Calibration:
+    """Read a calibration.
+
+    Raises:
+        ConfigError: there is no such file, or it is none.
+    """
+    try:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+        if document.pop("format") != FORMAT:
+            raise ValueError("another format")
+        levels = [_level(level) for level in document.pop("levels")]
+        compute = document.pop("compute")
+        return Calibration(
+            **document,
+            compute=Compute(**compute) if compute else None,
+            levels=tuple(levels),
+        )
+    except FileNotFoundError:
+        advice = "phalanx bench comm --write makes one"
+        raise ConfigError(f"{path}: there is no such file; {advice}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is no calibration of this version ({type(error).__name__}: {error}); delete "
+            "it, and write it anew by phalanx bench ceiling and bench comm with --write"
+        ) from None
+
+
+def this_machine(num_devices: int | None = None) -> Cluster:
+    """Return the machine at hand, with as many devices as asked for; of a CPU any number of ranks.
+
+    Raises:
+        ConfigError: it has fewer GPUs, or its calibration file is damaged.
+    """
+    import torch
+
+    here = blank("gpu" if host.may_have_gpu() and torch.cuda.is_available() else "cpu")
+    path = path_of(THIS)
+    if path.exists():
+        kept = read(path)
+        if (kept.kind, kept.device_name) == (here.kind, here.device_name):
+            here = dataclasses.replace(kept, num_here=here.num_here)
+    return as_cluster(THIS, here, num_devices)
+
+
+def as_cluster(name: str, found: Calibration, num_devices: int | None = None) -> Cluster:
+    """Return what was measured as a cluster of `num_devices`; what is missing is measured here.
+
+    Raises:
+        ConfigError: it has fewer GPUs, or no device at all is asked for.
+    """
+    num_there = found.num_hosts * found.num_here
+    if num_devices is not None and num_devices < 1:
+        raise ConfigError(f"{name} has 1 device or more, not {num_devices}; the nearest is {name}")
+    num = num_devices or num_there
+    if found.kind == "gpu":
+        device, num_ranks = _gpu(name, found), num_there
+    else:  # ranks share the cores
+        device, num_ranks = _cores(name, found, num_there / num), num
+    links = {level.name: level.link for level in found.levels}
+    inside, between = links.get("server", _usual_link(device)), links.get("cluster", _ASSUMED)
+    num_inside = max(1, num_ranks // found.num_hosts)
+    levels: list[Level] = []
+    if num_inside > 1 or found.num_hosts == 1:
+        levels.append(Level(name="server", devices=num_inside, link=inside))
+    if found.num_hosts > 1:
+        levels.append(Level(name="cluster", devices=num_ranks, link=between))
+    whole = Cluster(
+        name=name,
+        title=device.title,
+        device=device,
+        levels=tuple(levels),
+        num_devices=num_ranks,
+    )
+    return whole.of(num)
+
+
+def _gpu(name: str, found: Calibration) -> Device:
+    """Return the GPU of the catalogue with its measured efficiency, or what was measured of it."""
+    from phalanx.planner.hardware import DEVICES
+
+    compute = found.compute
+    known = [one for one in DEVICES.values() if one.driver == found.device_name]
+    if not known:
+        return _measured(name, found, compute or measure(found, ("float32", "bfloat16")))
+    if compute is None or "bfloat16" not in compute.best:
+        return known[0]
+    return dataclasses.replace(
+        known[0],
+        matmul_efficiency=min(1.0, compute.best["bfloat16"] / known[0].flops),
+        efficiency_source=f"measured by phalanx bench ceiling ({compute.date})",
+    )
+
+
+def _cores(name: str, found: Calibration, num_cores: float) -> Device:
+    """Return the device that a rank on `num_cores` cores is; it may have a part of one."""
+    compute = found.compute or measure(found, ("float32", "bfloat16"))
+    parts = {
+        "best": {of: num_cores * rate for of, rate in compute.best.items()},
+        "sustained": {of: num_cores * rate for of, rate in compute.sustained.items()},
+    }
+    return _measured(
+        name,
+        found,
+        dataclasses.replace(
+            compute,
+            **parts,
+            bandwidth=num_cores * compute.bandwidth,
+            memory_bytes=num_cores * compute.memory_bytes,
+        ),
+    )
+
+
+def _measured(name: str, found: Calibration, compute: Compute) -> Device:
+    types = [of for of in ("bfloat16", "float16", "tf32", "float32") if of in compute.best]
+    return Device(
+        name=name,
+        title=found.device_name,
+        kind="gpu" if found.kind == "gpu" else "cpu",
+        year=int(compute.date[:4]),
+        peak_flops=dict(compute.best),
+        memory_bytes=compute.memory_bytes,
+        bandwidth=compute.bandwidth,
+        matmul_efficiency=compute.sustained[types[0]] / compute.best[types[0]],
+        efficiency_source="the best median over the fastest product",
+        source="measured on this machine",
+        date=compute.date,
+    )
+
+
+def _usual_link(device: Device) -> Link:
+    """Return what joins the devices of a host where nothing was measured."""
+    from phalanx.planner.hardware import CLUSTERS
+
+    known = CLUSTERS.get(device.name)
+    return known.levels[0].link if known else _ASSUMED
+
+
+def measure(found: Calibration, arithmetics: tuple[str, ...]) -> Compute:
+    """Measure for about a second what one GPU or one core of this machine does."""
     import torch
 
     from phalanx.measure.environment import has_fast_bfloat16
     from phalanx.measure.products import quick_ceiling
 
-    num_threads = torch.get_num_threads()
+    device = "cuda" if found.kind == "gpu" else "cpu"
+    num_threads, rates = torch.get_num_threads(), dict[str, float]()
     torch.set_num_threads(1)
     try:
-        rates = {"float32": quick_ceiling(device, "float32")}
-        if has_fast_bfloat16(device):
+        if "float32" in arithmetics:
+            rates["float32"] = quick_ceiling(device, "float32")
+        if "bfloat16" in arithmetics and has_fast_bfloat16(device):
             rates["bfloat16"] = quick_ceiling(device, "bfloat16")
-        bandwidth = _copy_bandwidth(device)
+        return compute_of(found, rates, rates, num_threads=1)
     finally:
         torch.set_num_threads(num_threads)
-    return Device(
-        name="this",
-        title=name,
-        kind="gpu" if device == "cuda" else "cpu",
-        year=int(time.strftime("%Y")),
-        peak_flops=rates,
-        memory_bytes=memory_bytes,
-        bandwidth=bandwidth,
-        matmul_efficiency=1.0,
-        efficiency_source="the peak is measured",
-        source="measured now, for about a second",
+
+
+def compute_of(
+    found: Calibration,
+    best: Mapping[str, float],
+    sustained: Mapping[str, float],
+    num_threads: int,
+) -> Compute:
+    """Return the rates of `num_threads` cores, or of a GPU with 1, as those of one of them."""
+    return Compute(
+        best={of: rate / num_threads for of, rate in best.items()},
+        sustained={of: rate / num_threads for of, rate in sustained.items()},
+        bandwidth=_copy_bandwidth("cuda" if found.kind == "gpu" else "cpu") / num_threads,
+        memory_bytes=_memory_bytes(found),
         date=time.strftime("%Y-%m-%d"),
     )
+
+
+def _memory_bytes(found: Calibration) -> float:
+    if found.kind == "gpu":
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory
+    return host.free_memory_bytes() / found.num_here
 
 
 def _copy_bandwidth(device: str) -> float:
@@ -104,3 +324,11 @@ def _copy_bandwidth(device: str) -> float:
             torch.cuda.synchronize()
         times_s.append(time.perf_counter() - begun_s)
     return 2 * COPY_BYTES / min(times_s)
+
+
+def _level(values: dict[str, Any]) -> Level:
+    link: dict[str, Any] = values["link"]
+    measured = {op: OpCost(**cost) for op, cost in link.pop("measured").items()}
+    return Level(
+        name=values["name"], devices=values["devices"], link=Link(**link, measured=measured)
+    )

@@ -15,10 +15,8 @@ from typing import Final
 
 from phalanx.errors import ConfigError, nearest
 from phalanx.measure.peaks import sheet_of
+from phalanx.planner.calibration import THIS, as_cluster, path_of, read, this_machine
 from phalanx.planner.machine import Chip, Cluster, Device, Level, Link, Unit
-
-THIS: Final = "this"
-"""The machine at hand."""
 
 _MIB, _GIB = 2**20, 2**30
 _KIB = 2**10
@@ -300,30 +298,30 @@ def device(name: str) -> Device:
 def cluster(text: str) -> Cluster:
     """Return the cluster of a text: `h100-llama3`, `h100-llama3:16384`, `h100:8`, `this`.
 
-    A device's name stands for a cluster of its usual servers.
+    A device's name stands for a cluster of its usual servers, and a calibration file for the
+    machine that it was written on.
 
     Raises:
         ConfigError: there is none of this name, or it has fewer devices.
     """
     name, colon, count = text.partition(":")
+    num_devices = _count(text, name, count) if colon else None
     if name == THIS:
-        from phalanx.planner.calibration import this_machine
-
-        found = this_machine()
-    elif name in CLUSTERS:
-        found = CLUSTERS[name]
-    else:
+        return this_machine(num_devices)
+    if name.endswith(".json"):
+        return as_cluster(name, read(path_of(name)), num_devices)
+    if name not in CLUSTERS:
         raise ConfigError(
             f"{name!r} is no cluster of the catalogue{nearest(name.lower(), [*CLUSTERS, THIS])}; "
             f"it has {', '.join([*CLUSTERS, THIS])}"
         )
-    if not colon:
-        return found
+    return CLUSTERS[name] if num_devices is None else CLUSTERS[name].of(num_devices)
+
+
+def _count(text: str, name: str, count: str) -> int:
     try:
-        num_devices = int(count.replace(",", "").replace("_", ""))
+        return int(count.replace(",", "").replace("_", ""))
     except ValueError:
         raise ConfigError(
-            f"{text!r}: {count!r} is no number of devices; expected {name}:N with N from 1 to "
-            f"{found.num_devices}"
+            f"{text!r}: {count!r} is no number of devices; expected {name}:N, such as {name}:8"
         ) from None
-    return found.of(num_devices)

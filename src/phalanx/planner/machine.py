@@ -96,14 +96,43 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpCost:
+    """What a collective takes: `hops * latency_s + bytes / bandwidth`, see `ring`."""
+
+    latency_s: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins devices: bytes/s of one device in one direction, and the time of one hop."""
+    """What joins devices.
+
+    Attributes:
+        bandwidth: bytes/s of one device in one direction.
+        latency_s: of one hop.
+        measured: collective -> its own latency and bandwidth, where they were measured.
+    """
 
     name: str
     bandwidth: float
     latency_s: float
     source: str
     date: str
+    measured: Mapping[str, OpCost] = field(default_factory=dict, hash=False)
+
+
+def ring(op: str, num_ranks: int, num_bytes: float) -> tuple[int, float]:
+    """Return hops, and bytes that a rank sends, of a collective over a ring.
+
+    Args:
+        op: all_reduce, all_gather, reduce_scatter or send.
+        num_ranks: of the ring.
+        num_bytes: of the whole tensor, as every rank holds it before or after.
+    """
+    if op == "send":
+        return 1, num_bytes
+    rounds = 2 if op == "all_reduce" else 1
+    return rounds * (num_ranks - 1), rounds * (num_ranks - 1) / num_ranks * num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,295 @@
+"""Collectives between ranks: the latency of a hop and the bandwidth of a rank, fitted to times.
+
+Several sizes of each collective are timed; time = hops x latency + bytes / bandwidth is fitted to
+them, with the hops and the bytes that a ring has. Under torchrun on several hosts the ranks of a
+host are measured first, and then one rank of each host with its like on the others, all of a host
+at a time: that is what a rank has of the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+import torch
+
+from phalanx.bench.verb import Found, ResultConfig, Say, table
+from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.together import barrier
+from phalanx.config.fields import Range
+from phalanx.errors import ConfigError
+from phalanx.launch.local import num_cores, run_ranks
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.measure.logs import values_of
+from phalanx.planner import calibration
+from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
+
+OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "send")
+
+SMALLEST_BYTES: Final = 4 << 10
+GROWTH: Final = 4
+"""Ratio of a size to the one before."""
+
+UNITS: Final[dict[str, Unit]] = {"tp": "server", "dp": "cluster"}
+"""Axis of the ranks of a host, and of one rank of each host -> what its link joins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig(ResultConfig):
+    """Measure collectives of several sizes between ranks; fit latency and bandwidth to each."""
+
+    ranks: Annotated[int | None, Range(2)] = None
+    """Ranks to start on this host; all GPUs, or as many as cores, if unset. Under torchrun those
+    that it has started."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors are; auto: the GPUs where there are two, else the CPU."""
+    max_mib: Annotated[int, Range(1)] = 16
+    """Largest tensor, in MiB."""
+    repeats: Annotated[int, Range(1)] = 5
+    """How often each size is timed, after once that is not; the median counts."""
+    write: str | None = None
+    """Calibration file to keep it in for the planner: this, for the cluster of that name, or a
+    FILE.json, which stands for a cluster too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The median time of one collective."""
+
+    axis: str
+    op: str
+    num_ranks: int
+    num_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What was fitted to the samples of one collective."""
+
+    unit: Unit
+    op: str
+    num_ranks: int
+    latency_s: float
+    bandwidth: float
+    largest_error: float
+    """Of a sample's time, in parts of it."""
+
+
+def run(config: CommConfig, say: Say) -> Found:
+    """Measure, and show a table.
+
+    Raises:
+        ConfigError: there are too few ranks.
+    """
+    is_first = not is_under_torchrun() or read_rank_env().rank == 0
+    path = None if config.write is None else calibration.path_of(config.write)
+    num_ranks, num_here, device = _asked(config)
+    samples = slowest(
+        run_ranks(time_rank, num_ranks, config, num_here, device=device, threads=config.threads)
+    )
+    fits = list(fitted(samples))
+    lines = [
+        "hop: latency of one hop; GB/s: of one rank, one way; both of a ring that takes this long"
+    ]
+    if path is None:
+        lines.append("--write this keeps it for the planner, as the cluster 'this'")
+    elif is_first:
+        found = calibration.blank("gpu" if device == "cuda" else "cpu")
+        levels = levels_of(fits, "NCCL" if device == "cuda" else "gloo", num_here)
+        num_hosts = num_ranks // num_here
+        calibration.keep(path, dataclasses.replace(found, levels=levels, num_hosts=num_hosts))
+        lines.append(f"wrote {path}")
+    return Found(
+        name=f"comm-{device}",
+        is_shown=is_first,
+        shown=[
+            f"Collectives of {num_ranks} ranks, {num_here} on a host, on {device}",
+            table(
+                ("between", "collective", "ranks", "hop, us", "GB/s", "largest error"),
+                [
+                    (
+                        "ranks of a host" if fit.unit == "server" else "hosts",
+                        fit.op,
+                        str(fit.num_ranks),
+                        f"{1e6 * fit.latency_s:.3g}",
+                        f"{fit.bandwidth / 1e9:.3g}",
+                        f"{fit.largest_error:.0%}",
+                    )
+                    for fit in fits
+                ],
+                num_words=2,
+            ),
+            *lines,
+        ],
+        values={
+            "device": device,
+            "num_ranks": num_ranks,
+            "num_here": num_here,
+            "fits": [values_of(fit) for fit in fits],
+            "samples": [values_of(sample) for sample in samples],
+        },
+    )
+
+
+def _asked(config: CommConfig) -> tuple[int, int, str]:
+    """Return ranks, ranks of a host, and the device.
+
+    Raises:
+        ConfigError: there is one rank, or fewer GPUs than ranks.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = config.device
+    if device == "auto":
+        device = "cuda" if num_gpus >= 2 else "cpu"
+    if is_under_torchrun():
+        env = read_rank_env()
+        if config.ranks not in (None, env.num_ranks):
+            raise ConfigError(
+                f"ranks is {config.ranks}, but torchrun has started {env.num_ranks}; leave it out"
+            )
+        if env.num_ranks < 2:
+            raise ConfigError("one rank has no other to speak with; start 2 or more")
+        return env.num_ranks, env.num_here, device
+    ranks = config.ranks or (num_gpus if device == "cuda" else max(2, num_cores()))
+    if device == "cuda" and not 2 <= ranks <= num_gpus:
+        raise ConfigError(f"{ranks} ranks on CUDA need 2 GPUs or more, one each; {num_gpus} found")
+    return ranks, ranks, device
+
+
+def time_rank(config: CommConfig, num_here: int) -> list[Sample]:
+    """Time all collectives on this rank, among `num_here` on its host."""
+    num_ranks = torch.distributed.get_world_size()
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    comm = Ranks({"dp": num_ranks // num_here, "tp": num_here}, "cuda" if on_gpu else "cpu")
+    samples: list[Sample] = []
+    for axis in ("tp", "dp"):
+        num = comm.size(axis)
+        if num == 1:
+            continue
+        for op in OPS:
+            num_bytes = SMALLEST_BYTES
+            while num_bytes <= config.max_mib << 20:
+                whole = torch.ones(-(-num_bytes // 4 // num) * num, device=comm.device)
+                call = _call(comm, op, axis, whole)
+                time_s = _median_s(call, config.repeats) / (2 if op == "send" else 1)
+                sample = Sample(
+                    axis=axis, op=op, num_ranks=num, num_bytes=whole.nbytes, time_s=time_s
+                )
+                samples.append(sample)
+                num_bytes *= GROWTH
+    return samples
+
+
+def _call(comm: Comm, op: str, axis: str, whole: torch.Tensor) -> Callable[[], object]:
+    """Return what does one collective on a tensor; a send goes to a neighbour and back."""
+    if op == "all_reduce":
+        return lambda: comm.all_reduce(whole, axis, "max")  # a sum would grow
+    if op == "all_gather":
+        shard = whole.chunk(comm.size(axis))[0]
+        return lambda: comm.all_gather(shard, axis, 0)
+    if op == "reduce_scatter":
+        return lambda: comm.reduce_scatter(whole, axis, 0)
+    here = comm.coord(axis)
+    is_sender, peer = here % 2 == 0, here ^ 1
+
+    def exchange() -> None:
+        if peer >= comm.size(axis):
+            return
+        for is_mine in (is_sender, not is_sender):
+            start = comm.send_start if is_mine else comm.recv_start
+            start(whole, axis, peer).wait()
+
+    return exchange
+
+
+def _median_s(call: Callable[[], object], repeats: int) -> float:
+    times_s: list[float] = []
+    for _ in range(1 + repeats):
+        barrier()
+        _finish()
+        begun_s = time.perf_counter()
+        call()
+        _finish()
+        times_s.append(time.perf_counter() - begun_s)
+    return statistics.median(times_s[1:])
+
+
+def _finish() -> None:
+    if torch.cuda.is_available() and torch.distributed.get_backend() == "nccl":
+        torch.cuda.synchronize()
+
+
+def slowest(of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return each sample of the rank that took longest; a rank without a partner took nothing."""
+    return [max(same, key=lambda sample: sample.time_s) for same in zip(*of_ranks, strict=True)]
+
+
+def fitted(samples: Sequence[Sample]) -> Iterator[Fit]:
+    """Yield the fit of each collective on each axis, in the order of the samples."""
+    groups: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.axis, sample.op), []).append(sample)
+    for (axis, op), group in groups.items():
+        num = group[0].num_ranks
+        points = [(*ring(op, num, one.num_bytes), one.time_s) for one in group]
+        latency_s, per_byte_s = fit(points)
+        errors = [
+            abs(hops * latency_s + sent * per_byte_s - time_s) / time_s
+            for hops, sent, time_s in points
+        ]
+        yield Fit(
+            unit=UNITS[axis],
+            op=op,
+            num_ranks=num,
+            latency_s=latency_s,
+            bandwidth=1 / per_byte_s,
+            largest_error=max(errors),
+        )
+
+
+def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Return seconds a hop and a byte that make the sum of squared relative errors least.
+
+    Args:
+        points: hops, bytes and seconds of each time.
+
+    Neither is below zero: where the least would be, the other alone explains the times.
+    """
+    rows = [(hops / time_s, sent / time_s) for hops, sent, time_s in points]
+    hh, hs = sum(h * h for h, _ in rows), sum(h * s for h, s in rows)
+    ss, h1, s1 = sum(s * s for _, s in rows), sum(h for h, _ in rows), sum(s for _, s in rows)
+    determinant = hh * ss - hs * hs
+    latency_s = (h1 * ss - s1 * hs) / determinant if determinant > 0 else 0.0
+    per_byte_s = (s1 * hh - h1 * hs) / determinant if determinant > 0 else s1 / ss
+    if per_byte_s <= 0:  # the largest took no longer: all that is known is a bound
+        return h1 / hh, min(time_s / sent for _, sent, time_s in points)
+    return (latency_s, per_byte_s) if latency_s >= 0 else (0.0, s1 / ss)
+
+
+def levels_of(fits: Sequence[Fit], backend: str, num_here: int) -> tuple[Level, ...]:
+    """Return the levels of a cluster: a link is as fast as its all-reduce, and knows each other."""
+    levels: list[Level] = []
+    for unit in ("server", "cluster"):
+        of = {one.op: one for one in fits if one.unit == unit}
+        if not of:
+            continue
+        whole = of["all_reduce"]
+        link = Link(
+            name=f"{backend} {'in a host' if unit == 'server' else 'between hosts'}",
+            bandwidth=whole.bandwidth,
+            latency_s=whole.latency_s,
+            source=f"measured by phalanx bench comm on {whole.num_ranks} ranks",
+            date=time.strftime("%Y-%m"),
+            measured={
+                op: OpCost(latency_s=one.latency_s, bandwidth=one.bandwidth)
+                for op, one in of.items()
+            },
+        )
+        num = whole.num_ranks if unit == "server" else whole.num_ranks * num_here
+        levels.append(Level(name=unit, devices=num, link=link))
+    return tuple(levels)

@@ -1,0 +1,99 @@
+"""bench comm: what is fitted to known times, and that the file it writes is a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import phalanx.cli.bench as bench
+from forked_torchrun import run_two
+from phalanx.bench.comm import OPS, CommConfig, Sample, fit, fitted, levels_of, slowest, time_rank
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+from phalanx.planner.calibration import read
+from phalanx.planner.hardware import cluster
+from phalanx.planner.machine import ring
+
+SIZES = [4 << 10 << 2 * power for power in range(7)]
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12), st.sampled_from(OPS), st.integers(2, 9))
+def test_a_link_is_found_again_in_its_times(
+    latency_s: float, bandwidth: float, op: str, num_ranks: int
+) -> None:
+    samples: list[Sample] = []
+    for size in SIZES:
+        hops, sent = ring(op, num_ranks, size)
+        time_s = hops * latency_s + sent / bandwidth
+        samples.append(Sample(axis="tp", op=op, num_ranks=num_ranks, num_bytes=size, time_s=time_s))
+    (found,) = fitted(samples)
+    assert found.latency_s == pytest.approx(latency_s, rel=1e-3)
+    assert found.bandwidth == pytest.approx(bandwidth, rel=1e-2)
+    assert found.largest_error < 1e-2
+
+
+@given(st.lists(st.floats(1e-7, 10.0), min_size=2, max_size=7))
+def test_a_fit_of_noise_is_no_negative_time(times_s: list[float]) -> None:
+    latency_s, per_byte_s = fit([(1, size, t) for size, t in zip(SIZES, times_s, strict=False)])
+    assert latency_s >= 0 and per_byte_s > 0
+
+
+def test_two_ranks_are_measured_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "two.json"
+    words = f"comm --ranks 2 --device cpu --max-mib 1 --repeats 1 --json --write {path}"
+    assert bench.run(words.split()) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert f"wrote {path}" in shown
+    document = json.loads(last)
+    assert [one["op"] for one in document["fits"]] == list(OPS)
+    assert len(document["samples"]) == len(OPS) * 5  # 4 KiB to 1 MiB, 4 times larger each
+    (level,) = read(path).levels
+    assert level.devices == 2
+    of = {one["op"]: one for one in document["fits"]}
+    assert set(level.link.measured) == set(OPS)
+    assert level.link.bandwidth == of["all_reduce"]["bandwidth"] > 0
+    assert level.link.measured["send"].latency_s == of["send"]["latency_s"]
+    ceiling = f"ceiling --device cpu --dtype float32 --max-size 512 --budget-s 0.1 --write {path}"
+    assert bench.run(ceiling.split()) == 0
+    found = cluster(f"{path}:2")
+    assert found.num_devices == 2 and found.levels == (level,) and found.device.flops > 0
+
+
+@pytest.mark.slow
+def test_hosts_are_measured_apart() -> None:
+    config = CommConfig(max_mib=1, repeats=1, device="cpu")
+    samples = slowest(run_ranks(time_rank, 4, config, 2))  # as on two hosts of two ranks
+    levels = levels_of(list(fitted(samples)), "gloo", 2)
+    assert [(level.name, level.devices) for level in levels] == [("server", 2), ("cluster", 4)]
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    words = f"bench comm --device cpu --max-mib 1 --repeats 1 --write {path}"
+    ended = run_two("-m", "phalanx", *words.split())
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("reduce_scatter") == 1  # the first rank speaks
+    assert set(read(path).levels[0].link.measured) == set(OPS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("comm --ranks 1", "ranks"),
+        ("comm --write mine", "'mine' is no calibration file; expected 'this'"),
+        ("comm --ranks 2 --device cuda", "2 ranks on CUDA need 2 GPUs or more, one each; 0 found"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=said):
+        bench.run(words.split())
