@@ -33,8 +33,9 @@ SMALLER = (
     (r"phalanx verify .*--(script|train)", ""),
     (r"phalanx verify", "--steps 1 --no-three"),
     (r"phalanx bench (ceiling|mfu)", "--budget-s 1 --threads 1"),
+    (r"phalanx bench comm", "--ranks 2 --max-mib 1"),
     (r"phalanx bench", "--rounds 1 --seq-len 16 --shape.num-layers 2"),
-    (r"phalanx (run|doctor|convert)", ""),
+    (r"phalanx (run|doctor|convert|show)", ""),
     (r"python |torchrun ", ""),
 )
 """Beginnings of commands that a test knows how to run, and words that make the run shorter."""

@@ -24,7 +24,7 @@ SomeConfig = TypeVar("SomeConfig", bound="ResultConfig")
 
 VERBS: Final[Mapping[str, tuple[str, str]]] = {
     "ceiling": ("ceiling:CeilingConfig", "the highest rate of matrix products on one device"),
-    "comm": ("comm:CommConfig", "latency and bandwidth of collectives between ranks"),
+    "comm": ("collectives:CommConfig", "latency and bandwidth of collectives between ranks"),
     "cut": ("cut:CutConfig", "the time of each layer, and the best cut into stages"),
     "mfu": ("mfu:MfuConfig", "the MFU and HFU of a plain perceptron"),
     "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
@@ -94,7 +94,6 @@ def measure(
     Raises:
         ConfigError: a setting is out of range, or this machine lacks what it asks for.
     """
-    from phalanx.measure.environment import environment
     from phalanx.measure.logs import json_text
 
     words = ["--help"] if words[:1] == ["help"] else words
@@ -113,12 +112,7 @@ def measure(
         return
     for what in found.shown:
         show(what)
-    document = {
-        "benchmark": name,
-        "date": time.strftime("%Y-%m-%d"),
-        **found.values,
-        "environment": environment(),
-    }
+    document = _document(name, found)
     if folder is not None:
         for path in _keep(found, f"{json_text(document)}\n", folder):
             say(console, f"wrote {path}")
@@ -126,6 +120,14 @@ def measure(
             show("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
     if config.json:
         print_json(document)
+
+
+def _document(name: str, found: Found) -> dict[str, object]:
+    """Return what was found as one JSON document."""
+    from phalanx.measure.environment import environment
+
+    date = time.strftime("%Y-%m-%d")
+    return {"benchmark": name, "date": date, **found.values, "environment": environment()}
 
 
 def _keep(found: Found, text: str, folder: Path) -> Iterator[Path]:

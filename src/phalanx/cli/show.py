@@ -17,15 +17,15 @@ from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
 from phalanx.errors import ConfigError, nearest
 from phalanx.planner import hardware
+from phalanx.planner.chart import draw_devices
 from phalanx.planner.machine import Chip, Cluster, Device, Level
-from phalanx.planner.picture import draw_devices
 
 BESIDE: Final = ("v100", "a100-40", "a100", "h100", "h200", "b200", "mi300x", "tpu-v5p")
 """Devices that stand beside the one that is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ShowCluster:
     """Show a cluster: the totals of its devices, and which link joins which of them."""
 
     name: Annotated[str | None, Positional("NAME[:DEVICES]")] = None
@@ -36,7 +36,7 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceConfig:
+class ShowDevice:
     """Show a device: from the SM to the peak, and the FLOPs for a byte beside other devices."""
 
     name: Annotated[str | None, Positional("NAME")] = None
@@ -46,7 +46,7 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DevicesConfig:
+class ShowDevices:
     """Show all devices of the catalogue."""
 
     svg: str | None = None
@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def show_cluster(config: ClusterConfig) -> Any:
+def show_cluster(config: ShowCluster) -> Any:
     """Print totals and levels of a cluster; return it for JSON."""
     found = hardware.cluster(_named(config.name, "cluster NAME[:DEVICES]", "h100-llama3"))
     console, totals = screen(), found.totals
@@ -96,7 +96,7 @@ def show_cluster(config: ClusterConfig) -> Any:
     return found
 
 
-def show_device(config: DeviceConfig) -> Any:
+def show_device(config: ShowDevice) -> Any:
     """Print what a device is built of, and its balance beside others; return it for JSON."""
     one = hardware.device(_named(config.name, "device NAME", "h100"))
     console = screen()
@@ -115,7 +115,7 @@ def show_device(config: DeviceConfig) -> Any:
     return one
 
 
-def show_devices(config: DevicesConfig) -> Any:
+def show_devices(config: ShowDevices) -> Any:
     """Print the catalogue, and draw it if asked; return it for JSON."""
     console, devices = screen(), list(hardware.DEVICES.values())
     if config.svg is not None:
@@ -277,9 +277,9 @@ def _named(name: str | None, form: str, example: str) -> str:
 
 
 TOPICS: Final[Mapping[str, tuple[type[Any], Callable[[Any], Any]]]] = {
-    "cluster": (ClusterConfig, show_cluster),
-    "device": (DeviceConfig, show_device),
-    "devices": (DevicesConfig, show_devices),
+    "cluster": (ShowCluster, show_cluster),
+    "device": (ShowDevice, show_device),
+    "devices": (ShowDevices, show_devices),
 }
 """What can be shown -> its settings, and what shows it and returns it for JSON."""
 

@@ -80,7 +80,7 @@ _BLOCKS: Final = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Link:
+class TheirTensor:
     """The name of a Hugging Face tensor, and the names of those of ours that it holds.
 
     Several of ours are stacked along the outputs, of which each has so many `rows`. A transposed
@@ -107,7 +107,7 @@ class Link:
         return stacked.split(self.rows)
 
 
-def table(shape: ModelShape, family: str) -> list[Link]:
+def table(shape: ModelShape, family: str) -> list[TheirTensor]:
     """Return what stands where in a model of a type, from the embedding to the output."""
     if family == "gpt2":
         embedding = {"embedding": "wte", "position_embedding": "wpe"}
@@ -124,7 +124,7 @@ def table(shape: ModelShape, family: str) -> list[Link]:
     modules["norm"] = f"{model}.{norm}"
     if not shape.tied:
         modules["output"] = "lm_head"
-    links: list[Link] = []
+    links: list[TheirTensor] = []
     for ours, theirs in modules.items():
         for kind in ("weight", "bias"):
             names = tuple(f"{each}.{kind}" for each in ours.split())
@@ -132,7 +132,7 @@ def table(shape: ModelShape, family: str) -> list[Link]:
             if like_first[0] in of_one:
                 rows = tuple(of_one[name][0] for name in like_first)
                 is_transposed = kind == "weight" and ".c_" in theirs
-                links.append(Link(f"{theirs}.{kind}", names, rows, is_transposed))
+                links.append(TheirTensor(f"{theirs}.{kind}", names, rows, is_transposed))
     return links
 
 

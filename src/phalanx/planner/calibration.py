@@ -175,7 +175,7 @@ def this_machine(num_devices: int | None = None) -> Cluster:
 
 
 def as_cluster(name: str, found: Calibration, num_devices: int | None = None) -> Cluster:
-    """Return what was measured as a cluster of `num_devices`; what is missing is measured here.
+    """Return what was measured as a cluster of `num_devices`; the rest is measured here.
 
     Raises:
         ConfigError: it has fewer GPUs, or no device at all is asked for.
@@ -293,7 +293,7 @@ def compute_of(
     sustained: Mapping[str, float],
     num_threads: int,
 ) -> Compute:
-    """Return the rates of `num_threads` cores, or of a GPU with 1, as those of one of them."""
+    """Return the rates of one of `num_threads` cores, or of a GPU with 1, by the sum of all."""
     return Compute(
         best={of: rate / num_threads for of, rate in best.items()},
         sustained={of: rate / num_threads for of, rate in sustained.items()},

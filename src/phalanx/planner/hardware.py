@@ -79,7 +79,7 @@ def _gpu(
     date: str,
     chip: Chip,
 ) -> Device:
-    """Return a GPU whose peaks are those of the data sheet that `driver` names."""
+    """Return a GPU with the peaks of the data sheet that `driver` names."""
     sheet = sheet_of(driver)
     assert sheet is not None, f"the peaks of {driver} are known"
     return Device(

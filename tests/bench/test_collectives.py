@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 import phalanx.cli.bench as bench
 from forked_torchrun import run_two
-from phalanx.bench.comm import OPS, CommConfig, Sample, fit, fitted, levels_of, slowest, time_rank
+from phalanx.bench.collectives import (
+    OPS,
+    CommConfig,
+    Sample,
+    fit,
+    fitted,
+    levels_of,
+    slowest,
+    time_rank,
+)
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.planner.calibration import read

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 import torch
+from rich.table import Table
 
 from phalanx.bench.verb import Found, ResultConfig, Say, table
 from phalanx.comm.comm import Comm, Ranks
@@ -93,47 +94,46 @@ def run(config: CommConfig, say: Say) -> Found:
         run_ranks(time_rank, num_ranks, config, num_here, device=device, threads=config.threads)
     )
     fits = list(fitted(samples))
-    lines = [
-        "hop: latency of one hop; GB/s: of one rank, one way; both of a ring that takes this long"
-    ]
-    if path is None:
-        lines.append("--write this keeps it for the planner, as the cluster 'this'")
-    elif is_first:
+    kept = "--write this keeps it for the planner, as the cluster 'this'"
+    if path is not None and is_first:
         found = calibration.blank("gpu" if device == "cuda" else "cpu")
         levels = levels_of(fits, "NCCL" if device == "cuda" else "gloo", num_here)
         num_hosts = num_ranks // num_here
         calibration.keep(path, dataclasses.replace(found, levels=levels, num_hosts=num_hosts))
-        lines.append(f"wrote {path}")
+        kept = f"wrote {path}"
     return Found(
         name=f"comm-{device}",
         is_shown=is_first,
         shown=[
             f"Collectives of {num_ranks} ranks, {num_here} on a host, on {device}",
-            table(
-                ("between", "collective", "ranks", "hop, us", "GB/s", "largest error"),
-                [
-                    (
-                        "ranks of a host" if fit.unit == "server" else "hosts",
-                        fit.op,
-                        str(fit.num_ranks),
-                        f"{1e6 * fit.latency_s:.3g}",
-                        f"{fit.bandwidth / 1e9:.3g}",
-                        f"{fit.largest_error:.0%}",
-                    )
-                    for fit in fits
-                ],
-                num_words=2,
-            ),
-            *lines,
+            _table(fits),
+            "hop: its latency; GB/s: of one rank, one way; both of a ring that takes this long",
+            kept,
         ],
         values={
             "device": device,
             "num_ranks": num_ranks,
             "num_here": num_here,
-            "fits": [values_of(fit) for fit in fits],
+            "fits": [values_of(one) for one in fits],
             "samples": [values_of(sample) for sample in samples],
         },
     )
+
+
+def _table(fits: Sequence[Fit]) -> Table:
+    headings = ("between", "collective", "ranks", "hop, us", "GB/s", "largest error")
+    rows = [
+        (
+            "ranks of a host" if one.unit == "server" else "hosts",
+            one.op,
+            str(one.num_ranks),
+            f"{1e6 * one.latency_s:.3g}",
+            f"{one.bandwidth / 1e9:.3g}",
+            f"{one.largest_error:.0%}",
+        )
+        for one in fits
+    ]
+    return table(headings, rows, num_words=2)
 
 
 def _asked(config: CommConfig) -> tuple[int, int, str]:
