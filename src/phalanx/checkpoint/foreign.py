@@ -69,9 +69,6 @@ def check_plain(content: Any) -> None:
     """Refuse deep nesting, and text that no file or terminal could take.
 
     Whatever a message may quote from a checkpoint has passed here.
-
-    Raises:
-        ValueError: says which.
     """
     level = [content]
     for _ in range(MAX_JSON_DEPTH):

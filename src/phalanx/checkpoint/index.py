@@ -22,7 +22,6 @@ from phalanx.checkpoint.foreign import brief, decode, read_json, write_json
 from phalanx.checkpoint.sharding import (
     Box,
     Layout,
-    Sharding,
     WritePlan,
     check_cover,
     plan_reads,
@@ -39,10 +38,6 @@ class SavedTensor(NamedTuple):
 
     dtype: torch.dtype
     layout: Layout
-
-    def is_like(self, sharding: Sharding) -> bool:
-        """Return whether it has the shape and the data type of what the ranks hold."""
-        return (self.layout.shape, self.dtype) == (sharding.shape, sharding.dtype)
 
 
 Index = dict[str, SavedTensor]

@@ -102,9 +102,6 @@ class Manifest:
 
         Two values are no property of weights and may differ: dropout, and the longest row of a
         model whose positions are rotary.
-
-        Raises:
-            CheckpointError: names the first size that differs.
         """
         ours = json.loads(json.dumps(dataclasses.asdict(shape)))  # as it was written: no tuples
         defaults = {each.name: each.default for each in dataclasses.fields(shape)}
@@ -125,11 +122,7 @@ class Manifest:
             )
 
     def check_optimizer(self) -> None:
-        """Refuse to resume from weights alone.
-
-        Raises:
-            CheckpointError: there is no state of an optimizer.
-        """
+        """Refuse to resume from weights alone."""
         if not self.has_optimizer:
             raise CheckpointError(
                 "the checkpoint holds weights alone, without an optimizer's state, so no run can "

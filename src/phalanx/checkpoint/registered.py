@@ -222,11 +222,7 @@ class ExtraState:
 
 
 def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the plain part of an object's state, and its tensors.
-
-    Raises:
-        CheckpointError: it holds what no file has.
-    """
+    """Return the plain part of an object's state, and its tensors."""
     found: list[tuple[Path, Tensor]] = []
     state = _without_tensors(each.state_dict(), (), found)
     what = f"'{name}', a {type(each).__name__}"
@@ -263,11 +259,7 @@ def _without_tensors(value: Any, path: Path, found: list[tuple[Path, Tensor]]) -
 
 
 def _paths_of(name: str, plain: Any) -> list[tuple[Path, str]]:
-    """Return the paths of an object's tensors in its state, and their names.
-
-    Raises:
-        CheckpointError: the manifest has something else there.
-    """
+    """Return the paths of an object's tensors in its state, and their names."""
     problem = f"it does not say which tensors the state of '{name}' has"
     try:
         paths = [(tuple(path), called) for path, called in plain["tensors"]]

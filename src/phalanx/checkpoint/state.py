@@ -174,7 +174,8 @@ def load(
     held = {name: _held(tensor) for name, tensor in state.items()}
     generators = {device: torch.empty_like(value) for device, value in generators_of(model).items()}
     rows = _rows(generators)
-    if all(name in tensors and tensors[name].is_like(row.sharding) for name, row in rows.items()):
+    saved = {name: (each.layout.shape, each.dtype) for name, each in tensors.items()}
+    if all(saved.get(n) == (row.sharding.shape, row.sharding.dtype) for n, row in rows.items()):
         held |= rows
     else:
         generators = {}
@@ -274,11 +275,7 @@ def _elsewhere(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:
 
 
 def _named(tensors: Index) -> Index:
-    """Return the tensors of a checkpoint, all of which have names that a run gives.
-
-    Raises:
-        CheckpointError: names one that has not.
-    """
+    """Return the tensors of a checkpoint, all of which have names that a run gives."""
     for name in tensors:
         kind, _, rest = name.partition(".")
         is_known = rest in ("cpu", "cuda") if kind == "generators" else bool(rest)
@@ -288,11 +285,7 @@ def _named(tensors: Index) -> Index:
 
 
 def _check_weights(tensors: Index, weights: dict[str, torch.Tensor], elsewhere: set[str]) -> None:
-    """Refuse the weights of another model.
-
-    Raises:
-        CheckpointError: names the first tensor that does not fit.
-    """
+    """Refuse the weights of another model."""
     for name, tensor in weights.items():
         _check_tensor(tensors, f"model.{name}", name, tensor)
     for stored_name in sorted(tensors):
@@ -329,9 +322,6 @@ def _empty_moments(
 
     The count of steps, `step`, lies where torch.optim keeps it: beside the parameter for fused and
     capturable optimizers, else on the CPU.
-
-    Raises:
-        CheckpointError: the state is of a parameter that is not trained here, or does not fit.
     """
     on_device = {
         parameter
@@ -366,11 +356,7 @@ def _check_whole(
     trained: Mapping[str, torch.Tensor],
     optimizer: AnyOptimizer,
 ) -> None:
-    """Refuse a part of what the optimizer keeps of a parameter, or more than it keeps.
-
-    Raises:
-        CheckpointError: names the tensor.
-    """
+    """Refuse a part of what the optimizer keeps of a parameter, or more than it keeps."""
     found: dict[str, set[str]] = {}
     for stored_name in moments:
         name, key = _parameter_and_key(stored_name)

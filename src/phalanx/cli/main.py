@@ -134,11 +134,7 @@ def _exit_code(words: list[str], run: Callable[[list[str]], int]) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    """Run the verb that the first word names.
-
-    Raises:
-        ConfigError: there is no such verb.
-    """
+    """Run the verb that the first word names."""
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     elif words[1:] == ["help"]:

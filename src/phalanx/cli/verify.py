@@ -88,11 +88,7 @@ def _verify_and_show(loaded: Loaded[AnyConfig], strategy: Strategy, console: Con
 
 
 def _checked(config: AnyConfig) -> Strategy:
-    """Return the strategy.
-
-    Raises:
-        ConfigError: a value is out of range, or the strategy is for other ranks than there are.
-    """
+    """Return the strategy."""
     from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
     from phalanx.train.job.request import choose_strategy
 
@@ -173,11 +169,7 @@ def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Console) ->
 
 
 def _wider(config: VerifyConfig, strategy: Strategy) -> Strategy | None:
-    """Return the strategy with three ranks on an axis, if that is asked for and splits the shapes.
-
-    Raises:
-        ConfigError: this host has too little memory or too few GPUs for it.
-    """
+    """Return the strategy with three ranks on an axis, if it is asked for and splits the shapes."""
     import torch.distributed as dist
 
     from phalanx.train.job.request import choose_strategy

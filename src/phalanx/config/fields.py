@@ -145,11 +145,7 @@ def with_value(config: Schema, key: str, value: Any) -> Schema:
 
 
 def check_values(config: Any) -> None:
-    """Refuse a value that is not of its type or out of its range.
-
-    Raises:
-        ConfigError: says which value, what was expected and the nearest legal value.
-    """
+    """Refuse a value that is not of its type or out of its range."""
     for setting in settings(type(config)):
         check_value(setting, value_at(config, setting.key))
 
@@ -198,11 +194,7 @@ def choices(hint: Any) -> list[str]:
 
 
 def check_type(key: str, hint: Any, value: Any) -> None:
-    """Refuse a value that is not of the type of its key.
-
-    Raises:
-        ConfigError: names the key, the value and what was expected.
-    """
+    """Refuse a value that is not of the type of its key."""
     if any(_fits(member, value) for member in members(hint)):
         return
     near = ""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from phalanx.models.attention import to_device
-from phalanx.models.loss import IGNORE
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,6 @@ class Batch:
     positions_BT: Tensor
     documents_BT: Tensor | None
     rows_B: Tensor
-
-    def count_valid(self) -> int:
-        """Count the labels that the loss sums over."""
-        return int((self.labels_BT != IGNORE).sum())
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device, without waiting for what runs there.

@@ -70,7 +70,10 @@ def find_or_make(
             folder.unlink()
         try:
             with new_folder(folder) as partial:
-                _seal(partial, write(partial))
+                facts = write(partial)
+                files = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
+                manifest = {"format": FORMAT, "facts": facts, "files": files}
+                (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
         except OSError:
             if read_facts(folder) is None:  # else another process was first
                 raise
@@ -112,13 +115,6 @@ def storage_errors(path: Path, needed_bytes: int) -> Generator[None]:
                 f"{fix}"
             ) from error
         raise DataError(f"cannot write {path}: {error.strerror or error}; {fix}") from error
-
-
-def _seal(folder: Path, facts: dict[str, object]) -> None:
-    """Write the manifest of a folder."""
-    files = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
-    manifest = {"format": FORMAT, "facts": facts, "files": files}
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
 
 
 def _checksum(path: Path) -> Checksum:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from phalanx.launch.agreement import check_same
 from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left, report
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.rank_env import is_under_torchrun
+from phalanx.launch.rank_log import flush_streams
 
 DEFAULT_TIMEOUT_S: Final = 600.0
 """Longest wait for another rank in one collective where nothing is said, in seconds."""
@@ -249,7 +251,8 @@ class _Attached:
 
         code = exit_code.known()
         if self._is_fork():
-            torchrun.leave_fork(int(self._has_failed) or code or 0)
+            flush_streams()
+            os._exit(int(self._has_failed) or code or 0)  # helpers and job are the rank's
         if code is None and self._main is not None and not exit_code.has_returned(self._main):
             return  # by a sys.exit that was looked up before phalanx was: Python knows its code
         if not code:
@@ -285,7 +288,8 @@ def _heed_alone() -> None:
 
 def _stop(signum: int) -> None:
     PULSE.stop_signal = signum
-    report(f"{signals.named(signum)}: the script is asked to stop; a second signal ends it at once")
+    name = signal.Signals(signum).name
+    report(f"{name}: the script is asked to stop; a second signal ends it at once")
 
 
 def _end_of_stop() -> int:

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Final
 
 from phalanx import errors
@@ -128,13 +127,8 @@ def is_lost_peer(error: BaseException) -> bool:
         return False
     from phalanx.debug.fingerprint import is_collective  # it loads torch
 
-    return is_collective(trace.tb_frame) or not _is_raise(trace)
-
-
-def _is_raise(trace: TracebackType) -> bool:
-    """Return whether the innermost frame of an error stands at a `raise` of Python."""
-    code = trace.tb_frame.f_code.co_code
-    return dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+    innermost = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return is_collective(trace.tb_frame) or innermost not in ("RAISE_VARARGS", "RERAISE")
 
 
 def is_reader_gone(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import describe
 from phalanx.launch.heartbeat import BEAT_S, PULSE
 from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.rank_log import flush, flush_streams
 from phalanx.launch.signals import leave_to_parent
 
 HELPERS_S: Final = 1.0
@@ -128,7 +129,7 @@ def run_rank(
         _join(info, listener)
         with PULSE.doing("the work"):
             result = function(*args)
-        _flush(sys.stdout)  # nobody may read it
+        flush(sys.stdout)  # nobody may read it
         line.send("result", ByValue(result))
         exit_code = 0
     except BaseException as error:
@@ -154,19 +155,6 @@ def escape_unknown_characters() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _flush(stream: Any) -> None:
-    """Flush a standard stream, which a script may have closed."""
-    if stream is not None and not stream.closed:
-        stream.flush()
-
-
-def flush_streams() -> None:
-    """Flush the standard streams of a process that ends without the work that Python does then."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            _flush(stream)
 
 
 def end_helpers() -> None:

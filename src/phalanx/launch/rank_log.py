@@ -114,7 +114,7 @@ def _copied(log: int) -> Generator[None]:
 def _diverted(log: int) -> Generator[None]:
     before = [os.dup(number) for number in (1, 2)]
     _screen.append(os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace"))
-    _flush()
+    flush_streams()
     is_by_line = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.line_buffering
     _by_line(True)  # a rank that is killed has printed what it said
     for number in (1, 2):
@@ -122,7 +122,7 @@ def _diverted(log: int) -> Generator[None]:
     try:
         yield
     finally:
-        _flush()
+        flush_streams()
         _by_line(is_by_line)
         for number, descriptor in enumerate(before, 1):
             os.dup2(descriptor, number)
@@ -135,8 +135,14 @@ def _by_line(is_by_line: bool) -> None:
         sys.stdout.reconfigure(line_buffering=is_by_line)
 
 
-def _flush() -> None:
+def flush(stream: Any) -> None:
+    """Flush a standard stream, which a script may have closed."""
+    if stream is not None and not stream.closed:
+        stream.flush()
+
+
+def flush_streams() -> None:
+    """Flush both standard streams as far as somebody reads them and the disk is not full."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            with suppress(OSError):  # nobody reads it, or the disk is full
-                stream.flush()
+        with suppress(OSError):
+            flush(stream)

@@ -93,11 +93,6 @@ def request(ask: Callable[[int], None]) -> None:
             signal.signal(signum, first)
 
 
-def named(signum: int) -> str:
-    """Return "SIGTERM" for 15."""
-    return signal.Signals(signum).name
-
-
 def leave_to_parent() -> None:
     """Pay no heed to the signals: they may come to all processes of a job, and its parent decides.
 

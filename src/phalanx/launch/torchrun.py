@@ -43,8 +43,9 @@ from phalanx.launch.failure import (
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
-from phalanx.launch.rank import end_helpers, flush_streams, remove_sockets
+from phalanx.launch.rank import end_helpers, remove_sockets
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
+from phalanx.launch.rank_log import flush_streams
 from phalanx.launch.signals import ENDING, answered, ignore
 from phalanx.launch.watch import Watch, kill_silent
 
@@ -309,12 +310,6 @@ def leave(exit_code: int) -> NoReturn:
     """End this rank without tearing its threads down, which sometimes aborts what succeeded."""
     end_helpers()
     remove_sockets()
-    flush_streams()
-    os._exit(exit_code)
-
-
-def leave_fork(exit_code: int) -> NoReturn:
-    """End a fork of this rank, whose helpers and job are the rank's."""
     flush_streams()
     os._exit(exit_code)
 

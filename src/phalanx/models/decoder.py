@@ -236,11 +236,7 @@ class Decoder(nn.Module):
         return self.read(x_BTD, labels_BT) if is_last else x_BTD
 
     def check_length(self, length: int) -> None:
-        """Refuse rows that are longer than the shape allows.
-
-        Raises:
-            ConfigError: names both lengths.
-        """
+        """Refuse rows that are longer than the shape allows."""
         if length > self.shape.max_seq_len:
             raise ConfigError(
                 f"model: rows of {length} tokens; max_seq_len is {self.shape.max_seq_len}"

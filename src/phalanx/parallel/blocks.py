@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import nn
 
 from phalanx.errors import StrategyError
-
-
-class Ends(NamedTuple):
-    """Names of modules outside the blocks that fsdp gathers when they run, and not with the rest.
-
-    Attributes:
-        embedding: run before the blocks; their backward reads none of their parameters, like the
-            backward of a look-up.
-        head: run after the blocks.
-    """
-
-    embedding: tuple[str, ...]
-    head: tuple[str, ...]
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -47,8 +33,11 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, block) for block, name in found.items()]
 
 
-def ends_of(model: nn.Module) -> Ends:
-    """Return what a model names as its `ends`: lists of modules before and after its blocks.
+def ends_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the names of a model's `ends`: of modules before its blocks, and after them.
+
+    fsdp gathers them when they run, and not with the rest. The backward of the former reads none of
+    their parameters, like the backward of a look-up.
 
     Raises:
         StrategyError: one of them is not in the model.
@@ -61,4 +50,4 @@ def ends_of(model: nn.Module) -> Ends:
                 f"fsdp: the `ends` of {type(model).__name__} list a {type(module).__name__} that "
                 "is not a module of it; expected submodules"
             )
-    return Ends(*(tuple(names[module] for module in modules) for modules in given))
+    return tuple(tuple(names[module] for module in modules) for modules in given)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,7 +117,11 @@ def groups_of(
         StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
             split by rows, or a group has parameters of several data types.
     """
-    _check_forward(skeleton.model)
+    if isinstance(skeleton.model, nn.ModuleList | nn.ModuleDict):
+        raise StrategyError(
+            f"fsdp: the model is a {type(skeleton.model).__name__}, which has no forward to gather "
+            "for; wrap it in a module that has one, or use dp"
+        )
     shapes = shapes or {}
     embedding, head = (
         tuple(name for name in names if skeleton.named(name)) for names in ends_of(skeleton.model)
@@ -143,16 +147,12 @@ def groups_of(
             gathered=compute if compute is not None and place == "block" else master,
             is_kept=keeps and place in ("head", "rest"),
         )
-        groups += _alike(group, skeleton.blocks[names[0]]) if place == "block" else [group]
-    return _with_last_kept(groups) if keeps else groups
-
-
-def _check_forward(model: nn.Module) -> None:
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise StrategyError(
-            f"fsdp: the model is a {type(model).__name__}, which has no forward to gather for; "
-            "wrap it in a module that has one, or use dp"
-        )
+        alike = skeleton.blocks[names[0]] if place == "block" else ()
+        groups += [dataclasses.replace(group, names=(name,)) for name in alike] or [group]
+    blocks = [number for number, group in enumerate(groups) if group.place == "block"]
+    for number in blocks[-1:] if keeps else ():  # its backward is the first of all blocks
+        groups[number] = dataclasses.replace(groups[number], is_kept=True)
+    return groups
 
 
 def _data_type_of(weights: Iterable[Weight], names: Sequence[str]) -> torch.dtype:
@@ -164,19 +164,6 @@ def _data_type_of(weights: Iterable[Weight], names: Sequence[str]) -> torch.dtyp
             f"types, {', '.join(sorted(map(str, dtypes)))}, and travel together; cast them to one"
         )
     return dtypes.pop()
-
-
-def _with_last_kept(groups: list[Group]) -> list[Group]:
-    """Return the groups with the last block kept: its backward is the first of all blocks."""
-    blocks = [number for number, group in enumerate(groups) if group.place == "block"]
-    for number in blocks[-1:]:
-        groups[number] = dataclasses.replace(groups[number], is_kept=True)
-    return groups
-
-
-def _alike(block: Group, names: Iterable[str]) -> Iterator[Group]:
-    for name in names:
-        yield dataclasses.replace(block, names=(name,))
 
 
 def _members(

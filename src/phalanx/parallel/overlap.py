@@ -94,9 +94,6 @@ def _is_read_at_once(trained: Sequence[nn.Parameter], has_replicas: bool) -> boo
 
     So does a hook on a gradient, which FSDP2 calls at once.
     """
-    return has_replicas or any(p.grad is not None or _has_hooks(p) for p in trained)
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
     # Private; FSDP2 calls the hooks that it finds there. tests/parallel/test_overlap.py pins it.
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    hooks = "_post_accumulate_grad_hooks"
+    return has_replicas or any(p.grad is not None or getattr(p, hooks, None) for p in trained)

@@ -76,8 +76,7 @@ def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | No
             when it runs again, outside of the model's forward; see `batch_shape`.
 
     Raises:
-        StrategyError: the model has no blocks, fewer than a segment, cannot run segments, or keeps
-            running statistics.
+        StrategyError: see `check`.
     """
     segment_size = check(model, recompute)
     if recompute.kind == "none":
@@ -87,7 +86,11 @@ def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | No
         keep = functools.partial(create_selective_checkpoint_contexts, _policy)
         run_again = functools.partial(run_again, context_fn=keep)
     if carry is not None:
-        run_again = functools.partial(_run_carried, run_again, carry)
+        run_known, known = run_again, carry
+
+        def run_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return run_known(known(function), *args, **kwargs)
+
     if segment_size > 1:
         segmented = cast(Segmented, model)
         segmented.segment_size = segment_size
@@ -151,16 +154,6 @@ class RecomputeSplit(Split):
         """Replace forwards by those that keep less."""
         has_tensors = self.target.strategy.tp.degree > 1
         apply(model, self.target.strategy.recompute, carried if has_tensors else None)
-
-
-def _run_carried(
-    run: Callable[..., Any],
-    carry: Callable[..., Any],
-    function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return run(carry(function), *args, **kwargs)
 
 
 def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:

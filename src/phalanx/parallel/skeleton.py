@@ -178,14 +178,9 @@ def copied_on_meta(values: _Copied) -> _Copied:
     """Return copies, on the meta device, of models and of objects that have models."""
     parts = [part for value in values for part in (value, *vars(value).values())]
     modules = [part for part in parts if isinstance(part, nn.Module)]
-    tensors = [tensor for module in modules for tensor in _tensors(module)]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     # As if they had been copied already, so that none is.
     return copy.deepcopy(values, {id(tensor): _on_meta(tensor) for tensor in tensors})
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

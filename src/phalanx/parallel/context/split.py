@@ -81,11 +81,7 @@ def _planned(strategy: Strategy) -> Ring | Ulysses:
 
 
 def check(target: Target) -> None:
-    """Refuse a model that cp cannot split.
-
-    Raises:
-        StrategyError: names the mistake, and the nearest legal degree.
-    """
+    """Refuse a model that cp cannot split."""
     model, strategy = target.skeleton.model, target.strategy
     name = str(Strategy(cp=strategy.cp))
     if not isinstance(model, Decoder):
@@ -181,11 +177,7 @@ def cut_documents(
 
 
 def _gathered(logits_BTV: Tensor, attention: Ring | Ulysses, comm: Comm) -> Tensor:
-    """Return the logits of all positions of the padded row, on every rank.
-
-    Raises:
-        StrategyError: gradients are wanted: each rank would make a loss of all positions.
-    """
+    """Return the logits of all positions of the padded row, on every rank."""
     if torch.is_grad_enabled():
         raise StrategyError(
             "cp: each rank has other positions, so a loss is the sum of what the ranks make of "

@@ -12,7 +12,6 @@ from typing import Any, cast
 from torch import nn
 
 from phalanx.errors import StrategyError
-from phalanx.models.shape import ModelShape
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.pipeline.cut import cut_chain, cut_of, schedule_of
 from phalanx.parallel.skeleton import Skeleton, Weight
@@ -50,7 +49,10 @@ def chain_of(strategy: Strategy, skeleton: Skeleton) -> CutChain:
     if skeleton.shape is not None:
         tied = next(w for w in skeleton.weights if w.name == "embedding.weight")
         cut = cut_of(strategy, skeleton.shape)
-        return CutChain(_of_decoder(skeleton.shape), cut, tied if skeleton.shape.tied else None)
+        blocks = [[f"blocks.{index}"] for index in range(skeleton.shape.num_layers)]
+        head = ["norm", "output", *(["embedding"] if skeleton.shape.tied else [])]
+        links = [["embedding", "position_embedding"], *blocks, head]
+        return CutChain(links, cut, tied if skeleton.shape.tied else None)
     model = skeleton.model
     if strategy.tp.degree > 1:
         raise StrategyError(
@@ -97,13 +99,6 @@ def chain_by(skeleton: Skeleton, links: Links, cut: Sequence[range]) -> CutChain
 def _is_read(weight: Weight, modules: Iterable[str]) -> bool:
     """Return whether one of some modules holds a parameter."""
     return any(name.startswith(f"{module}.") for name in weight.names for module in modules)
-
-
-def _of_decoder(shape: ModelShape) -> Links:
-    """Return the links of our decoder."""
-    blocks = [[f"blocks.{index}"] for index in range(shape.num_layers)]
-    head = ["norm", "output", *(["embedding"] if shape.tied else [])]
-    return [["embedding", "position_embedding"], *blocks, head]
 
 
 def links_of(model: nn.Module) -> Links:
@@ -246,11 +241,7 @@ class LooseBuffers:
         return {n: (id(b), b._version) for n, b in buffers.items() if b is not None}
 
     def check(self, before: dict[str, tuple[int, int]]) -> None:
-        """Refuse buffers that have changed since `states` was asked.
-
-        Raises:
-            StrategyError: names one.
-        """
+        """Refuse buffers that have changed since `states` was asked."""
         for name, state in self.states().items():
             if state != before.get(name):
                 raise StrategyError(

@@ -215,17 +215,13 @@ class _Step:
     def receive(self, action: Action) -> None:
         """Begin to receive what another rank sends."""
         source = self.runner.rank_of[other_stage(action)]
-        buffer = self.buffer_for(action, source)
-        self.values[action] = self.runner.comm.recv_start(buffer, "pp", source)
-
-    def buffer_for(self, action: Action, source: int) -> Tensor:
-        """Return an empty tensor to receive into."""
         if action.op == "RECV_B":
             _, output = self.kept[action.stage, action.microbatch]
-            return torch.empty_like(output, memory_format=torch.contiguous_format)
-        of = self.microbatches[action.microbatch]
-        buffer, self.outlines[action] = self.runner.sizes.expect(action.stage, of, source)
-        return buffer
+            buffer = torch.empty_like(output, memory_format=torch.contiguous_format)
+        else:
+            of = self.microbatches[action.microbatch]
+            buffer, self.outlines[action] = self.runner.sizes.expect(action.stage, of, source)
+        self.values[action] = self.runner.comm.recv_start(buffer, "pp", source)
 
     def reduce(self, action: Action) -> None:
         """Have the gradients of a stage reduced as its next backward makes them."""

@@ -197,11 +197,7 @@ def _check_messages(schedule: Schedule) -> None:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Refuse a schedule in which an action is missing, doubled or on the wrong rank.
-
-    Raises:
-        StrategyError: names the first action at fault.
-    """
+    """Refuse a schedule in which an action is missing, doubled or on the wrong rank."""
     found = Counter(action for order in schedule.orders for action in order)
     for rank, order in enumerate(schedule.orders):
         for action in order:

@@ -100,16 +100,18 @@ class PipelineSplit(Split):
         for send in self._sends(len(microbatches)):
             border = min(send.stage, other_stage(send))
             sent[send.op][border, microbatches[send.microbatch]] += 1
-        rows = [
-            (phase, of.total(), sum(n * self._message_bytes(*at) for at, n in of.items()))
-            for phase, of in zip(("forward", "backward"), sent.values(), strict=True)
-            if all(self._border(*at) is not None for at in of)
-        ]
+        rows: list[tuple[str, int, int]] = []
+        for phase, of in zip(("forward", "backward"), sent.values(), strict=True):
+            sizes = [(self._border(*at), number) for at, number in of.items()]
+            if all(border is not None for border, _ in sizes):
+                payload = sum(number * border.nbytes for border, number in sizes if border)
+                rows.append((phase, of.total(), payload))
         if self.target.skeleton.shape is None:
             num_headers = sent["SEND_F"].total()
             rows.append(("sizes", num_headers, num_headers * HEADER_BYTES))
         if (weight := self._tied) is not None:
-            rows.append(("reduce", 1, self._shard_bytes(weight)))
+            held = self.target.left_by_later("table", weight.shape)
+            rows.append(("reduce", 1, math.prod(held) * weight.dtype.itemsize))
         return _entries(rows)
 
     @override
@@ -146,15 +148,6 @@ class PipelineSplit(Split):
             return Border(math.prod(held) * target.compute_dtype.itemsize, ())
         borders = self._borders and self._borders.after(microbatch)
         return borders[stage] if borders else None
-
-    def _message_bytes(self, stage: int, microbatch: tuple[int, int]) -> int:
-        border = self._border(stage, microbatch)
-        return 0 if border is None else border.nbytes
-
-    def _shard_bytes(self, table: Weight) -> int:
-        """Return the bytes of the first rank's shard of an embedding."""
-        held = self.target.left_by_later("table", table.shape)
-        return math.prod(held) * table.dtype.itemsize
 
     @property
     def _tied(self) -> Weight | None:

@@ -25,11 +25,7 @@ def check(
     layout: Layout,
     strategy: Strategy,
 ) -> None:
-    """Refuse sizes that the layout of tp does not divide.
-
-    Raises:
-        StrategyError: names the first that does not fit and the nearest degree with which all do.
-    """
+    """Refuse sizes that the layout of tp does not divide."""
     problem = next(_problems(bindings, parameters, layout), None)
     if problem is not None:
         nearest = _nearest(bindings, parameters, strategy.tp)
@@ -46,9 +42,6 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
 
     PyTorch has no placements for rows of several maps split twice. Of tp's uneven shards fsdp makes
     what DTensor takes for other rows.
-
-    Raises:
-        StrategyError: names the parameter, the nearest number of rows and of fsdp's ranks.
     """
     num_ranks = strategy.fsdp.degree
     for row in parameters:
@@ -117,7 +110,8 @@ def _nearest(
         except StrategyError:  # its ranks cannot stand in the grid of the kind
             continue
         layout = layout_of(strategy)
-        if not any(_problems(bindings, [row.under(layout) for row in parameters], layout)):
+        under = [dataclasses.replace(row, layout=layout) for row in parameters]
+        if not any(_problems(bindings, under, layout)):
             return axis
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,10 +29,6 @@ class Placed:
     def spec(self) -> Spec:
         """The sub-axes of tp that split each dimension."""
         return _spec(self.binding, self.weight.ndim, self.layout)
-
-    def under(self, layout: Layout) -> Placed:
-        """Return the same parameter under another layout."""
-        return dataclasses.replace(self, layout=layout)
 
     def degrees(self, dim: int) -> list[int]:
         """Return the sizes of the sub-axes that split a dimension, outer first."""

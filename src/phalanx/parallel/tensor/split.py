@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from torch import nn
@@ -16,7 +17,6 @@ from phalanx.parallel.split import Part, Row, Shape, Split, Target
 from phalanx.parallel.tensor import account, apply
 from phalanx.parallel.tensor.check import check
 from phalanx.parallel.tensor.placed import placed
-from phalanx.parallel.tensor.report import report
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
 
@@ -69,8 +69,22 @@ class TensorSplit(Split):
         return account.traffic(self.target, self.layout, self.bindings, self.placed, batches)
 
     def table(self) -> list[Row]:
-        """Return the shards, with the axes that split them."""
-        return report(self.target.skeleton, self.placed)
+        """Return the shards, with the axes that split them.
+
+        Parameters that differ only in the number of the block, the first in the name, are one row.
+        """
+        numbers: dict[Row, list[int]] = {}
+        for each in self.placed:
+            weight = each.weight
+            found = map(_NUMBER.search, self.target.skeleton.named(weight.name))
+            name, role = _NUMBER.sub("*", weight.name, count=1), each.binding.text
+            sizes = weight.shape, each.shard_shape, each.spec.axes
+            row = Row(name, role, *sizes, tied=weight.names[1:])
+            numbers.setdefault(row, []).extend(int(number[0]) for number in found if number)
+        return [
+            dataclasses.replace(row, name=row.name.replace("*", _ranges(found), 1))
+            for row, found in numbers.items()
+        ]
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Replace parameters by shards, and forwards by the layout's."""
@@ -82,3 +96,18 @@ class TensorSplit(Split):
     ) -> GradientReducer:
         """Return what adds up, after `inner`, the gradients of what several ranks hold."""
         return ReplicaReducer(model.parameters(), comm, inner)
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+"""A name between dots that is a number: of an element of a list of modules."""
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return `0-3,5` of 0, 1, 2, 3, 5."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], number
+        else:
+            ranges.append((number, number))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)

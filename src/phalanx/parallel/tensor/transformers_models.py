@@ -28,11 +28,7 @@ IMPLEMENTATIONS: Final = ("sdpa", "eager")
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Refuse settings of a known model that would not compute what one process does.
-
-    Raises:
-        StrategyError: names the setting and what it may be.
-    """
+    """Refuse settings of a known model that would not compute what one process does."""
     for name, base, known in _bases(model):
         config: Any = base.config
         where = f"tp: {type(base).__name__}{f' {name!r}' if name else ''}"
