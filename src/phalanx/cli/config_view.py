@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.cli.screen import print_json, screen
@@ -24,10 +24,9 @@ def show_config(loaded: Loaded[Any], schedule: Sequence[str] = ()) -> None:
         document = {"config": dataclasses.asdict(config), "sources": dict(loaded.sources)}
         print_json(document | ({"schedule": list(schedule)} if schedule else {}))
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("key", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("source", overflow="fold", max_width=30)
+    columns = [Column("key", no_wrap=True), Column("value", overflow="fold")]
+    columns += [Column("source", overflow="fold", max_width=30)]
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for key, source in loaded.sources.items():
         style = "dim" if source == "default" else ""
         table.add_row(key, Text(_text(value_at(config, key)), style), Text(source, style))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.cli import script
@@ -207,21 +207,17 @@ def report(verdict: Verdict, seconds: float) -> None:
 def show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
     """Print the largest errors, what was sent, and each verdict."""
     if any(verdict.differences for verdict in verdicts):
-        _show_errors(verdicts, console)
+        console.print("Largest errors against plain PyTorch in one process, relative, of all steps")
+        console.print(_errors(verdicts))
+        if (first := verdicts[0]).sent:
+            console.print(f"Sent in the last step of {first.strategy} {first.case}")
+            console.print(_bytes(first))
     for verdict in verdicts:
         style = "green" if verdict.is_equal else "bold red"
         name = f"{verdict.case}, " if verdict.case else ""
         console.print(Text(f"{name}{verdict.headline()}", style))
         for line in verdict.details():
             console.print(Text(f"  {line}"))
-
-
-def _show_errors(verdicts: Sequence[Verdict], console: Console) -> None:
-    console.print("Largest errors against plain PyTorch in one process, relative, of all steps")
-    console.print(_errors(verdicts))
-    if (first := verdicts[0]).sent:
-        console.print(f"Sent in the last step of {first.strategy} {first.case}")
-        console.print(_bytes(first))
 
 
 def _errors(verdicts: Sequence[Verdict]) -> Table:
@@ -243,11 +239,8 @@ def _errors(verdicts: Sequence[Verdict]) -> Table:
 
 
 def _bytes(verdict: Verdict) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("phase", "axis", "collective"):
-        table.add_column(name)
-    for name in ("bytes counted", "predicted"):
-        table.add_column(name, justify="right")
+    sizes = (Column(name, justify="right") for name in ("bytes counted", "predicted"))
+    table = Table("phase", "axis", "collective", *sizes, box=None, pad_edge=False)
     for row in verdict.sent:
         style = "" if row.predicted in (None, row.counted) else "bold red"
         numbers = [

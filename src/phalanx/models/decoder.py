@@ -12,6 +12,7 @@ Dimensions, as they stand in the suffixes of tensor names:
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -174,7 +175,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.compute_dtype: torch.dtype | None = None
         self.segment_size = shape.num_layers
-        self.run_segment: Callable[..., Tensor] = _call
+        self.run_segment: Callable[..., Tensor] = cast(Any, operator.call)
         self.stage: Stage | None = None
         self.embedding = Embedding(shape.vocab_size, shape.hidden)
         self.position_embedding = (
@@ -292,10 +293,6 @@ class Decoder(nn.Module):
                 "models.random.row_keys); call eval() to run without dropout"
             )
         return keys_B
-
-
-def _call(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    return function(*args)
 
 
 def _run_blocks(

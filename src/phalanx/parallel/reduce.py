@@ -74,7 +74,7 @@ def make_equal(model: nn.Module, comm: Comm) -> None:
 
 
 class GradientReducer:
-    """Reduces the gradients of `parameters` over dp once for each global batch.
+    """Reduces the gradients of `parameters` over dp once for each global batch; this one has none.
 
     Call `before_backward` before each backward and `finish` after the last.
     """
@@ -93,7 +93,6 @@ class GradientReducer:
 
     def finish(self, phase: Phase = no_phase) -> None:
         """Return when every gradient is the sum over dp; None where no rank used the parameter."""
-        raise NotImplementedError
 
     def retrain(self, trained: list[nn.Parameter]) -> bool:
         """Reduce these parameters from now on; return False where it is settled which are."""
@@ -129,27 +128,23 @@ class OuterReducer(GradientReducer):
         self, parameters: list[nn.Parameter], comm: Comm, inner: GradientReducer | None
     ) -> None:
         super().__init__(parameters, comm)
-        self._inner = inner
+        self._inner = inner or GradientReducer([], comm)
 
     @override
     def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
-        if self._inner is not None:
-            self._inner.before_backward(last, reached)
+        self._inner.before_backward(last, reached)
 
     @override
     def finish(self, phase: Phase = no_phase) -> None:
-        if self._inner is not None:
-            self._inner.finish(phase)
+        self._inner.finish(phase)
 
     @override
     def abandon(self) -> None:
-        if self._inner is not None:
-            self._inner.abandon()
+        self._inner.abandon()
 
     @override
     def after_step(self) -> None:
-        if self._inner is not None:
-            self._inner.after_step()
+        self._inner.after_step()
 
 
 class ReplicaReducer(OuterReducer):

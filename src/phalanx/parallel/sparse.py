@@ -39,7 +39,7 @@ class SparseReducer(OuterReducer):
     def retrain(self, trained: list[nn.Parameter]) -> bool:
         """Pass the others to their reducer; a table that is frozen has no gradient."""
         dense = [each for each in trained if not any(each is table for table in self._tables)]
-        return self._inner is not None and self._inner.retrain(dense)
+        return self._inner.retrain(dense)
 
     @override
     @torch.no_grad()

@@ -68,7 +68,7 @@ class ModuleStages(Stages):
             s for s in range(self.num_stages) if any(p.requires_grad for p in self.weights(s))
         )
         self.first_trained = next(trained, self.num_stages)
-        self._chain.keep(here, holds_tied=self.num_ends > 0)
+        self._chain.keep(here, holds_tied=not {0, self.num_stages - 1}.isdisjoint(here))
         self._run_whole = model.forward
         self._is_in_forward = False
         self._loose = LooseBuffers(model, self._chain.modules.values())
@@ -76,12 +76,6 @@ class ModuleStages(Stages):
         model.forward = self._run_until_left
         for name in ("parameters", "named_parameters"):
             setattr(model, name, functools.partial(self._parameters, getattr(model, name)))
-
-    @property
-    @override
-    def tied(self) -> nn.Parameter | None:
-        name = self._chain.tied if self.num_ends > 0 else None
-        return None if name is None else self._model.get_parameter(name)
 
     @override
     def weights(self, stage: int) -> list[nn.Parameter]:

@@ -46,16 +46,6 @@ class Stages(ABC):
         """Stages of the whole model."""
         return len(self.cut)
 
-    @property
-    def num_ends(self) -> int:
-        """How many of this rank's stages are the first or the last."""
-        return len({0, self.num_stages - 1}.intersection(self.here))
-
-    @property
-    def tied(self) -> nn.Parameter | None:
-        """The weight that the first and the last link read, if this rank has it."""
-        return None
-
     @abstractmethod
     def weights(self, stage: int) -> list[nn.Parameter]:
         """Return the parameters that a stage of this rank reads."""
@@ -102,12 +92,6 @@ class DecoderStages(Stages):
         for index in range(len(model.blocks)):
             if index + 1 not in kept:
                 model.blocks[index] = Absent()
-
-    @property
-    @override
-    def tied(self) -> nn.Parameter | None:
-        is_held = self._model.shape.tied and self.num_ends > 0
-        return self._model.embedding.weight if is_held else None
 
     @override
     def weights(self, stage: int) -> list[nn.Parameter]:

@@ -27,6 +27,16 @@ IMPLEMENTATIONS: Final = ("sdpa", "eager")
 """Of attention; the others take no mask of four dimensions."""
 
 
+_UNSUPPORTED: Final = {
+    "chunk_size_feed_forward": (
+        "is {}, which cuts positions that tp has split already; expected 0"
+    ),
+    "add_cross_attention": "has no layout under tp; expected no",
+    "use_bidirectional_attention": "is on; expected off under tp",
+}
+"""Settings that have to be off, and what to say of one that is on."""
+
+
 def refuse_unsupported(model: nn.Module) -> None:
     """Refuse settings of a known model that would not compute what one process does."""
     for name, base, known in _bases(model):
@@ -39,17 +49,9 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"{', '.join(IMPLEMENTATIONS)}, as in from_pretrained(..., "
                 f"attn_implementation='{IMPLEMENTATIONS[0]}')"
             )
-        if getattr(config, "chunk_size_feed_forward", 0):
-            raise StrategyError(
-                f"{where}: chunk_size_feed_forward is {config.chunk_size_feed_forward}, which cuts "
-                "positions that tp has split already; expected 0"
-            )
-        if getattr(config, "add_cross_attention", False):
-            raise StrategyError(f"{where}: add_cross_attention has no layout under tp; expected no")
-        if getattr(config, "use_bidirectional_attention", False):
-            raise StrategyError(
-                f"{where}: use_bidirectional_attention is on; expected off under tp"
-            )
+        for name_of, problem in _UNSUPPORTED.items():
+            if value := getattr(config, name_of, False):
+                raise StrategyError(f"{where}: {name_of} {problem.format(value)}")
         if known.sees in ("window", "by layer") and not getattr(config, "is_causal", True):
             raise StrategyError(f"{where}: is_causal is off; expected on, for windows look back")
         other = set(getattr(config, "layer_types", None) or ()).difference(LAYER_TYPES)

@@ -105,10 +105,8 @@ class TwoD(Layout):
 
     def _swap(self, shard: Tensor) -> Tensor:
         """Exchange shards with the rank across the diagonal, in the same layer of depth."""
-        size, below = (
-            self.comm.size("tp_row"),
-            self.comm.coord("tp_row") - self.comm.coord("tp_col"),
-        )
+        size = self.comm.size("tp_row")
+        below = self.comm.coord("tp_row") - self.comm.coord("tp_col")
         # In a layer (row, col) is number row size + col, so (col, row) is below (size - 1) less.
         partner = self.comm.coord("tp") - below * (size - 1)
         return shard if size == 1 else self.comm.swap(shard, "tp", partner)
