@@ -47,35 +47,22 @@ PAGE = "docs/strategies.md"
 OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
 """Roles that hold for all modules inside, too."""
 
-DECODER: Patterns = {  # of every family; see `default_patterns` for what some have besides
-    "embedding": "embedding",
-    "position_embedding": "table",
-    "dropout": "dropout",
-    "blocks.*.dropout": "dropout",
-    "blocks.*.attention_norm": "norm",
-    "blocks.*.attention": "branch",
-    "blocks.*.attention.q": "column",
-    "blocks.*.attention.k": "column",
-    "blocks.*.attention.v": "column",
-    "blocks.*.attention.q_norm": "local",
-    "blocks.*.attention.k_norm": "local",
-    "blocks.*.attention.output": "row",
-    "blocks.*.mlp_norm": "norm",
-    "blocks.*.mlp": "branch",
-    "blocks.*.mlp.gate": "column",
-    "blocks.*.mlp.up": "column",
-    "blocks.*.mlp.down": "row",
-    "norm": "norm",
-    "output": "head",
-}
-_OUTPUT_NORMS: Patterns = {
-    "blocks.*.attention_output_norm": "norm",
-    "blocks.*.mlp_output_norm": "norm",
-}
-_NORMS_OF_PROJECTIONS: Patterns = {
-    "blocks.*.attention.q_norm": "inner_norm",
-    "blocks.*.attention.k_norm": "inner_norm",
-}
+DECODER: Patterns = transformers_tables.by_role(
+    embedding="embedding",
+    table="position_embedding",
+    dropout="dropout blocks.*.dropout",
+    branch="blocks.*.attention blocks.*.mlp",
+    column="blocks.*.attention.q blocks.*.attention.k blocks.*.attention.v "
+    "blocks.*.mlp.gate blocks.*.mlp.up",
+    row="blocks.*.attention.output blocks.*.mlp.down",
+    local="blocks.*.attention.q_norm blocks.*.attention.k_norm",
+    norm="blocks.*.attention_norm blocks.*.attention_output_norm blocks.*.mlp_norm "
+    "blocks.*.mlp_output_norm norm",
+    head="output",
+)
+_NORMS_OF_PROJECTIONS: Patterns = transformers_tables.by_role(
+    inner_norm="blocks.*.attention.q_norm blocks.*.attention.k_norm"
+)
 """What they are where they are not of each head."""
 
 
@@ -112,7 +99,7 @@ def default_patterns(model: nn.Module) -> Patterns:
     """Return the known patterns of a model, without patterns that match no module of it."""
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
-        patterns = {**DECODER, **_OUTPUT_NORMS, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
+        patterns = {**DECODER, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
     else:
         patterns = transformers_tables.patterns_of(model)
     names = [name for name, _ in model.named_modules()]

@@ -14,83 +14,66 @@ from torch import nn
 
 Roles = Mapping[str, str]
 
+
+def by_role(**names: str) -> dict[str, str]:
+    """Return the patterns of each role, given between blanks."""
+    return {name: role for role, several in names.items() for name in several.split()}
+
+
 _LLAMA: Final = {
-    "embed_tokens": "embedding",
-    "layers.*.input_layernorm": "norm",
-    "layers.*.self_attn": "branch",
-    "layers.*.self_attn.q_proj": "column",
-    "layers.*.self_attn.k_proj": "column",
-    "layers.*.self_attn.v_proj": "column",
+    **by_role(
+        embedding="embed_tokens",
+        branch="layers.*.self_attn layers.*.mlp",
+        column="layers.*.self_attn.q_proj layers.*.self_attn.k_proj layers.*.self_attn.v_proj "
+        "layers.*.mlp.gate_proj layers.*.mlp.up_proj",
+        row="layers.*.self_attn.o_proj layers.*.mlp.down_proj",
+        local="layers.*.self_attn.q_norm layers.*.self_attn.k_norm",
+        norm="layers.*.input_layernorm layers.*.post_attention_layernorm norm "
+        "layers.*.pre_feedforward_layernorm layers.*.post_feedforward_layernorm",
+    ),
     "layers.*.self_attn.qkv_proj": (
         "column/{0.num_attention_heads}+{0.num_key_value_heads}+{0.num_key_value_heads}"
     ),
-    "layers.*.self_attn.q_norm": "local",
-    "layers.*.self_attn.k_norm": "local",
-    "layers.*.self_attn.o_proj": "row",
-    "layers.*.post_attention_layernorm": "norm",
-    "layers.*.pre_feedforward_layernorm": "norm",
-    "layers.*.mlp": "branch",
-    "layers.*.mlp.gate_proj": "column",
-    "layers.*.mlp.up_proj": "column",
     "layers.*.mlp.gate_up_proj": "column/2",
-    "layers.*.mlp.down_proj": "row",
-    "layers.*.post_feedforward_layernorm": "norm",
-    "norm": "norm",
 }
 _OLMO2: Final = {
     **_LLAMA,
-    "layers.*.self_attn.q_norm": "inner_norm",
-    "layers.*.self_attn.k_norm": "inner_norm",
+    **by_role(inner_norm="layers.*.self_attn.q_norm layers.*.self_attn.k_norm"),
 }
 _GPT2: Final = {
-    "wte": "embedding",
-    "wpe": "table",
-    "h.*.ln_1": "norm",
-    "h.*.attn": "branch",
+    **by_role(
+        embedding="wte",
+        table="wpe",
+        branch="h.*.attn h.*.mlp",
+        column="h.*.mlp.c_fc",
+        row="h.*.attn.c_proj h.*.mlp.c_proj",
+        norm="h.*.ln_1 h.*.ln_2 ln_f",
+    ),
     "h.*.attn.c_attn": "column/3",
-    "h.*.attn.c_proj": "row",
-    "h.*.ln_2": "norm",
-    "h.*.mlp": "branch",
-    "h.*.mlp.c_fc": "column",
-    "h.*.mlp.c_proj": "row",
-    "ln_f": "norm",
 }
-_BERT: Final = {
-    "embeddings.word_embeddings": "embedding",
-    "embeddings.position_embeddings": "table",
-    "embeddings.token_type_embeddings": "table",
-    "embeddings.LayerNorm": "norm",
-    "encoder.layer.*.attention.self": "branch",
-    "encoder.layer.*.attention.self.query": "column",
-    "encoder.layer.*.attention.self.key": "column",
-    "encoder.layer.*.attention.self.value": "column",
-    "encoder.layer.*.attention.output.dense": "row",
-    "encoder.layer.*.attention.output.LayerNorm": "norm",
-    "encoder.layer.*.intermediate": "branch",
-    "encoder.layer.*.intermediate.dense": "column",
-    "encoder.layer.*.output.dense": "row",
-    "encoder.layer.*.output.LayerNorm": "norm",
-    "pooler": "gather",
-}
-_VIT: Final = {
-    "embeddings": "scatter",
-    "layers.*.layernorm_before": "norm",
-    "layers.*.attention": "branch",
-    "layers.*.attention.q_proj": "column",
-    "layers.*.attention.k_proj": "column",
-    "layers.*.attention.v_proj": "column",
-    "layers.*.attention.o_proj": "row",
-    "layers.*.layernorm_after": "norm",
-    "layers.*.mlp": "branch",
-    "layers.*.mlp.fc1": "column",
-    "layers.*.mlp.fc2": "row",
-    "layernorm": "norm",
-    "pooler": "gather",
-}
-_BERT_PREDICTIONS: Final = {
-    "cls.predictions.transform": "token",
-    "cls.predictions.decoder": "head",
-}
+_BERT: Final = by_role(
+    embedding="embeddings.word_embeddings",
+    table="embeddings.position_embeddings embeddings.token_type_embeddings",
+    branch="encoder.layer.*.attention.self encoder.layer.*.intermediate",
+    column="encoder.layer.*.attention.self.query encoder.layer.*.attention.self.key "
+    "encoder.layer.*.attention.self.value encoder.layer.*.intermediate.dense",
+    row="encoder.layer.*.attention.output.dense encoder.layer.*.output.dense",
+    norm="embeddings.LayerNorm encoder.layer.*.attention.output.LayerNorm "
+    "encoder.layer.*.output.LayerNorm",
+    gather="pooler",
+)
+_VIT: Final = by_role(
+    scatter="embeddings",
+    branch="layers.*.attention layers.*.mlp",
+    column="layers.*.attention.q_proj layers.*.attention.k_proj layers.*.attention.v_proj "
+    "layers.*.mlp.fc1",
+    row="layers.*.attention.o_proj layers.*.mlp.fc2",
+    norm="layers.*.layernorm_before layers.*.layernorm_after layernorm",
+    gather="pooler",
+)
+_BERT_PREDICTIONS: Final = by_role(
+    token="cls.predictions.transform", head="cls.predictions.decoder"
+)
 
 
 @dataclass(frozen=True)
