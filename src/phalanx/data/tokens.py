@@ -105,13 +105,8 @@ def prepare(
             written.
         ConfigError: a size is out of range, or the tokenizer does not fit the model.
     """
-    given, wanted = None, 0
-    if tokenizer is None:
-        wanted = _wanted_vocabulary(corpus, model_vocab_size)
-    else:
-        given = load_tokenizer(tokenizer)
-        check_vocabulary(given, model_vocab_size, f"tokenizer {tokenizer}")
-        end_of_text_id(given)  # refuses one that cannot end documents
+    given = None if tokenizer is None else _given_tokenizer(tokenizer, model_vocab_size)
+    wanted = _wanted_vocabulary(corpus, model_vocab_size) if given is None else 0
     source = Corpus(data, corpus.max_bytes, progress or unheard)
     cache = cache_folder(corpus.cache)
     text = source.text(cache, is_follower=is_follower)
@@ -131,6 +126,14 @@ def prepare(
             f"by corpus.validation = {corpus.validation}; lower it, or give more text"
         )
     return files
+
+
+def _given_tokenizer(path: str, model_vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of a file, which must fit the model and end documents."""
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(tokenizer, model_vocab_size, f"tokenizer {path}")
+    end_of_text_id(tokenizer)
+    return tokenizer
 
 
 def _write_tokens(

@@ -117,11 +117,7 @@ def groups_of(
         StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
             split by rows, or a group has parameters of several data types.
     """
-    if isinstance(skeleton.model, nn.ModuleList | nn.ModuleDict):
-        raise StrategyError(
-            f"fsdp: the model is a {type(skeleton.model).__name__}, which has no forward to gather "
-            "for; wrap it in a module that has one, or use dp"
-        )
+    _check_forward(skeleton.model)
     shapes = shapes or {}
     embedding, head = (
         tuple(name for name in names if skeleton.named(name)) for names in ends_of(skeleton.model)
@@ -153,6 +149,14 @@ def groups_of(
     for number in blocks[-1:] if keeps else ():  # its backward is the first of all blocks
         groups[number] = dataclasses.replace(groups[number], is_kept=True)
     return groups
+
+
+def _check_forward(model: nn.Module) -> None:
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise StrategyError(
+            f"fsdp: the model is a {type(model).__name__}, which has no forward to gather for; "
+            "wrap it in a module that has one, or use dp"
+        )
 
 
 def _data_type_of(weights: Iterable[Weight], names: Sequence[str]) -> torch.dtype:
