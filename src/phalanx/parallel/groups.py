@@ -118,7 +118,6 @@ def groups_of(
             split by rows, or a group has parameters of several data types.
     """
     _check_forward(skeleton.model)
-    shapes = shapes or {}
     embedding, head = (
         tuple(name for name in names if skeleton.named(name)) for names in ends_of(skeleton.model)
     )
@@ -128,17 +127,16 @@ def groups_of(
         head: "head",
         ("",): "rest",
     }
-    members = _members(skeleton.weights, places)
+    members, known = _members(skeleton.weights, places), shapes or {}
     groups: list[Group] = []
     for names, place in places.items():
-        own = members[names]
-        if not own:
+        if not (own := members[names]):
             continue
         master = _data_type_of(own, names)
         group = Group(
             place=place,
             names=names,
-            parameters=tuple(Parameter(shapes.get(w, w.shape), w.is_trained) for w in own),
+            parameters=tuple(Parameter(known.get(w, w.shape), w.is_trained) for w in own),
             master=master,
             gathered=compute if compute is not None and place == "block" else master,
             is_kept=keeps and place in ("head", "rest"),
