@@ -143,8 +143,13 @@ def groups_of(
         )
         alike = skeleton.blocks[names[0]] if place == "block" else ()
         groups += [dataclasses.replace(group, names=(name,)) for name in alike] or [group]
+    return _with_last_kept(groups) if keeps else groups
+
+
+def _with_last_kept(groups: list[Group]) -> list[Group]:
+    """Return the groups with the last block kept: its backward is the first of all blocks."""
     blocks = [number for number, group in enumerate(groups) if group.place == "block"]
-    for number in blocks[-1:] if keeps else ():  # its backward is the first of all blocks
+    for number in blocks[-1:]:
         groups[number] = dataclasses.replace(groups[number], is_kept=True)
     return groups
 

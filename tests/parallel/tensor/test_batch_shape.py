@@ -30,7 +30,11 @@ SHAPE = ModelShape(
     vocab_size=11, num_layers=2, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24,
     max_seq_len=16, dropout=0.2, qk_norm=True,
 )  # fmt: skip
-ROLES = {name: role for name, role in DECODER.items() if name.startswith("blocks.")}
+ROLES = {
+    name: role
+    for name, role in DECODER.items()
+    if name.startswith("blocks.") and not name.endswith("output_norm")
+}
 OF_EIGHT = ("tp8:2.5d/2", "tp8:3d")
 SIZES = ((5, 7), (3, 9))
 """Rows and positions of two microbatches, which no layout divides, under way at one time."""
