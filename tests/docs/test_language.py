@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+FRONT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = (*(ROOT / name for name in FRONT), *sorted((ROOT / "docs").glob("*.md")))
 
 RETIRED = {
     r"that of": "repeat the noun",
