@@ -86,7 +86,7 @@ def blocks() -> dict[str, str]:
         for text in of_tests
         for pair in itertools.combinations(sorted(kinds_of(text)), 2)
     }
-    reasons: list[str] = []
+    reasons: dict[str, list[str]] = {}
     rows = [f"| | {' | '.join(FORMS)} |", f"|---|{'---:|' * len(FORMS)}"]
     for axis, forms in FORMS.items():
         cells: list[str] = []
@@ -97,14 +97,16 @@ def blocks() -> dict[str, str]:
                 if reason is None:
                     legal.add(frozenset(kinds_of(left) | kinds_of(right)))
                 else:
-                    text = f"`{Strategy.parse(f'{left},{right}')}`: {reason.partition(': ')[2]}"
-                    reasons.extend([] if text in reasons else [text])
+                    why = reason.partition(": ")[2].partition("; write")[0]
+                    refused = reasons.setdefault(why, [])
+                    text = f"`{Strategy.parse(f'{left},{right}')}`"
+                    refused.extend([] if text in refused else [text])
             cells.append(f"{len(legal & compared)} / {len(legal)}" if legal else "")
         rows.append(f"| **{axis}** | {' | '.join(cells)} |")
     several = [f"`{text}`" for text in of_tests if len(kinds_of(text)) > 1]
     return {
         "pairs": "\n".join(rows),
-        "refusals": "\n".join(f"- {reason}." for reason in reasons),
+        "refusals": "\n".join(f"- {', '.join(of)}: {reason}." for reason, of in reasons.items()),
         "compared": textwrap.fill(" ".join(several), 150, break_on_hyphens=False),
     }
 
