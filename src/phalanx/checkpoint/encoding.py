@@ -18,13 +18,9 @@ _COUNTER: Final = "counter"
 
 
 def encoded(value: Any, what: str) -> Any:
-    """Return a value as JSON has it.
+    """Return a value, the state of `what`, as JSON has it.
 
     Mappings with keys that are no text, counters, tuples and tensors of one number are taken too.
-
-    Args:
-        value: the value.
-        what: it is the state of, for a message.
 
     Raises:
         CheckpointError: it holds what JSON has not, or is nested too deeply to be read again.

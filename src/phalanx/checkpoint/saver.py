@@ -61,11 +61,8 @@ class _Save(NamedTuple):
 class Saver:
     """Saves the checkpoints of a run; as a context it ends with the last of them on the disk.
 
-    Every rank makes one, and calls `begin` and `finish` when the others do.
-
-    Attributes:
-        run: folder of the run.
-        keep: checkpoints to keep, the latest; all if None. It may change between saves.
+    Every rank makes one, and calls `begin` and `finish` when the others do. `keep` may change
+    between saves.
     """
 
     def __init__(

@@ -82,14 +82,9 @@ def measure(
     run: Callable[[SomeConfig, Say], Found],
     prog: str,
 ) -> None:
-    """Read the settings, measure, show what was found, and keep it.
+    """Read the settings from the words after `prog`, measure by `run`, show and keep the findings.
 
-    Args:
-        words: of the command line, after `prog`.
-        name: of the benchmark in its JSON.
-        schema: the dataclass of its settings.
-        run: measures.
-        prog: the command, for its help.
+    The benchmark has this name in its JSON.
 
     Raises:
         ConfigError: a setting is out of range, or this machine lacks what it asks for.

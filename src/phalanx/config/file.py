@@ -26,12 +26,9 @@ RUN_FILE: Final = "config.toml"
 
 
 def read_values(path: str, keys: Mapping[str, Any], *, is_foreign: bool = False) -> dict[str, Any]:
-    """Return the values of a TOML file by dotted key.
+    """Return the values of a TOML file by dotted key, of the types of `keys`.
 
-    Args:
-        path: of the file.
-        keys: type of each value that it may have.
-        is_foreign: whether somebody else may have put it there: then it is no link.
+    One that somebody else may have put there, if `is_foreign`, is no link.
 
     Raises:
         ConfigError: it cannot be read, or has an unknown key or a value of another type.

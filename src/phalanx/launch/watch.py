@@ -125,10 +125,8 @@ class Watch:
     def __init__(self, store: Store, env: RankEnv, timeout_s: float) -> None:
         """Say that this rank is there.
 
-        Args:
-            store: of this call alone, over a connection of its own.
-            env: of this rank.
-            timeout_s: how long a rank or the store may be silent, in seconds.
+        The store is of this call alone, over a connection of its own. A rank and the store may be
+        silent for `timeout_s`.
         """
         self._rank, self._num_ranks, self._here = env.rank, env.num_ranks, env.here
         self._timeout_s = timeout_s

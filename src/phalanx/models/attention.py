@@ -132,10 +132,7 @@ def first_seen(
 ) -> Tensor | None:
     """Return the first position that a query looks at, [B or 1, T, 1]; None if its row's first.
 
-    Args:
-        positions_T: where in their row the queries stand.
-        documents: of those queries.
-        window: as in `attend`.
+    The queries are at `positions_T` of their row, and `documents` are theirs.
     """
     starts_BT1 = None if documents is None else documents[0]
     if window is None:

@@ -44,10 +44,7 @@ from phalanx.parallel.groups import Group
 def use_exchange(model: nn.Module, groups: Sequence[Group], *, has_replicas: bool) -> None:
     """Have FSDP2 gather and reduce by direct exchange, and wait only where it must.
 
-    Args:
-        model: split by `fully_shard`, and with its parameters where they will stay; in place.
-        groups: what travels together.
-        has_replicas: whether the shards have replicas, across dp.
+    The model is split by `fully_shard`, and its parameters are where they will stay.
     """
     last, gathers = LastReduction(), dict[FSDPModule, ExchangeAllGather]()
     # Private, and the only way to have FSDP2 ask for a gather that it waits for later;
@@ -68,9 +65,7 @@ def use_exchange(model: nn.Module, groups: Sequence[Group], *, has_replicas: boo
 def gather_ahead(model: nn.Module, groups: Sequence[Group]) -> None:
     """Have forward gather each block, and the head, while the block before it computes.
 
-    Args:
-        model: split by `fully_shard`; in place. Its blocks run in the order of the groups.
-        groups: what travels together.
+    The blocks of the model, which `fully_shard` has split, run in the order of the groups.
     """
     computing = [group.names for group in groups if group.place in ("block", "head")]
     modules = [cast(FSDPModule, model.get_submodule(first)) for first, *_ in computing]

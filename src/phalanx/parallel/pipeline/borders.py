@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.parallel.pipeline.links import CutChain
 from phalanx.parallel.pipeline.outline import Form, form_of, write
@@ -54,19 +55,11 @@ class Borders:
             if (form := form_of(output)) is not None:
                 forms[name] = form
 
-        handles = [
-            handle
-            for stage, of_stage in enumerate(names)
-            for name in of_stage
-            for handle in (
-                self._copy.get_submodule(name).register_forward_pre_hook(
-                    functools.partial(before, stage), with_kwargs=True
-                ),
-                self._copy.get_submodule(name).register_forward_hook(
-                    functools.partial(after, name)
-                ),
-            )
-        ]
+        handles: list[RemovableHandle] = []
+        for stage, name in ((stage, name) for stage, own in enumerate(names) for name in own):
+            module, enters = self._copy.get_submodule(name), functools.partial(before, stage)
+            handles.append(module.register_forward_pre_hook(enters, with_kwargs=True))
+            handles.append(module.register_forward_hook(functools.partial(after, name)))
         try:
             self._run(self._copy, microbatch)
             return [

@@ -61,10 +61,7 @@ def cut_of(strategy: Strategy, shape: ModelShape) -> tuple[range, ...]:
 def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[range, ...]:
     """Return the links of each stage of a chain: those that the strategy names, or the best cut.
 
-    Args:
-        strategy: how many stages there are, and perhaps where.
-        costs: of each link.
-        layers: what they are, in words.
+    Each link has a cost; `layers` are their words for a message.
 
     Raises:
         StrategyError: there are more stages than links, or the strategy names other numbers.

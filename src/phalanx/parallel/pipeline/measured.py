@@ -29,12 +29,8 @@ def link_times(
 ) -> list[tuple[float, float]]:
     """Return the median seconds of forward and of backward of each link, of `num_rounds` rounds.
 
-    One round more goes before, in which buffers are made.
-
-    Args:
-        stages: of one link each, all of them here.
-        forward: as `Stages.run` takes it, and a sum of losses in the end.
-        num_rounds: at least 1.
+    One round more goes before, in which buffers are made. The stages are of one link each, all of
+    them here, and `forward` is as `Stages.run` takes it: in the end a sum of losses.
     """
     stages.prepare()
     rounds = [_one_round(stages, forward) for _ in range(1 + num_rounds)][1:]

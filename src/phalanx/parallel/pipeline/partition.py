@@ -82,14 +82,10 @@ def _best_cut(
     value: Callable[[float, float], float],
     most: float = math.inf,
 ) -> list[range] | None:
-    """Return the cut of least value, or None if none fits.
+    """Return the cut of least value whose stages cost `most`, or None if none fits.
 
-    Args:
-        upto: cost of the layers before each, and of all.
-        num_stages: of the cut.
-        fits: which stages are allowed; all if None.
-        value: of a cut, from the value of its stages but the last, and the cost of the last.
-        most: that a stage may cost.
+    `upto` has the cost of the layers before each, and of all; `value` makes a cut's value of the
+    value of its stages but the last, and the cost of the last.
     """
     num_layers = len(upto) - 1
     # Number of layers -> value and stages of the best cut of that many of the first.

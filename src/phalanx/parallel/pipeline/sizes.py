@@ -42,13 +42,9 @@ class Sizes:
     def announce(
         self, stage: int, microbatch: Any, tensor: Tensor, outline: Outline
     ) -> list[Tensor]:
-        """Return what to send before an activation; nothing where the receiver knows its sizes.
+        """Return what to send `stage` before an activation; nothing where it knows its sizes.
 
-        Args:
-            stage: that is to receive the activation.
-            microbatch: of which it is.
-            tensor: the activation.
-            outline: `Stages.outline` with it, which is sent if it is not the last one.
+        The outline, `Stages.outline` with it, is sent if it is not the last one.
 
         Raises:
             StrategyError: the tensor is of a data type that stages do not send.

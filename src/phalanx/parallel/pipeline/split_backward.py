@@ -38,11 +38,8 @@ def backward_input(
 ) -> Groups:
     """Leave the gradient in `received.grad`, and return what `backward_weights` needs.
 
-    Args:
-        output: of the stage; its graph is only good for `backward_weights` afterwards.
-        gradient: of the output; None for a loss.
-        received: the stage's input, a leaf; None in the first stage, which has only weights.
-        weights: of the stage.
+    The graph of the stage's output is only good for `backward_weights` afterwards. The gradient of
+    a loss is None, and so is the input of the first stage, which has only weights.
     """
     if received is None:
         edge = get_gradient_edge(output)

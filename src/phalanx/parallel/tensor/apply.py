@@ -46,15 +46,7 @@ def apply(
     bindings: Sequence[RoleBinding],
     parameters: Sequence[Placed],
 ) -> None:
-    """Split a model over tp, in place, by a layout on the ranks of the job.
-
-    Args:
-        model: of which `skeleton` is; it may be another object.
-        skeleton: of what the rank has.
-        layout: over the ranks.
-        bindings: the roles of the modules in `skeleton`.
-        parameters: its parameters.
-    """
+    """Split the model of a skeleton, or another like it, over tp, in place."""
     rows = {name: row for row in parameters for name in skeleton.named(row.weight.name)}
     shards = {p: _shard(p, rows[name], layout) for name, p in model.named_parameters()}
     for buffer in model.buffers():

@@ -22,13 +22,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def mask_of(base: nn.Module, known: Base, values: Mapping[str, Any]) -> Mask:
-    """Return the mask of each layer of a known model, or one for all layers.
-
-    Args:
-        base: the model.
-        known: its entry in the tables.
-        values: the arguments of its forward.
-    """
+    """Return the masks of a known model's layers, or one for all, by its forward's arguments."""
     config: Any = base.config
     if known.sees != "by layer":
         window = config.sliding_window if known.sees == "window" else None
