@@ -55,7 +55,7 @@ class _Map(Function):
 
 
 class Composite(Generic[_Owner]):
-    """A function of an object and of tensors, as one operator to PyTorch.
+    """A method of an object, as one operator to PyTorch.
 
     PyTorch's operators take tensors and numbers; a context variable holds the object, such as a
     layout of tp, while the operator runs.
@@ -64,21 +64,21 @@ class Composite(Generic[_Owner]):
     def __init__(
         self,
         schema: str,
-        function: Callable[..., Any],
         flops: Callable[..., int],
     ) -> None:
         """Register the operator.
 
         Args:
-            schema: name, arguments and results, as `torch.library` writes them.
-            function: called with the object, then with the arguments of the schema.
+            schema: name, arguments and results, as `torch.library` writes them. The object has a
+                method of this name, called with the arguments but the last, which is for the count
+                of FLOPs alone.
             flops: called with the arguments' shapes, see `torch.utils.flop_counter`.
         """
         name = schema.partition("(")[0]
         self._owner: ContextVar[_Owner] = ContextVar(name)
 
         def run(*args: Any) -> Any:
-            return function(self._owner.get(), *args)
+            return getattr(self._owner.get(), name)(*args[:-1])
 
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

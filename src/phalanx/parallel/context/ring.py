@@ -79,11 +79,16 @@ class Ring:
             ends_BT = self._ends(documents[1][..., 0], positions_T.expand(num_rows, -1))
         return cast(Tensor, _RingAttention.apply(self, q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT))
 
-    def forward(
-        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, sight: Sight
+    def ring_attention(
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        starts_BT: Tensor | None,
+        ends_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return what the queries mix of the values, like q_BTHK, and lse_BTH over all keys."""
-        mixed = Mixed(q_BTHK)
+        mixed, sight = Mixed(q_BTHK), Sight(self.is_causal, starts_BT, ends_BT)
         for hop in self._hops(torch.stack((k_BTGK, v_BTGK))):
             for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]):
                 mixed.add(q_BTHK, hop.kv[0], hop.kv[1], queries, keys, sight)
@@ -182,19 +187,6 @@ def _chunks(numbers: Sequence[int], num_held: int) -> list[Chunk]:
     ]
 
 
-def _attend(
-    ring: Ring,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGK: Tensor,
-    starts_BT: Tensor | None,
-    ends_BT: Tensor | None,
-    num_pairs: int,
-) -> tuple[Tensor, Tensor]:
-    del num_pairs  # for the count of FLOPs alone
-    return ring.forward(q_BTHK, k_BTGK, v_BTGK, Sight(ring.is_causal, starts_BT, ends_BT))
-
-
 def _flops(q_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
     num_rows, _, num_heads, width = q_shape
     num_pairs: int = args[-1]
@@ -204,7 +196,6 @@ def _flops(q_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
 _ATTENTION: Composite[Ring] = Composite(
     "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? ends, int num_pairs)"
     " -> (Tensor, Tensor)",
-    _attend,
     _flops,
 )
 

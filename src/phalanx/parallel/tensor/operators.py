@@ -87,18 +87,6 @@ def without_gradient(tensor: Tensor) -> Tensor:
     return mapped(tensor, lambda x: x.view_as(x), torch.zeros_like)
 
 
-def _column(
-    layout: Layout, x: Tensor, weights: Sequence[Tensor], length: int, num_inner: int
-) -> list[Tensor]:
-    del num_inner  # for the count of FLOPs alone
-    return layout.column_parallel_linear(x, weights, length)
-
-
-def _row(layout: Layout, x: Tensor, weight: Tensor, num_inner: int) -> Tensor:
-    del num_inner
-    return layout.row_parallel_linear(x, weight)
-
-
 def _column_flops(
     _: Any,
     weight_shapes: Sequence[Sequence[int]],
@@ -119,11 +107,10 @@ def _row_flops(
 
 _COLUMN: Composite[Layout] = Composite(
     "column_parallel_linear(Tensor x, Tensor[] weights, int length, int num_inner) -> Tensor[]",
-    _column,
     _column_flops,
 )
 _ROW: Composite[Layout] = Composite(
-    "row_parallel_linear(Tensor x, Tensor weight, int num_inner) -> Tensor", _row, _row_flops
+    "row_parallel_linear(Tensor x, Tensor weight, int num_inner) -> Tensor", _row_flops
 )
 
 
