@@ -11,8 +11,7 @@ from rich.console import Console
 
 from phalanx.account.parameters import num_parameters
 from phalanx.cli import script
-from phalanx.cli.config_view import show_config
-from phalanx.cli.screen import Preparation, print_json, say, screen
+from phalanx.cli.screen import Preparation, print_json, say, screen, show_config
 from phalanx.config import TrainConfig
 from phalanx.config.fields import value_at
 from phalanx.config.load import Loaded, load_config, unfound_paths

@@ -14,8 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.cli import script
-from phalanx.cli.config_view import show_config
-from phalanx.cli.screen import print_json, screen
+from phalanx.cli.screen import print_json, screen, show_config
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, check_values, settings, value_at
 from phalanx.config.law import check_warmup
