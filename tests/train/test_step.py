@@ -85,6 +85,14 @@ def test_scaling_gives_the_limit_and_leaves_small_gradients_alone(p: float) -> N
     assert gradient_norm([], Counting({}), p).dtype == torch.float64  # as a stage that has some
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_millions_of_elements_loses_none(dtype: torch.dtype) -> None:
+    gradient = torch.randn(8_000_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for p in (1.0, 2.0):
+        expected = float(gradient.double().norm(p))
+        assert float(gradient_norm([gradient], Counting({}), p)) == pytest.approx(expected, 1e-5)
+
+
 def test_learning_rate_rises_in_a_line_and_falls_by_half_a_cosine() -> None:
     config = OptimizerConfig(lr=2.0, min_lr_ratio=0.1, warmup_steps=3)
     rates = [learning_rate(config, step, 14) for step in range(14)]

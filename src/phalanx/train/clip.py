@@ -15,9 +15,12 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from phalanx.comm.comm import Comm, local_shard
+
+_PIECE = 1 << 14
+"""Elements that one norm covers on a CPU. It adds them in order in 32 bits: of 38 million, one norm
+is 0.3 % too small with p = 2 and 10 % with p = 1."""
 
 
 def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0) -> torch.Tensor:
@@ -47,12 +50,18 @@ def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0)
 
 
 def _power_sum(shards: list[torch.Tensor], p: float) -> torch.Tensor:
-    """Return sum |x|^p over all elements, or max |x| for p = inf; 0 without elements."""
-    filled = [shard for shard in shards if shard.numel()]  # an uneven shard may be empty
-    if not filled:
-        return torch.zeros((), dtype=shards[0].dtype, device=shards[0].device)
-    norm = get_total_norm(filled, p)
-    return norm if math.isinf(p) else norm.pow(p)
+    """Return sum |x|^p over all elements, or max |x| for p = inf, float64; 0 without elements."""
+    total = torch.zeros((), dtype=torch.float64, device=shards[0].device)
+    pieces: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for shard in shards:
+        if shard.numel():  # an uneven shard may be empty
+            size = _PIECE if shard.device.type == "cpu" else shard.numel()
+            pieces[shard.dtype] += shard.reshape(-1).split(size)
+    for dtype, each in pieces.items():  # one kernel for many on a GPU
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(each, p, wide)).double()  # pyright: ignore[reportPrivateUsage]
+        total = total.maximum(norms.max()) if math.isinf(p) else total + norms.pow(p).sum()
+    return total
 
 
 def scale_to(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
