@@ -114,20 +114,15 @@ def count(case: Case) -> Counted:
     Raises:
         StrategyError: the strategy does not split such a decoder.
     """
-    compute: torch.dtype = getattr(torch, case.precision)
-    with torch.device("meta"):
-        model = Decoder(case.shape).to(torch.promote_types(compute, torch.float32))
-    model.compute_dtype = compute
-    if not case.has_casts:
-        model.blocks.to(compute)
-    live, kernel_mode, (block, *_) = _Live(), _Kernels(case.device), model.blocks
+    model = decoder_of(case)
+    live, kernel_mode, (block, *_) = _Live(), Kernels(case.device), model.blocks
     block.forward = MethodType(functools.partial(_marked, live, kernel_mode), block)
-    Plan(case.strategy, model, compute=compute).apply(Counting(case.strategy.mesh_axes()))
+    split(case, model)
     for module in (block, model.norm):
         module.register_forward_pre_hook(live.mark)
-    labels_BT = torch.empty(case.num_sequences, case.seq_len, dtype=torch.int64, device="meta")
+    labels_BT = labels_of(case)
     with kernels.assumed(case.device), kernel_mode, live:
-        batch = _batch(case)  # alive until the end, as a step has it
+        batch = batch_of(case)  # alive until the end, as a step has it
         loss = model(labels_BT=labels_BT, **batch)
         end = live.now_with_flops()
         if case.strategy.recompute.kind != "none":
@@ -150,7 +145,30 @@ def count(case: Case) -> Counted:
     )
 
 
-def _batch(case: Case) -> dict[str, Any]:
+def decoder_of(case: Case) -> Decoder:
+    """Return a decoder of one block on the meta device, not yet split."""
+    compute: torch.dtype = getattr(torch, case.precision)
+    with torch.device("meta"):
+        model = Decoder(case.shape).to(torch.promote_types(compute, torch.float32))
+    model.compute_dtype = compute
+    if not case.has_casts:
+        model.blocks.to(compute)
+    return model
+
+
+def split(case: Case, model: Decoder) -> None:
+    """Split a decoder as on a rank of the case, in place."""
+    compute: torch.dtype = getattr(torch, case.precision)
+    Plan(case.strategy, model, compute=compute).apply(Counting(case.strategy.mesh_axes()))
+
+
+def labels_of(case: Case) -> Tensor:
+    """Return labels of one microbatch, on the meta device."""
+    return torch.empty(case.num_sequences, case.seq_len, dtype=torch.int64, device="meta")
+
+
+def batch_of(case: Case) -> dict[str, Any]:
+    """Return what a decoder reads of one microbatch besides its labels, on the meta device."""
     rows, length = case.num_sequences, case.seq_len
     ints = functools.partial(torch.empty, dtype=torch.int64, device="meta")
     documents: Documents | None = None
@@ -212,9 +230,9 @@ class _Live(TorchDispatchMode):
             out = func(*args, **kwargs)
         if packet in flop_registry and "attention" not in str(packet):
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        given = {_id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {storage_id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.ndim and _id(x) not in given:
+            if isinstance(x, Tensor) and x.ndim and storage_id(x) not in given:
                 self._add(x.untyped_storage())
         return out
 
@@ -231,11 +249,11 @@ class _Live(TorchDispatchMode):
         self.now += num_bytes
 
 
-def _id(x: Tensor) -> int:
+def storage_id(x: Tensor) -> int:
     return cast(Any, x.untyped_storage())._cdata
 
 
-def _marked(live: _Live, kernel_mode: _Kernels, block: Block, *args: Any) -> Tensor:
+def _marked(live: _Live, kernel_mode: Kernels, block: Block, *args: Any) -> Tensor:
     """Run a block's own forward, and note where backward begins and ends to run it again."""
     if live.is_backward:
         live.again[0] = live.now_with_flops()
@@ -253,15 +271,15 @@ class _FusedNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=wide), weight)
-        return torch.empty_like(x)
+        return x.neg()  # which reads and writes as much
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
-        _, _, weight = ctx.saved_tensors
-        return torch.empty_like(grad_outputs[0]), torch.empty_like(weight)
+        x, _, weight = ctx.saved_tensors
+        return grad_outputs[0] + x, torch.empty_like(weight)
 
 
-class _Kernels(TorchFunctionMode):
+class Kernels(TorchFunctionMode):
     """Calls by their names the fused kernels that PyTorch would choose on a device."""
 
     def __init__(self, device: Device) -> None:

@@ -137,7 +137,11 @@ class _RowParallelLinear(Function):
     def forward(ctx: Any, layout: Layout, x: Tensor, weight: Tensor) -> Tensor:
         ctx.layout = layout
         ctx.save_for_backward(x, weight)
-        return _ROW(layout, x, weight, layout.row.num_shards(1, layout.comm))
+        comm = layout.comm
+        num_residuals = math.prod(layout.residual.num_shards(dim, comm) for dim in range(3))
+        # Ranks that hold the same residual have made each a part of its sum.
+        num_inner = layout.row.num_shards(1, comm) * num_residuals // comm.size("tp")
+        return _ROW(layout, x, weight, num_inner)
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,156 @@
+"""The operations of one microbatch on one rank: what each multiplies, reads and writes.
+
+As the bytes that a block keeps (count.py), they are seen by running a decoder of one block on the
+meta device, split as on a rank. Backward runs too, and what it runs again of the block.
+
+    embedding -> [block] -> norm, head       forward
+    inputs       block      head
+    inputs     <- [again, backward] <- head  backward
+
+The numbers of a microbatch of R sequences are those of one: rows of products, FLOPs and bytes grow
+with R, but the bytes of weights do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from phalanx.account.count import (
+    Case,
+    Kernels,
+    batch_of,
+    decoder_of,
+    labels_of,
+    split,
+    storage_id,
+)
+from phalanx.models import kernels
+from phalanx.models.decoder import Block
+from phalanx.models.shape import causal_pairs
+
+_FREE = ("empty", "new_empty", "empty_like", "_unsafe_view", "arange", "scalar_tensor")
+"""Operators of no kernel, and small ones that a step runs once."""
+
+
+class Operation(NamedTuple):
+    """A kernel call.
+
+    Attributes:
+        name: of the operator.
+        flops: of a product or of attention; 0 of others.
+        num_bytes: read and written.
+        product: rows, columns and inner size of a product of matrices; zeros of others.
+    """
+
+    name: str
+    flops: int
+    num_bytes: int
+    product: tuple[int, int, int] = (0, 0, 0)
+
+
+class Work(NamedTuple):
+    """What one rank runs for one microbatch, by part; see the drawing above.
+
+    Attributes:
+        inputs: the embedding, forward and backward.
+        block: forward of one block.
+        backward: of one block.
+        again: what backward runs again of one block.
+        head: the last norm, the output projection and the loss, forward and backward.
+    """
+
+    inputs: tuple[Operation, ...]
+    block: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    again: tuple[Operation, ...]
+    head: tuple[Operation, ...]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def work_of(case: Case) -> Work:
+    """Return the operations of a case by running it on the meta device; each case runs once.
+
+    Raises:
+        StrategyError: the strategy does not split such a decoder.
+    """
+    model, seen = decoder_of(case), _Operations(case)
+    kernel_mode, (block, *_) = Kernels(case.device), model.blocks
+    block.forward = MethodType(functools.partial(_seen, seen, kernel_mode), block)
+    split(case, model)
+    model.norm.register_forward_pre_hook(seen.enter_head)
+    with kernels.assumed(case.device), kernel_mode, seen:
+        batch = batch_of(case)
+        loss = model(labels_BT=labels_of(case), **batch)
+        seen.is_backward = True
+        loss.backward()
+    return Work(*(tuple(seen.parts[name]) for name in Work._fields))
+
+
+class _Operations(TorchDispatchMode):
+    """Notes each operator that is run, by the part of the model that runs it."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.parts: dict[str, list[Operation]] = {name: [] for name in Work._fields}
+        self.part, self.is_backward = "inputs", False
+        window = case.shape.window
+        self._seen = causal_pairs(case.seq_len, window) / case.seq_len**2
+
+    def enter_head(self, _module: Any, args: tuple[Tensor, ...]) -> None:
+        """Begin the head, whose backward ends with the gradient of the residual that it reads."""
+        self.part = "head"
+        args[0].register_hook(lambda _: self.enter("backward"))
+
+    def enter(self, part: str) -> None:
+        self.part = part
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        out = func(*args, **kwargs)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        name = str(packet).split(".", 1)[-1]
+        known = {storage_id(x) for x in inputs}
+        is_view = not func._schema.is_mutable and all(storage_id(x) in known for x in outputs)
+        if name in _FREE or is_view or not any(x.ndim for x in outputs):
+            return out
+        flops, num_bytes, product = 0, sum(map(_nbytes, (*inputs, *outputs))), (0, 0, 0)
+        if "embedding" in name or "index_add" in name:  # reads and writes the rows alone
+            num_bytes = 2 * min(map(_nbytes, (x for x in (*inputs, *outputs) if x.ndim > 1)))
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            if "attention" in name:
+                flops = int(flops * self._seen)
+            else:
+                inner = inputs[0].shape[-1]
+                rows = max(x.shape[:-1].numel() for x in (inputs[0], outputs[0]))
+                product = rows, flops // (2 * rows * inner), inner
+        self.parts[self.part].append(Operation(name, flops, num_bytes, product))
+        return out
+
+
+def _seen(seen: _Operations, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any) -> Tensor:
+    """Run a block's own forward, and note where it and its backward begin and end."""
+    seen.enter("again" if seen.is_backward else "block")
+    if not seen.is_backward and x.requires_grad:
+        x.register_hook(lambda _: seen.enter("inputs"))
+    try:
+        with kernel_mode:  # backward runs without the modes around it
+            return Block.forward(block, x, *args)
+    finally:
+        seen.enter("backward")
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
