@@ -48,12 +48,14 @@ class Operation(NamedTuple):
         flops: of a product or of attention; 0 of others.
         num_bytes: read and written.
         product: rows, columns and inner size of a product of matrices; zeros of others.
+        scores: of attention, all queries times all keys, masked ones too; 0 of others.
     """
 
     name: str
     flops: int
     num_bytes: int
     product: tuple[int, int, int] = (0, 0, 0)
+    scores: int = 0
 
 
 class Work(NamedTuple):
@@ -103,6 +105,8 @@ class _Operations(TorchDispatchMode):
         self.part, self.is_backward = "inputs", False
         window = case.shape.window
         self._seen = causal_pairs(case.seq_len, window) / case.seq_len**2
+        heads = case.shape.num_heads / case.strategy.tp.degree / case.strategy.cp.degree
+        self._num_scores = int(case.num_sequences * heads * case.seq_len**2)
 
     def enter_head(self, _module: Any, args: tuple[Tensor, ...]) -> None:
         """Begin the head, whose backward ends with the gradient of the residual that it reads."""
@@ -125,18 +129,20 @@ class _Operations(TorchDispatchMode):
         is_view = not func._schema.is_mutable and all(storage_id(x) in known for x in outputs)
         if name in _FREE or is_view or not any(x.ndim for x in outputs):
             return out
-        flops, num_bytes, product = 0, sum(map(_nbytes, (*inputs, *outputs))), (0, 0, 0)
+        num_bytes, product = sum(map(_nbytes, (*inputs, *outputs))), (0, 0, 0)
+        flops = scores = 0
         if "embedding" in name or "index_add" in name:  # reads and writes the rows alone
             num_bytes = 2 * min(map(_nbytes, (x for x in (*inputs, *outputs) if x.ndim > 1)))
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             if "attention" in name:
                 flops = int(flops * self._seen)
+                scores = self._num_scores
             else:
                 inner = inputs[0].shape[-1]
                 rows = max(x.shape[:-1].numel() for x in (inputs[0], outputs[0]))
                 product = rows, flops // (2 * rows * inner), inner
-        self.parts[self.part].append(Operation(name, flops, num_bytes, product))
+        self.parts[self.part].append(Operation(name, flops, num_bytes, product, scores))
         return out
 
 

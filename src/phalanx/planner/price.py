@@ -1,0 +1,376 @@
+"""What a step of a strategy costs on a cluster: time by cause, and memory by cause and stage.
+
+It prices what `train` runs: the operations of a block, counted on the meta device
+(account/work.py), the traffic of the plan, its cut and its schedule. No process is started.
+
+    a stage     forward  = blocks x block + collectives of tp and cp
+                backward = blocks x (backward + again) + their collectives
+    the step    the schedule of the pipeline with these times, messages included
+                + what dp and fsdp send beyond what compute hides + the optimizer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from phalanx.account.count import Case, kind_of
+from phalanx.account.flops import step_flops
+from phalanx.account.work import Work, work_of
+from phalanx.comm.axes import axes_of
+from phalanx.comm.ledger import Entry
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.pipeline.cut import schedule_of
+from phalanx.parallel.pipeline.schedule import Action, Schedule
+from phalanx.parallel.pipeline.simulate import Timeline, simulate
+from phalanx.parallel.plan import Plan, plan_decoder
+from phalanx.planner import kernels, network
+from phalanx.planner.machine import Cluster
+from phalanx.planner.software import Software
+from phalanx.strategy import Axis, Strategy
+
+_ADAM_BYTES = 7
+"""Words of 32 bits that AdamW reads and writes of a parameter: it, its gradient and two moments."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A step to be priced.
+
+    Attributes:
+        microbatch: sequences in one forward pass of one rank.
+        accumulation: microbatches of one step.
+        precision: data type of the arithmetic.
+    """
+
+    shape: ModelShape
+    strategy: Strategy
+    seq_len: int
+    microbatch: int
+    accumulation: int
+    precision: str = "bfloat16"
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step of the whole job."""
+        replicas = self.strategy.dp.degree * self.strategy.fsdp.degree
+        return self.microbatch * self.accumulation * replicas
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one stage for one microbatch, its collectives included."""
+
+    forward: float
+    backward: float
+    message: float
+    """Of what it sends to another stage, either way."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a step, by cause; see the drawing above.
+
+    Attributes:
+        compute_s: of the operations of the busiest rank.
+        tensor_s: collectives of tp on that rank, which nothing hides.
+        context_s: of cp.
+        bubble_s: in which that rank waits for other stages, messages included.
+        sent_s: what dp and fsdp send in all.
+        exposed_s: the part of it that compute does not hide.
+        optimizer_s: of the step of AdamW.
+        model_flops: of the step of the whole job, attention causal.
+        full_flops: the same with full attention.
+        peak_flops: of all devices, in a second.
+    """
+
+    compute_s: float
+    tensor_s: float
+    context_s: float
+    bubble_s: float
+    sent_s: float
+    exposed_s: float
+    optimizer_s: float
+    model_flops: float
+    full_flops: float
+    peak_flops: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        parts = self.compute_s, self.tensor_s, self.context_s, self.bubble_s
+        return sum(parts) + self.exposed_s + self.optimizer_s
+
+    @property
+    def theoretical_s(self) -> float:
+        """Model FLOPs over the peak of all devices."""
+        return self.model_flops / self.peak_flops
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of causal attention over peak."""
+        return self.theoretical_s / self.step_s
+
+    @property
+    def mfu_full(self) -> float:
+        """The same, with full attention counted."""
+        return self.full_flops / self.peak_flops / self.step_s
+
+
+def price(request: Request, cluster: Cluster, software: Software) -> Price:
+    """Price a step.
+
+    Raises:
+        StrategyError: the strategy does not split the model.
+        ConfigError: the cluster has fewer devices.
+    """
+    strategy, shape = request.strategy, request.shape
+    job = cluster.of(strategy.num_ranks)
+    costs = _Costs(request, job, software)
+    times = costs.stages()
+    pp = strategy.pp.degree
+    busy = _busiest(times, costs.schedule)
+    compute_s = request.accumulation * sum(times[s].forward + times[s].backward for s in busy)
+    of_axes = [costs.per_stage[s] for s in busy]
+    tensor_s = request.accumulation * sum(each.tensor_s for each in of_axes)
+    context_s = request.accumulation * sum(each.context_s for each in of_axes)
+    pipeline_s = compute_s if pp == 1 else _pipeline_s(strategy, request.accumulation, tuple(times))
+    sent_s = costs.sent_s()
+    hidden_s = min(software.overlap * (compute_s - tensor_s - context_s), sent_s)
+    flops = {
+        kind: step_flops(shape, request.seq_len, request.num_sequences, kind).model
+        for kind in ("causal", "full")
+    }
+    return Price(
+        compute_s=compute_s - tensor_s - context_s,
+        tensor_s=tensor_s,
+        context_s=context_s,
+        bubble_s=max(0.0, pipeline_s - compute_s),
+        sent_s=sent_s,
+        exposed_s=max(sent_s - hidden_s, 0.5 * (1 - software.overlap) * sent_s),
+        optimizer_s=costs.optimizer_s(),
+        model_flops=flops["causal"],
+        full_flops=flops["full"],
+        peak_flops=job.totals.flops,
+    )
+
+
+class _Seconds(NamedTuple):
+    """Seconds of the parts of `Work`."""
+
+    inputs: float
+    block: float
+    backward: float
+    again: float
+    head: float
+
+
+@dataclass(frozen=True)
+class _OfStage:
+    compute_forward_s: float
+    compute_backward_s: float
+    tensor_s: float
+    context_s: float
+    message_s: float
+
+
+class _Costs:
+    """The times of the parts of one request."""
+
+    def __init__(self, request: Request, job: Cluster, software: Software) -> None:
+        self._request, self._job, self._software = request, job, software
+        self._compute: torch.dtype = getattr(torch, request.precision)
+        self.plan = _plan(request.strategy, request.shape, request.precision)
+        self.schedule: Schedule | None = self.plan.schedule(request.accumulation)
+        self.per_stage: list[_OfStage] = []
+
+    def stages(self) -> list[StageTimes]:
+        """Return the times of each stage of the pipeline, or of the one there is."""
+        request = self._request
+        shape, last = request.shape, request.shape.num_layers + 1
+        windows = {shape.window_of(number) for number in range(shape.num_layers)}
+        works = {window: self._seconds(self._work(window)) for window in windows}
+        times: list[StageTimes] = []
+        for links in self.plan.cut or [range(last + 1)]:
+            self.per_stage.append(self._of_stage(links, works))
+            of = self.per_stage[-1]
+            comm_s = of.tensor_s + of.context_s
+            forward_part = comm_s / 2 if request.strategy.recompute.kind == "none" else comm_s / 3
+            times.append(
+                StageTimes(
+                    of.compute_forward_s + forward_part,
+                    of.compute_backward_s + comm_s - forward_part,
+                    of.message_s,
+                )
+            )
+        return times
+
+    def _of_stage(self, links: Iterable[int], works: dict[int | None, _Seconds]) -> _OfStage:
+        shape, last = self._request.shape, self._request.shape.num_layers + 1
+        forward = backward = 0.0
+        blocks = 0
+        any_work = next(iter(works.values()))
+        for link in links:
+            if link == 0:
+                forward += any_work.inputs
+            elif link == last:  # the loss makes its gradients with it
+                forward += any_work.head
+            else:
+                work = works[shape.window_of(link - 1)]
+                forward += work.block
+                backward += work.backward + work.again
+                blocks += 1
+        tensor_s, context_s = self._of_axes(blocks)
+        return _OfStage(forward, backward, tensor_s, context_s, self._message_s())
+
+    def _seconds(self, work: Work) -> _Seconds:
+        device, software = self._job.device, self._software
+        return _Seconds(*(kernels.seconds(part, device, software) for part in work))
+
+    def _work(self, window: int | None) -> Work:
+        request = self._request
+        strategy = request.strategy
+        kept = strategy.recompute
+        if kept.segment_size(request.shape.num_layers) is not None:
+            kept = dataclasses.replace(kept, kind="full", option=None)
+        is_cuda = self._job.device.kind != "cpu"
+        return work_of(
+            Case(
+                shape=kind_of(request.shape, window, request.seq_len),
+                strategy=Strategy(tp=strategy.tp, cp=strategy.cp, recompute=kept),
+                seq_len=request.seq_len,
+                num_sequences=request.microbatch,
+                precision=request.precision,
+                device="cuda" if is_cuda else "cpu",
+                has_casts=strategy.tp.degree == strategy.fsdp.degree == 1,
+            )
+        )
+
+    def _of_axes(self, num_blocks: int) -> tuple[float, float]:
+        """Return the seconds of tp's and of cp's collectives in a stage, for one microbatch."""
+        blocks_here = self._blocks_of_first
+        part = num_blocks / max(1, blocks_here)
+        tensor_s = sum(self._entry_s(e) for e in self._of_microbatch if e.axis.startswith("tp"))
+        context_s = sum(self._entry_s(e) for e in self._of_microbatch if e.axis == "cp")
+        return tensor_s * part, context_s * part
+
+    @functools.cached_property
+    def _blocks_of_first(self) -> int:
+        """Blocks on the first rank of the pipeline, whose traffic the plan states."""
+        last = self._request.shape.num_layers + 1
+        if self.plan.cut is None or self.schedule is None:
+            return last - 1
+        stages = self.schedule.stages_of(0)
+        return sum(0 < link < last for stage in stages for link in self.plan.cut[stage])
+
+    @functools.cached_property
+    def _traffic(self) -> tuple[list[Entry], list[Entry]]:
+        """The traffic of a step of one microbatch, and of a step of two."""
+        size = (self._request.microbatch, self._request.seq_len)
+        return self.plan.traffic([size]), self.plan.traffic([size] * 2)
+
+    @functools.cached_property
+    def _of_microbatch(self) -> list[Entry]:
+        """What each microbatch adds."""
+        one, two = self._traffic
+        before = {(e.phase, e.axis, e.op): e for e in one}
+        return [_less(each, before.get((each.phase, each.axis, each.op))) for each in two]
+
+    def _entry_s(self, entry: Entry) -> float:
+        strategy = self._request.strategy
+        axes = strategy.mesh_axes()
+        group = network.group_of(axes, axes_of(entry.axis, axes))
+        return network.seconds(
+            group, entry.sent_bytes, entry.calls, self._job, self._software
+        )
+
+    def _message_s(self) -> float:
+        """Return the time of one message between stages."""
+        strategy = self._request.strategy
+        sent = [e for e in self._of_microbatch if e.axis == "pp" and e.op == "send" and e.calls]
+        if not sent:
+            return 0.0
+        each_bytes = sum(e.sent_bytes for e in sent) / sum(e.calls for e in sent)
+        if self._software.sends_parts:
+            each_bytes /= strategy.tp.degree
+        axes = strategy.mesh_axes()
+        group = network.group_of(axes, ("pp",))
+        return network.seconds(group, each_bytes, 1, self._job, self._software)
+
+    def sent_s(self) -> float:
+        """Return the time in which the step sends gradients and weights, over dp and fsdp."""
+        per = sum(self._entry_s(e) for e in self._of_microbatch if _is_of_data(e))
+        once = sum(self._entry_s(e) for e in self._traffic[0] if _is_of_data(e))
+        return max(0.0, once - per) + per * self._request.accumulation
+
+    def optimizer_s(self) -> float:
+        """Return the time of the step of AdamW, which memory bounds."""
+        held = self.plan.holds(self._request.accumulation)
+        words = _ADAM_BYTES * held.parameter_bytes
+        return words / (self._job.device.bandwidth * kernels.MEMORY)
+
+
+def _is_of_data(entry: Entry) -> bool:
+    is_other = entry.axis.startswith("tp") or entry.axis in ("pp", "cp")
+    return not is_other and entry.phase != "agree"
+
+
+def _less(entry: Entry, other: Entry | None) -> Entry:
+    if other is None:
+        return entry
+    return dataclasses.replace(
+        entry,
+        calls=entry.calls - other.calls,
+        payload_bytes=entry.payload_bytes - other.payload_bytes,
+        sent_bytes=entry.sent_bytes - other.sent_bytes,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(strategy: Strategy, shape: ModelShape, precision: str) -> Plan[object]:  # type: ignore[type-var]
+    return plan_decoder(strategy, shape, compute=getattr(torch, precision))  # type: ignore[return-value]
+
+
+def _busiest(times: list[StageTimes], schedule: Schedule | None) -> tuple[int, ...]:
+    """Return the stages of the rank that computes longest."""
+    if schedule is None:
+        return (0,)
+    ranks = [schedule.stages_of(rank) for rank in range(len(schedule.orders))]
+    return max(ranks, key=lambda stages: sum(times[s].forward + times[s].backward for s in stages))
+
+
+@functools.lru_cache(maxsize=4096)
+def _pipeline_s(strategy: Strategy, num_microbatches: int, times: tuple[StageTimes, ...]) -> float:
+    """Return the length of a step of the pipeline.
+
+    After some microbatches each further round of them adds the same, so that long steps are made
+    longer, not simulated.
+    """
+    round_size = strategy.pp.degree
+    short = 3 * round_size + num_microbatches % round_size
+    if num_microbatches <= short + round_size:
+        return timeline(strategy, num_microbatches, times).length
+    first = timeline(strategy, short, times).length
+    more = timeline(strategy, short + round_size, times).length - first
+    return first + more * (num_microbatches - short) / round_size
+
+
+def timeline(strategy: Strategy, num_microbatches: int, times: tuple[StageTimes, ...]) -> Timeline:
+    """Return when each rank of the pipeline does what, in seconds."""
+    schedule, last = schedule_of(strategy, num_microbatches), len(times) - 1
+
+    def cost(action: Action) -> float:
+        of = times[action.stage]
+        if action.op == "F":
+            return of.forward + (of.message if action.stage < last else 0.0)
+        message = of.message if action.stage else 0.0
+        halves = {"B": of.backward + message, "I": of.backward / 2 + message, "W": of.backward / 2}
+        return halves[action.op]
+
+    return simulate(schedule, cost)

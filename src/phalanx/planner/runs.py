@@ -1,0 +1,199 @@
+"""Price runs that others have published: from one JSON object a run to a request, and its price.
+
+A run is read as its nearest strategy here; constants are of its hardware and its software, never
+of the run. What a run does not state takes the usual value of its software: the schedule, whether
+recomputation is on. Experts are read as a dense block of those that a token visits, and their
+exchange is added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.models.shape import ModelShape
+from phalanx.planner import network
+from phalanx.planner.hardware import CLUSTERS, FABRIC
+from phalanx.planner.machine import Cluster, Device, Level
+from phalanx.planner.price import Price, Request, price
+from phalanx.planner.software import SOFTWARE, Software
+from phalanx.strategy import Strategy
+
+_PROGRAMS: Final = {
+    "megatron-sc21": "megatron",
+    "bigscience-bloom": "megatron-deepspeed",
+    "vtrain-single": "megatron-deepspeed",
+    "zero-bubble": "megatron-deepspeed",
+    "llm-foundry": "llm-foundry",
+    "ultrascale-playbook": "nanotron",
+    "nanotron": "nanotron",
+    "maxtext": "maxtext",
+    "megatron-bridge": "megatron-core",
+    "nemo": "megatron-core",
+    "torchtitan": "compiled",
+    "deepspeed": "megatron-deepspeed",
+    "megatron": "megatron",
+}
+"""Words of a run's group or source -> the software that ran it."""
+
+_LETTERS: Final = 4
+"""Exchanges of tokens in a block with experts: there and back, in forward and in backward."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run, as it is priced."""
+
+    request: Request
+    cluster: Cluster
+    software: Software
+    experts: Mapping[str, Any] | None = None
+    expert_ranks: int = 1
+
+
+def read(row: Mapping[str, Any]) -> Run:
+    """Read a published run.
+
+    Raises:
+        PhalanxError: it has no such strategy here, or lacks what decides its cost.
+    """
+    model, parallel, hardware = row["model"], row["parallel"], row["hardware"]
+    for name in ("layers", "hidden", "heads"):
+        if not model.get(name):
+            raise ConfigError(f"run {row['id']}: model.{name} is {model.get(name)}; it is needed")
+    microbatch = row.get("micro_batch") or 1
+    replicas = parallel.get("dp") or 1
+    sequences = row.get("global_batch_seqs") or microbatch * replicas * (row.get("grad_accum") or 1)
+    accumulation = max(1, round(sequences / (microbatch * replicas)))
+    software = _software(row)
+    request = Request(
+        shape=_shape(row),
+        strategy=Strategy.parse(_strategy(row)),
+        seq_len=row["seq_len"],
+        microbatch=microbatch,
+        accumulation=accumulation,
+    )
+    return Run(
+        request, _cluster(hardware, row["num_gpus"]), software, model.get("moe"), parallel.get("ep") or 1
+    )
+
+
+def seconds(run: Run) -> float:
+    """Return the predicted time of a step."""
+    return price(run.request, run.cluster, run.software).step_s + _exchange_s(run)
+
+
+def _exchange_s(run: Run) -> float:
+    """Return the time in which tokens are sent to their experts and back."""
+    if run.experts is None or run.expert_ranks == 1:
+        return 0.0
+    request, ranks = run.request, run.expert_ranks
+    tokens = request.microbatch * request.seq_len * run.experts["topk"]
+    sent = 2 * tokens * request.shape.hidden * (ranks - 1) / ranks
+    group = network.Group(ranks, request.strategy.tp.degree)
+    job = run.cluster.of(max(ranks, request.strategy.num_ranks))
+    once = network.exchange_s(group, sent, job, run.software)
+    return _LETTERS * once * request.shape.num_layers * request.accumulation
+
+
+def _software(row: Mapping[str, Any]) -> Software:
+    text = f"{row.get('group', '')} {row.get('source', '')}".lower()
+    for word, name in _PROGRAMS.items():
+        if word in text:
+            return SOFTWARE[name]
+    return SOFTWARE["compiled"]
+
+
+def _shape(row: Mapping[str, Any]) -> ModelShape:
+    model, experts = row["model"], row["model"].get("moe")
+    heads = model["heads"]
+    ffn = model.get("ffn") or 4 * model["hidden"]
+    if experts:
+        visited = experts.get("topk", 1) + (experts.get("shared") or 0)
+        ffn = visited * (experts.get("moe_ffn") or ffn)
+    head_dim = model.get("head_dim") or model["hidden"] // heads
+    is_gpt = not model.get("gated_mlp")
+    choices: dict[str, Any] = {}
+    if is_gpt:
+        choices = {"norm": "layer", "position": "learned", "mlp": "gelu", "tied": True}
+        choices["bias"] = "llm-foundry" not in row.get("group", "")
+    elif head_dim % 2:
+        head_dim += 1
+    return ModelShape(
+        vocab_size=model.get("vocab") or 50_304,
+        num_layers=model["layers"],
+        hidden=model["hidden"],
+        num_heads=heads,
+        num_kv_heads=model.get("kv_heads") or heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        max_seq_len=row["seq_len"],
+        **choices,
+    )
+
+
+def _strategy(row: Mapping[str, Any]) -> str:
+    parallel = row["parallel"]
+    degree = {name: parallel.get(name) or 1 for name in ("pp", "dp", "cp", "tp", "vpp")}
+    stage = parallel.get("zero_stage") or (3 if parallel.get("fsdp") else 0)
+    parts: list[str] = []
+    if degree["pp"] > 1:
+        is_split = "ZB" in (parallel.get("schedule") or "")
+        kind = f":interleaved/{degree['vpp']}" if degree["vpp"] > 1 else ":zb/1" if is_split else ""
+        parts.append(f"pp{degree['pp']}{kind}")
+    if degree["dp"] > 1:
+        parts.append(f"fsdp{degree['dp']}:zero{stage}" if stage else f"dp{degree['dp']}")
+    if degree["cp"] > 1:
+        parts.append(f"cp{degree['cp']}")
+    if degree["tp"] > 1:
+        is_whole = parallel.get("sequence_parallel") is False
+        parts.append(f"tp{degree['tp']}{':megatron' if is_whole else ''}")
+    if row.get("recompute") == "full":
+        parts.append("recompute:full")
+    return ",".join(parts) or "dp1"
+
+
+def _cluster(hardware: Mapping[str, Any], num_devices: int) -> Cluster:
+    """Return the catalogue's cluster of the device, with the links that the run states."""
+    found = _nearest(hardware)
+    first, *others = found.levels
+    inner = hardware.get("nvlink_domain") or hardware.get("gpus_per_node") or first.devices
+    device = found.device
+    if found.device.kind == "tpu":
+        return dataclasses.replace(found, num_devices=max(num_devices, FABRIC))
+    levels = [_with(first, inner, hardware.get("intra_gbps"))]
+    levels += [_with(level, level.devices, hardware.get("inter_gbps_per_gpu")) for level in others]
+    return dataclasses.replace(
+        found, device=device, levels=tuple(levels), num_devices=max(num_devices, FABRIC)
+    )
+
+
+def _with(level: Level, devices: int, gigabytes_per_s: float | None) -> Level:
+    link = level.link
+    if gigabytes_per_s:
+        link = dataclasses.replace(link, bandwidth=1e9 * gigabytes_per_s)
+    return dataclasses.replace(level, devices=devices, link=link)
+
+
+def _nearest(hardware: Mapping[str, Any]) -> Cluster:
+    """Return the catalogue's cluster whose device has the name, or else the nearest peak."""
+    text = "".join(c for c in (hardware.get("gpu") or "").lower() if c.isalnum())
+    memory = hardware.get("memory_gb") or 0
+    named = [
+        cluster
+        for name, cluster in CLUSTERS.items()
+        if cluster.device.name == name and name.split("-")[-1 if "tpu" in name else 0] in text
+    ]
+    if named:
+        longest = max(len(each.name.split("-")[0]) for each in named)
+        named = [each for each in named if len(each.name.split("-")[0]) == longest]
+        return min(named, key=lambda each: abs(each.device.memory_bytes / 1e9 - memory))
+    peak = 1e12 * (hardware.get("peak_tflops_16bit") or 0)
+    if not peak:
+        raise ConfigError(f"the device {hardware.get('gpu')!r} is not in the catalogue")
+    usual = [cluster for name, cluster in CLUSTERS.items() if cluster.device.name == name]
+    return min(usual, key=lambda each: abs(math.log(each.device.flops / peak)))

@@ -1,0 +1,106 @@
+"""What software makes of hardware: few constants, each with a name.
+
+Fitted to published runs of that software (benchmarks/planner/), never to one run: on hardware of
+several makes together. What the hardware can do stands in hardware.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from phalanx.errors import ConfigError, nearest
+from phalanx.planner.machine import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """How a training program uses devices and links.
+
+    Attributes:
+        products: speed of large products of matrices, beside what others make of the device.
+        attention: the same of a fused attention kernel.
+        fusion: bytes that memory-bound operations move, beside those of operators run one by one.
+        launch_s: least time of an operation, while the processor feeds the device.
+        has_scores: attention writes its scores to memory, and multiplies those that a mask hides.
+        overlap: part of a compute's time in which gradients and weights can be sent.
+        inner_bandwidth: part of the links' bandwidth that collectives reach in a unit.
+        outer_bandwidth: the same between units.
+        inner_call_s: what a call in a unit costs beside the latency of its links.
+        outer_call_s: the same between units.
+        contention: how fast bandwidth between units falls: by units ** -contention.
+        sends_parts: ranks of tp send each a part of what goes to the next stage.
+    """
+
+    name: str
+    products: float = 1.0
+    attention: float = 1.0
+    fusion: float = 1.0
+    launch_s: float = 12e-6
+    has_scores: bool = False
+    overlap: float = 0.8
+    inner_bandwidth: float = 0.8
+    outer_bandwidth: float = 0.7
+    inner_call_s: float = 5e-6
+    outer_call_s: float = 20e-6
+    contention: float = 0.0
+    sends_parts: bool = False
+
+
+_SOFTWARE = (
+    Software(name="phalanx"),
+    Software(name="compiled", fusion=0.5, launch_s=4e-6),
+    Software(name="megatron", fusion=0.45, has_scores=True, overlap=0.4, sends_parts=True),
+    Software(name="megatron-deepspeed", fusion=0.9, launch_s=60e-6, has_scores=True, overlap=0.8,
+             sends_parts=True, products=0.84),
+    Software(name="megatron-core", fusion=0.8, products=0.64, overlap=0.3),
+    Software(name="llm-foundry", fusion=0.8, overlap=0.9, products=0.89),
+    Software(name="nanotron", fusion=0.4, overlap=0.4, contention=0.69),
+    Software(name="maxtext", overlap=0.85),
+)
+
+_DEVICES: Final = {
+    "v100": (0.74, 0.30),
+    "a100": (0.74, 0.30),
+    "h100": (0.56, 0.27),
+    "b200": (0.46, 0.27),
+    "tpu": (0.83, 0.27),
+}
+"""Part of the 16-bit peak that training sustains in large products, and in fused attention, by
+family: clocks fall under load, and peaks have grown faster than what feeds them."""
+
+_FAMILIES: Final = {
+    **{"a100-40": "a100", "h200": "h100", "gb200": "b200", "b300": "b200", "gb300": "b200"},
+    **{name: "tpu" for name in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "trainium2")},
+}
+
+
+def on_device(software: Software, device: Device) -> tuple[float, float]:
+    """Return which part of the 16-bit peak products and fused attention reach.
+
+    Of a device that no published run has used, 0.8 of the efficiency of its largest products.
+    """
+    family = _FAMILIES.get(device.name, device.name)
+    sustained = 0.8 * device.matmul_efficiency, 0.4 * device.matmul_efficiency
+    products, attention = _DEVICES.get(family, sustained)
+    return min(1.0, products * software.products), min(1.0, attention * software.attention)
+
+
+SOFTWARE: Final[Mapping[str, Software]] = MappingProxyType({each.name: each for each in _SOFTWARE})
+"""Name -> software."""
+
+
+def software(name: str) -> Software:
+    """Return the constants of a training program.
+
+    Raises:
+        ConfigError: none are known of this name.
+    """
+    if name not in SOFTWARE:
+        raise ConfigError(
+            f"{name!r} is no software of the planner{nearest(name, SOFTWARE)}; it knows "
+            f"{', '.join(SOFTWARE)}"
+        )
+    return SOFTWARE[name]
