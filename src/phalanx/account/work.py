@@ -17,7 +17,6 @@ import functools
 from types import MethodType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -111,10 +110,15 @@ class _Operations(TorchDispatchMode):
     def enter_head(self, _module: Any, args: tuple[Tensor, ...]) -> None:
         """Begin the head, whose backward ends with the gradient of the residual that it reads."""
         self.part = "head"
-        args[0].register_hook(lambda _: self.enter("backward"))
+        args[0].register_hook(functools.partial(self.leave, "backward"))
 
     def enter(self, part: str) -> None:
+        """Count what runs from now on as of another part."""
         self.part = part
+
+    def leave(self, part: str, _gradient: Tensor) -> None:
+        """Enter a part once the gradient of the tensor before it is there."""
+        self.enter(part)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -150,7 +154,7 @@ def _seen(seen: _Operations, kernel_mode: Kernels, block: Block, x: Tensor, *arg
     """Run a block's own forward, and note where it and its backward begin and end."""
     seen.enter("again" if seen.is_backward else "block")
     if not seen.is_backward and x.requires_grad:
-        x.register_hook(lambda _: seen.enter("inputs"))
+        x.register_hook(functools.partial(seen.leave, "inputs"))
     try:
         with kernel_mode:  # backward runs without the modes around it
             return Block.forward(block, x, *args)

@@ -24,16 +24,16 @@ from phalanx.planner.software import Software, on_device
 _TILE: Final = 128, 256
 """Rows and columns of the result that an SM makes at a time."""
 
-_K0: Final = 215
+_K0: Final = 194
 """Inner size at which a product reaches half of its speed."""
 
-_UNALIGNED: Final = 0.8
+_UNALIGNED: Final = 0.74
 """Speed of a product of which a size is no multiple of 64 elements."""
 
-MEMORY: Final = 0.84
+MEMORY: Final = 0.86
 """Part of the memory's bandwidth that streaming kernels reach."""
 
-_BATCHED: Final = 0.75
+_BATCHED: Final = 0.70
 """Speed of the products of heads, one by one, beside large ones."""
 
 _PASSES: Final = {False: 6, True: 11}

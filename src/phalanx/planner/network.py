@@ -36,7 +36,7 @@ def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> Group:
     Axes between them belong to other groups, and only lie between their ranks.
     """
     size, stride, inner = 1, 0, 1
-    for name, degree in reversed(axes.items()):
+    for name, degree in reversed([*axes.items()]):
         if name in names and degree > 1:
             stride = stride or inner
             size *= degree

@@ -13,54 +13,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
 
 from phalanx.account.count import Case, kind_of
 from phalanx.account.flops import step_flops
 from phalanx.account.work import Work, work_of
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
-from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import schedule_of
 from phalanx.parallel.pipeline.schedule import Action, Schedule
 from phalanx.parallel.pipeline.simulate import Timeline, simulate
-from phalanx.parallel.plan import Plan, plan_decoder
 from phalanx.planner import kernels, network
 from phalanx.planner.machine import Cluster
+from phalanx.planner.request import Request, plan_of
 from phalanx.planner.software import Software
-from phalanx.strategy import Axis, Strategy
+from phalanx.strategy import Strategy
 
 _ADAM_BYTES = 7
 """Words of 32 bits that AdamW reads and writes of a parameter: it, its gradient and two moments."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A step to be priced.
-
-    Attributes:
-        microbatch: sequences in one forward pass of one rank.
-        accumulation: microbatches of one step.
-        precision: data type of the arithmetic.
-    """
-
-    shape: ModelShape
-    strategy: Strategy
-    seq_len: int
-    microbatch: int
-    accumulation: int
-    precision: str = "bfloat16"
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of a step of the whole job."""
-        replicas = self.strategy.dp.degree * self.strategy.fsdp.degree
-        return self.microbatch * self.accumulation * replicas
 
 
 @dataclass(frozen=True)
@@ -185,8 +157,7 @@ class _Costs:
 
     def __init__(self, request: Request, job: Cluster, software: Software) -> None:
         self._request, self._job, self._software = request, job, software
-        self._compute: torch.dtype = getattr(torch, request.precision)
-        self.plan = _plan(request.strategy, request.shape, request.precision)
+        self.plan = plan_of(request)
         self.schedule: Schedule | None = self.plan.schedule(request.accumulation)
         self.per_stage: list[_OfStage] = []
 
@@ -286,9 +257,7 @@ class _Costs:
         strategy = self._request.strategy
         axes = strategy.mesh_axes()
         group = network.group_of(axes, axes_of(entry.axis, axes))
-        return network.seconds(
-            group, entry.sent_bytes, entry.calls, self._job, self._software
-        )
+        return network.seconds(group, entry.sent_bytes, entry.calls, self._job, self._software)
 
     def _message_s(self) -> float:
         """Return the time of one message between stages."""
@@ -330,11 +299,6 @@ def _less(entry: Entry, other: Entry | None) -> Entry:
         payload_bytes=entry.payload_bytes - other.payload_bytes,
         sent_bytes=entry.sent_bytes - other.sent_bytes,
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(strategy: Strategy, shape: ModelShape, precision: str) -> Plan[object]:  # type: ignore[type-var]
-    return plan_decoder(strategy, shape, compute=getattr(torch, precision))  # type: ignore[return-value]
 
 
 def _busiest(times: list[StageTimes], schedule: Schedule | None) -> tuple[int, ...]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network
 from phalanx.planner.hardware import CLUSTERS, FABRIC
-from phalanx.planner.machine import Cluster, Device, Level
-from phalanx.planner.price import Price, Request, price
+from phalanx.planner.machine import Cluster, Level
+from phalanx.planner.price import price
+from phalanx.planner.request import Request
 from phalanx.planner.software import SOFTWARE, Software
 from phalanx.strategy import Strategy
 
@@ -78,7 +79,11 @@ def read(row: Mapping[str, Any]) -> Run:
         accumulation=accumulation,
     )
     return Run(
-        request, _cluster(hardware, row["num_gpus"]), software, model.get("moe"), parallel.get("ep") or 1
+        request,
+        _cluster(hardware, row["num_gpus"]),
+        software,
+        model.get("moe"),
+        parallel.get("ep") or 1,
     )
 
 

@@ -52,21 +52,27 @@ class Software:
 _SOFTWARE = (
     Software(name="phalanx"),
     Software(name="compiled", fusion=0.5, launch_s=4e-6),
-    Software(name="megatron", fusion=0.45, has_scores=True, overlap=0.4, sends_parts=True),
-    Software(name="megatron-deepspeed", fusion=0.9, launch_s=60e-6, has_scores=True, overlap=0.8,
-             sends_parts=True, products=0.84),
-    Software(name="megatron-core", fusion=0.8, products=0.64, overlap=0.3),
-    Software(name="llm-foundry", fusion=0.8, overlap=0.9, products=0.89),
-    Software(name="nanotron", fusion=0.4, overlap=0.4, contention=0.69),
-    Software(name="maxtext", overlap=0.85),
-)
+    Software(name="megatron", products=1.04, fusion=0.35, has_scores=True, overlap=0.47,
+             inner_bandwidth=0.91, outer_bandwidth=0.14, sends_parts=True),
+    Software(name="megatron-deepspeed", products=0.87, fusion=0.63, launch_s=42e-6,
+             has_scores=True, overlap=0.98, inner_bandwidth=0.45, outer_bandwidth=0.78,
+             inner_call_s=13e-6, sends_parts=True),
+    Software(name="megatron-core", products=0.59, attention=1.18, fusion=0.72, overlap=0.29,
+             inner_bandwidth=0.89, outer_bandwidth=0.76),
+    Software(name="llm-foundry", products=0.95, attention=0.95, fusion=0.96, overlap=0.82,
+             inner_bandwidth=0.79),
+    Software(name="nanotron", products=0.89, attention=0.81, fusion=0.44, overlap=0.35,
+             inner_bandwidth=0.98, outer_bandwidth=0.82, contention=0.66),
+    Software(name="maxtext", products=1.12, attention=0.66, fusion=0.93, overlap=0.63,
+             inner_bandwidth=0.98, outer_bandwidth=0.68),
+)  # fmt: skip
 
 _DEVICES: Final = {
-    "v100": (0.74, 0.30),
-    "a100": (0.74, 0.30),
-    "h100": (0.56, 0.27),
-    "b200": (0.46, 0.27),
-    "tpu": (0.83, 0.27),
+    "v100": (0.74, 0.30),  # not fitted: as A100
+    "a100": (0.72, 0.34),
+    "h100": (0.58, 0.18),
+    "b200": (0.44, 0.32),
+    "tpu": (0.89, 0.18),
 }
 """Part of the 16-bit peak that training sustains in large products, and in fused attention, by
 family: clocks fall under load, and peaks have grown faster than what feeds them."""

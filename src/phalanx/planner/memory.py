@@ -1,0 +1,109 @@
+"""What each stage of a strategy holds on a device, by cause.
+
+    weights       this rank's shard, 32 bits
+    gathered      parameters gathered from other ranks, at most at one time
+    gradients     from microbatch to microbatch, and those not yet reduced
+    optimizer     the two moments of AdamW
+    activations   of the microbatches in flight, and what backward makes again
+    logits        of the chunk that the loss has at hand, on the last stage
+    margin        the libraries, buffers of collectives, and what the allocator cannot use
+
+The first five are the plan's own (`Plan.holds`) and the account's (account/activations.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from phalanx.account.activations import activations, held_by
+from phalanx.models.loss import chunk_rows
+from phalanx.planner.machine import Device
+from phalanx.planner.request import Request, plan_of
+
+_LIBRARIES_BYTES: Final = 1 << 30
+"""CUDA's context, kernels and workspaces of matrix products."""
+
+_BUFFERS_BYTES: Final = 256 << 20
+"""Of NCCL, for each axis that communicates."""
+
+_UNUSABLE: Final = 0.04
+"""Part of what is allocated that falls between blocks of the allocator."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank of one stage holds at its peak, by cause; see above."""
+
+    stage: int
+    weights: int
+    gathered: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    margin: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.causes().values())
+
+    def causes(self) -> dict[str, int]:
+        """Return bytes by cause, in the order in which they are printed."""
+        return {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "stage"
+        }
+
+
+def memory(request: Request, device: Device) -> list[Memory]:
+    """Return what the ranks of each coordinate on pp hold.
+
+    Raises:
+        StrategyError: the strategy does not split the model.
+    """
+    strategy, shape = request.strategy, request.shape
+    plan = plan_of(request)
+    where = "cpu" if device.kind == "cpu" else "cuda"
+    of_one = activations(
+        shape, strategy, request.seq_len, request.microbatch, request.precision, device=where
+    )
+    schedule = plan.schedule(request.accumulation)
+    found: list[Memory] = []
+    for pp_rank in range(strategy.pp.degree):
+        held = (plan.of(pp_rank) if pp_rank else plan).holds(request.accumulation)
+        is_last = plan.cut is None or schedule is None
+        if plan.cut is not None and schedule is not None:
+            is_last = len(plan.cut) - 1 in schedule.stages_of(pp_rank)
+        causes = {
+            "weights": held.parameter_bytes,
+            "gathered": held.gathered_bytes,
+            "gradients": held.gradient_bytes + held.unreduced_bytes,
+            "optimizer": held.optimizer_bytes,
+            "activations": held_by(of_one, shape.num_layers, plan.cut, schedule, pp_rank),
+            "logits": _logits_bytes(request, where) if is_last else 0,
+        }
+        margin = _margin(request, sum(causes.values())) if where == "cuda" else 0
+        found.append(Memory(stage=pp_rank, margin=margin, **causes))
+    return found
+
+
+def heaviest(stages: list[Memory]) -> Memory:
+    """Return the stage that holds the most."""
+    return max(stages, key=lambda each: each.total)
+
+
+def _logits_bytes(request: Request, where: str) -> int:
+    dtype: torch.dtype = getattr(torch, request.precision)
+    vocabulary = request.shape.vocab_size // request.strategy.tp.degree
+    tokens = request.microbatch * request.seq_len // request.strategy.cp.degree
+    rows = min(tokens, chunk_rows(vocabulary, dtype, where))
+    return rows * vocabulary * dtype.itemsize
+
+
+def _margin(request: Request, num_bytes: int) -> int:
+    axes = sum(degree > 1 for degree in request.strategy.mesh_axes().values())
+    return _LIBRARIES_BYTES + axes * _BUFFERS_BYTES + int(_UNUSABLE * num_bytes)

@@ -1,0 +1,51 @@
+"""A step that is to be planned: the model, its split, its batch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.plan import Plan, plan_decoder
+from phalanx.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Request:
+    """A step of a strategy.
+
+    Attributes:
+        microbatch: sequences in one forward pass of one rank.
+        accumulation: microbatches of one step.
+        precision: data type of the arithmetic.
+    """
+
+    shape: ModelShape
+    strategy: Strategy
+    seq_len: int
+    microbatch: int
+    accumulation: int
+    precision: str = "bfloat16"
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step of the whole job."""
+        replicas = self.strategy.dp.degree * self.strategy.fsdp.degree
+        return self.microbatch * self.accumulation * replicas
+
+
+def plan_of(request: Request) -> Plan[Any]:
+    """Return the plan of a request: the value that `train` builds from it.
+
+    Raises:
+        StrategyError: the strategy does not split the model.
+    """
+    return _plan(request.strategy, request.shape, request.precision)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(strategy: Strategy, shape: ModelShape, precision: str) -> Plan[Any]:
+    return plan_decoder(strategy, shape, compute=getattr(torch, precision))

@@ -1,0 +1,256 @@
+"""Find the fastest strategy that fits: all degrees, kinds, microbatches and policies.
+
+    candidates   every legal text, in the order of a bound that no price is below
+    pruned       by divisibility, and by memory, each with the inequality that failed
+    priced       the others, until the bound of the next is above the price of the last wanted
+
+The bound is compute alone: model FLOPs at the best efficiency, with what is run again and the
+bubble of the schedule. So the best that is found is the best there is among the candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from phalanx.account.flops import step_flops
+from phalanx.account.parameters import num_parameters
+from phalanx.errors import ConfigError, StrategyError
+from phalanx.models.shape import ModelShape
+from phalanx.planner.machine import Cluster
+from phalanx.planner.memory import Memory, heaviest, memory
+from phalanx.planner.price import Price, price
+from phalanx.planner.request import Request
+from phalanx.planner.software import Software, on_device
+from phalanx.strategy import Axis, Recompute, Strategy
+
+_MICROBATCHES: Final = (1, 2, 4, 8)
+_RECOMPUTE: Final = ("none", "selective", "full")
+_PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
+_MOST_TP: Final = 64
+_MOST_CP: Final = 64
+_MOST_PP: Final = 64
+_STATE_BYTES: Final = 16
+"""Of a parameter: it, its gradient and two moments, 32 bits each."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned.
+
+    Attributes:
+        num_sequences: of the global batch.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    software: Software
+    seq_len: int
+    num_sequences: int
+    precision: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Inequality:
+    """Why a strategy is rejected: `left`, of which `what` says what it is, is above `right`."""
+
+    strategy: str
+    what: str
+    left: float
+    right: float
+    unit: Literal["GiB", ""] = "GiB"
+
+    def __str__(self) -> str:
+        scale, digits = (2**30, ".1f") if self.unit else (1, "g")
+        left, right = self.left / scale, self.right / scale
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.strategy}: {left:{digits}}{unit} > {right:{digits}}{unit} {self.what}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that fits, with its price and what its heaviest stage holds."""
+
+    request: Request
+    price: Price
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search has found.
+
+    Attributes:
+        candidates: that fit, the fastest first.
+        rejected: the neighbours that do not fit, by strategy.
+        num_legal: legal strategies altogether.
+        num_priced: those that were priced.
+    """
+
+    candidates: tuple[Candidate, ...]
+    rejected: tuple[Inequality, ...]
+    num_legal: int
+    num_priced: int
+
+
+def search(question: Question, wanted: int = 10) -> Found:
+    """Return the `wanted` fastest strategies that fit, and what was rejected.
+
+    Raises:
+        ConfigError: the batch is smaller than one sequence, or no strategy is legal.
+    """
+    check(question)
+    requests = sorted(_requests(question), key=lambda request: bound_s(question, request))
+    if not requests:
+        raise ConfigError(
+            f"no strategy splits {question.num_sequences} sequences of {question.seq_len} tokens "
+            f"over {question.cluster.num_devices} devices; take a batch that is a multiple of them"
+        )
+    found: list[Candidate] = []
+    rejected: dict[str, Inequality] = {}
+    num_priced = 0
+    for request in requests:
+        limit_s = found[wanted - 1].price.step_s if len(found) >= wanted else math.inf
+        if bound_s(question, request) > limit_s:
+            break
+        name = str(request.strategy)
+        try:
+            if (failed := fails(request, question.cluster)) is not None:
+                rejected.setdefault(name, failed)
+                continue
+            num_priced += 1
+            cost = price(request, question.cluster, question.software)
+            if cost.step_s < limit_s:
+                held = heaviest(memory(request, question.cluster.device))
+                found.append(Candidate(request, cost, held))
+                found.sort(key=lambda each: each.price.step_s)
+        except StrategyError:
+            continue
+    names = {str(each.request.strategy) for each in found}
+    kept = tuple(each for name, each in rejected.items() if name not in names)
+    return Found(tuple(found[:wanted]), kept, len(requests), num_priced)
+
+
+def check(question: Question) -> None:
+    """Refuse what no strategy can do.
+
+    Raises:
+        ConfigError: a size below 1, or a sequence longer than the model has positions.
+    """
+    for what, size in (("batch", question.num_sequences), ("sequence", question.seq_len)):
+        if size < 1:
+            raise ConfigError(f"plan: the {what} is {size}; it must be at least 1")
+
+
+def fails(request: Request, cluster: Cluster) -> Inequality | None:
+    """Return why a request does not fit; None if it does.
+
+    Raises:
+        StrategyError: the strategy does not split the model.
+    """
+    room = cluster.device.usable_bytes
+    name = str(request.strategy)
+    least = least_bytes(request)
+    if least > room:
+        return Inequality(name, "of weights, gradients and moments alone", least, room)
+    stages = memory(request, cluster.device)
+    most = heaviest(stages)
+    if most.total > room:
+        where = f"on stage {most.stage}" if len(stages) > 1 else "on each device"
+        where = f"{where}, with {request.microbatch} x {request.seq_len} tokens"
+        return Inequality(name, where, most.total, room)
+    return None
+
+
+def least_bytes(request: Request) -> float:
+    """Return the trained state of a rank of an average stage, which is no more than it holds."""
+    strategy = request.strategy
+    split = num_parameters(request.shape).total / strategy.tp.degree / strategy.pp.degree
+    shards = strategy.fsdp.degree * strategy.cp.degree if strategy.fsdp.degree > 1 else 1
+    return _STATE_BYTES * split / shards
+
+
+def bound_s(question: Question, request: Request) -> float:
+    """Return a time that no step of the request is below: that of its products alone."""
+    strategy, device = request.strategy, question.cluster.device
+    products, _ = on_device(question.software, device)
+    flops = _flops(question.shape, question.seq_len, question.num_sequences)
+    run_again = 1 / 3 if strategy.recompute.kind == "full" else 0.0
+    compute_s = flops * (1 + 0.9 * run_again) / (device.flops * products * strategy.num_ranks)
+    bubble = (strategy.pp.degree - 1) / request.accumulation / (strategy.pp.option or 1)
+    return compute_s * (1 + bubble)
+
+
+@functools.lru_cache(maxsize=64)
+def _flops(shape: ModelShape, seq_len: int, num_sequences: int) -> int:
+    return step_flops(shape, seq_len, num_sequences).linear_forward * 3
+
+
+def _requests(question: Question) -> Iterator[Request]:
+    """Yield every legal request over all devices of the cluster."""
+    shape, num_devices = question.shape, question.cluster.num_devices
+    for pp, cp, tp in itertools.product(
+        _divisors(num_devices, min(_MOST_PP, shape.num_layers)),
+        _divisors(num_devices, _MOST_CP),
+        _divisors(num_devices, min(_MOST_TP, question.cluster.levels[0].devices)),
+    ):
+        if num_devices % (pp * cp * tp) or shape.num_heads % tp or shape.num_kv_heads % tp:
+            continue
+        if question.seq_len % (2 * cp * tp):
+            continue
+        replicas = num_devices // (pp * cp * tp)
+        if question.num_sequences % replicas:
+            continue
+        rows = question.num_sequences // replicas
+        for microbatch in _MICROBATCHES:
+            if rows % microbatch == 0:
+                yield from _strategies(
+                    question, pp, cp, tp, replicas, microbatch, rows // microbatch
+                )
+
+
+def _strategies(
+    question: Question, degrees: tuple[int, int, int], replicas: int, batch: tuple[int, int]
+) -> Iterator[Request]:
+    (pp, cp, tp), (microbatch, accumulation) = degrees, batch
+    kinds = _PIPELINES if pp > 1 else ((Strategy.pp.kind, None),)
+    for (kind, chunks), (dp, fsdp), policy in itertools.product(
+        kinds, _of_data(question, replicas, pp * cp * tp), _RECOMPUTE
+    ):
+        if chunks is not None and (pp * chunks > question.shape.num_layers or accumulation % pp):
+            continue
+        strategy = Strategy(
+            pp=Axis(pp, kind, chunks),
+            dp=dp,
+            fsdp=fsdp,
+            cp=Axis(cp, "ring"),
+            tp=Axis(tp, "1d"),
+            recompute=Recompute(policy),
+        )
+        yield Request(
+            question.shape, strategy, question.seq_len, microbatch, accumulation, question.precision
+        )
+
+
+def _of_data(question: Question, replicas: int, inner: int) -> Iterator[tuple[Axis, Axis]]:
+    """Yield dp and fsdp: one of them, or fsdp within a unit of the cluster and dp between."""
+    dp, fsdp = Strategy.dp, Strategy.fsdp
+    if replicas == 1:
+        yield dp, fsdp
+        return
+    yield dataclasses.replace(dp, degree=replicas), fsdp
+    for kind in ("zero1", "zero2", "zero3"):
+        yield dp, Axis(replicas, kind)
+    for level in question.cluster.levels[:-1]:
+        size = level.devices // inner
+        if 1 < size < replicas and replicas % size == 0:
+            yield dataclasses.replace(dp, degree=replicas // size), Axis(size, "zero3")
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
