@@ -7,12 +7,14 @@ meta device, split as on a rank. Backward runs too, and what it runs again of th
     inputs       block      head
     inputs     <- [again, backward] <- head  backward
 
-The numbers of a microbatch of R sequences are those of one: rows of products, FLOPs and bytes grow
-with R, but the bytes of weights do not.
+[Note: Tokens scale] One sequence without cp is run. What more sequences, or the part of a sequence
+that a rank of cp holds, make of it is the same with more rows, or fewer, but for weights: rows of a
+product, and the inner size of a weight's gradient. So that a split of any size costs one run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import MethodType
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ from phalanx.account.count import (
 from phalanx.models import kernels
 from phalanx.models.decoder import Block
 from phalanx.models.shape import causal_pairs
+from phalanx.strategy import Strategy
 
 _FREE = ("empty", "new_empty", "empty_like", "_unsafe_view", "arange", "scalar_tensor")
 """Operators of no kernel, and small ones that a step runs once."""
@@ -75,13 +78,60 @@ class Work(NamedTuple):
     head: tuple[Operation, ...]
 
 
-@functools.lru_cache(maxsize=1 << 12)
 def work_of(case: Case) -> Work:
-    """Return the operations of a case by running it on the meta device; each case runs once.
+    """Return the operations of a case; see [Note: Tokens scale].
 
     Raises:
         StrategyError: the strategy does not split such a decoder.
     """
+    without_cp = dataclasses.replace(case.strategy, cp=Strategy.cp)
+    one = dataclasses.replace(case, strategy=without_cp, num_sequences=1)
+    return _scaled(one, case.num_sequences, case.strategy.cp.degree)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _scaled(one: Case, num_sequences: int, parts: int) -> Work:
+    """Return the work of more sequences, or of a part of each."""
+    whole, num_tokens = _count(one), one.seq_len
+    if num_sequences == parts:
+        return whole
+    return Work(
+        *(
+            tuple(_of_rows(each, num_tokens, num_sequences, parts) for each in part)
+            for part in whole
+        )
+    )
+
+
+def _of_rows(of: Operation, num_tokens: int, num_sequences: int, parts: int) -> Operation:
+    """Scale an operation over the tokens of one sequence; of a product, what tokens number."""
+    rows, columns, inner = of.product
+    if rows:
+        by_rows = rows == num_tokens or inner != num_tokens
+        size = (rows if by_rows else inner) * num_sequences // parts
+        product = (size, columns, inner) if by_rows else (rows, columns, size)
+        rows, columns, inner = product
+        item_bytes = of.num_bytes / _elements(of.product)
+        num_bytes = int(item_bytes * _elements(product))
+    else:
+        product, num_bytes = of.product, of.num_bytes * num_sequences // parts
+    return Operation(
+        of.name,
+        of.flops * num_sequences // parts,
+        num_bytes,
+        product,
+        of.scores * num_sequences // parts,
+    )
+
+
+def _elements(product: tuple[int, int, int]) -> int:
+    rows, columns, inner = product
+    return rows * columns + rows * inner + inner * columns
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _count(case: Case) -> Work:
+    """Return the operations of a case by running it on the meta device; each case runs once."""
     model, seen = decoder_of(case), _Operations(case)
     kernel_mode, (block, *_) = Kernels(case.device), model.blocks
     block.forward = MethodType(functools.partial(_seen, seen, kernel_mode), block)
@@ -104,8 +154,7 @@ class _Operations(TorchDispatchMode):
         self.part, self.is_backward = "inputs", False
         window = case.shape.window
         self._seen = causal_pairs(case.seq_len, window) / case.seq_len**2
-        heads = case.shape.num_heads / case.strategy.tp.degree / case.strategy.cp.degree
-        self._num_scores = int(case.num_sequences * heads * case.seq_len**2)
+        self._num_scores = case.shape.num_heads * case.seq_len**2 // case.strategy.tp.degree
 
     def enter_head(self, _module: Any, args: tuple[Tensor, ...]) -> None:
         """Begin the head, whose backward ends with the gradient of the residual that it reads."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -317,24 +317,86 @@ def _pipeline_s(strategy: Strategy, num_microbatches: int, times: tuple[StageTim
     longer, not simulated.
     """
     round_size = strategy.pp.degree
-    short = 3 * round_size + num_microbatches % round_size
+    short = 2 * round_size + num_microbatches % round_size
     if num_microbatches <= short + round_size:
-        return timeline(strategy, num_microbatches, times).length
-    first = timeline(strategy, short, times).length
-    more = timeline(strategy, short + round_size, times).length - first
+        return _length(schedule_of(strategy, num_microbatches), times)
+    first = _length(schedule_of(strategy, short), times)
+    more = _length(schedule_of(strategy, short + round_size), times) - first
     return first + more * (num_microbatches - short) / round_size
 
 
-def timeline(strategy: Strategy, num_microbatches: int, times: tuple[StageTimes, ...]) -> Timeline:
-    """Return when each rank of the pipeline does what, in seconds."""
-    schedule, last = schedule_of(strategy, num_microbatches), len(times) - 1
+def _length(schedule: Schedule, times: tuple[StageTimes, ...]) -> float:
+    """Return when the last action ends: of `simulate`, which also watches the queues, the length.
 
-    def cost(action: Action) -> float:
-        of = times[action.stage]
-        if action.op == "F":
-            return of.forward + (of.message if action.stage < last else 0.0)
-        message = of.message if action.stage else 0.0
+    What each action waits for is worked out once for a schedule, so that a search can ask often.
+    """
+    cost = _costs(times)
+    seconds = {(op, stage): cost(op, stage) for op in "FBIW" for stage in range(len(times))}
+    ends: list[float] = []
+    for op, stage, needs in _waits(schedule):
+        ends.append(max((ends[need] for need in needs), default=0.0) + seconds[op, stage])
+    return max(ends)
+
+
+@functools.lru_cache(maxsize=256)
+def _waits(schedule: Schedule) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+    """Return each action after those that it waits for, by their numbers in the list."""
+    last, left = schedule.num_stages - 1, [list(reversed(order)) for order in schedule.orders]
+    numbers: dict[Action, int] = {}
+    before: list[int | None] = [None] * len(left)
+    found: list[tuple[str, int, tuple[int, ...]]] = []
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, actions in enumerate(left):
+            while actions:
+                action = actions[-1]
+                needs = [_made(numbers, need) for need in _needs(action, last)]
+                if None in needs:
+                    break
+                needs += [] if before[rank] is None else [before[rank]]
+                before[rank] = numbers[action] = len(found)
+                found.append((action.op, action.stage, tuple(n for n in needs if n is not None)))
+                actions.pop()
+                has_moved = True
+    return tuple(found)
+
+
+def _made(numbers: dict[Action, int], need: Action) -> int | None:
+    """Return the number of an action that makes a gradient: whole, or of the input alone."""
+    return numbers.get(need, numbers.get(need._replace(op="I")) if need.op == "B" else None)
+
+
+def _needs(action: Action, last: int) -> list[Action]:
+    if action.op == "F":
+        return [action._replace(stage=action.stage - 1)] if action.stage else []
+    if action.op == "W":
+        return [action._replace(op="I")]
+    own = action._replace(op="F")
+    return [own, action._replace(op="B", stage=action.stage + 1)] if action.stage < last else [own]
+
+
+def _costs(times: tuple[StageTimes, ...]) -> Callable[[str, int], float]:
+    """Return the seconds of each action, what it sends included."""
+    last = len(times) - 1
+
+    def cost(op: str, stage: int) -> float:
+        of = times[stage]
+        if op == "F":
+            return of.forward + (of.message if stage < last else 0.0)
+        message = of.message if stage else 0.0
         halves = {"B": of.backward + message, "I": of.backward / 2 + message, "W": of.backward / 2}
-        return halves[action.op]
+        return halves[op]
 
-    return simulate(schedule, cost)
+    return cost
+
+
+def timeline(request: Request, cluster: Cluster, software: Software) -> Timeline | None:
+    """Return when each rank of the pipeline does what, in seconds; None without one."""
+    strategy = request.strategy
+    times = tuple(_Costs(request, cluster.of(strategy.num_ranks), software).stages())
+    if strategy.pp.degree == 1:
+        return None
+    cost = _costs(times)
+    schedule = schedule_of(strategy, request.accumulation)
+    return simulate(schedule, lambda action: cost(action.op, action.stage))

@@ -22,6 +22,7 @@ from phalanx.account.flops import step_flops
 from phalanx.account.parameters import num_parameters
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
+from phalanx.planner import network
 from phalanx.planner.machine import Cluster
 from phalanx.planner.memory import Memory, heaviest, memory
 from phalanx.planner.price import Price, price
@@ -35,6 +36,9 @@ _PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
 _MOST_TP: Final = 64
 _MOST_CP: Final = 64
 _MOST_PP: Final = 64
+_LEAST_CALLS: Final = 40
+"""Operations of a block, forward and backward: there are never fewer."""
+
 _STATE_BYTES: Final = 16
 """Of a parameter: it, its gradient and two moments, 32 bits each."""
 
@@ -176,14 +180,36 @@ def least_bytes(request: Request) -> float:
 
 
 def bound_s(question: Question, request: Request) -> float:
-    """Return a time that no step of the request is below: that of its products alone."""
-    strategy, device = request.strategy, question.cluster.device
-    products, _ = on_device(question.software, device)
+    """Return a time that no step of the request is below: of its products and its large messages.
+
+    Sent at least are the weights, in 16 bits, and as many bytes of gradients: by zero3 for each
+    microbatch, by zero2 the gradients; and what tp gathers and scatters around each block.
+    """
+    strategy, software = request.strategy, question.software
+    device, axes = question.cluster.device, strategy.mesh_axes()
+    products, _ = on_device(software, device)
     flops = _flops(question.shape, question.seq_len, question.num_sequences)
     run_again = 1 / 3 if strategy.recompute.kind == "full" else 0.0
     compute_s = flops * (1 + 0.9 * run_again) / (device.flops * products * strategy.num_ranks)
     bubble = (strategy.pp.degree - 1) / request.accumulation / (strategy.pp.option or 1)
-    return compute_s * (1 + bubble)
+    sent_s = tensor_s = 0.0
+    num_times = {"zero3": (request.accumulation,) * 2, "zero2": (1, request.accumulation)}
+    gathers, reduces = num_times.get(strategy.fsdp.kind, (1, 1))
+    group = network.group_of(axes, ("dp", "fsdp"))
+    if group.size > 1:
+        weights = 2 * num_parameters(question.shape).total / strategy.tp.degree / strategy.pp.degree
+        sent_bytes = weights * (gathers + reduces) * (group.size - 1) / group.size
+        sent_s = network.seconds(group, sent_bytes, 1, question.cluster, software)
+    if strategy.tp.degree > 1:
+        tokens = request.microbatch * request.accumulation * request.seq_len / strategy.cp.degree
+        blocks = question.shape.num_layers / strategy.pp.degree
+        sent_bytes = 8 * 2 * tokens * question.shape.hidden * blocks * (1 - 1 / strategy.tp.degree)
+        group = network.group_of(axes, ("tp",))
+        tensor_s = network.seconds(group, sent_bytes, 1, question.cluster, software)
+    called_s = software.launch_s * _LEAST_CALLS * question.shape.num_layers / strategy.pp.degree
+    compute_s = max(compute_s, called_s * request.accumulation)
+    exposed_s = max(sent_s - software.overlap * 1.5 * compute_s, 0.0)
+    return (compute_s + tensor_s) * (1 + bubble) + exposed_s
 
 
 @functools.lru_cache(maxsize=64)
@@ -209,9 +235,8 @@ def _requests(question: Question) -> Iterator[Request]:
         rows = question.num_sequences // replicas
         for microbatch in _MICROBATCHES:
             if rows % microbatch == 0:
-                yield from _strategies(
-                    question, pp, cp, tp, replicas, microbatch, rows // microbatch
-                )
+                batch = microbatch, rows // microbatch
+                yield from _strategies(question, (pp, cp, tp), replicas, batch)
 
 
 def _strategies(
