@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from phalanx.account.activations import activations, held_by
 from phalanx.models.loss import chunk_rows
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.split import StateBytes
 from phalanx.planner.machine import Device
 from phalanx.planner.request import Request, plan_of
 
@@ -73,8 +75,9 @@ def memory(request: Request, device: Device) -> list[Memory]:
     )
     schedule = plan.schedule(request.accumulation)
     found: list[Memory] = []
+    alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
     for pp_rank in range(strategy.pp.degree):
-        held = (plan.of(pp_rank) if pp_rank else plan).holds(request.accumulation)
+        held = _held(plan, request, pp_rank, alike)
         is_last = plan.cut is None or schedule is None
         if plan.cut is not None and schedule is not None:
             is_last = len(plan.cut) - 1 in schedule.stages_of(pp_rank)
@@ -89,6 +92,24 @@ def memory(request: Request, device: Device) -> list[Memory]:
         margin = _margin(request, sum(causes.values())) if where == "cuda" else 0
         found.append(Memory(stage=pp_rank, margin=margin, **causes))
     return found
+
+
+def _held(
+    plan: Plan[Any],
+    request: Request,
+    pp_rank: int,
+    alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes],
+) -> StateBytes:
+    """Return what a rank holds of the trained state; ranks of as many blocks hold the same."""
+    schedule = plan.schedule(request.accumulation)
+    if plan.cut is None or schedule is None:
+        return plan.holds(request.accumulation)
+    last = request.shape.num_layers + 1
+    cuts = [plan.cut[stage] for stage in schedule.stages_of(pp_rank)]
+    key = tuple((len(links), 0 in links, last in links) for links in cuts)
+    if key not in alike:
+        alike[key] = plan.of(pp_rank).holds(request.accumulation)
+    return alike[key]
 
 
 def heaviest(stages: list[Memory]) -> Memory:

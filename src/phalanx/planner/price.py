@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -160,13 +161,16 @@ class _Costs:
         self.plan = plan_of(request)
         self.schedule: Schedule | None = self.plan.schedule(request.accumulation)
         self.per_stage: list[_OfStage] = []
+        self._attention_s = 0.0
 
     def stages(self) -> list[StageTimes]:
         """Return the times of each stage of the pipeline, or of the one there is."""
         request = self._request
         shape, last = request.shape, request.shape.num_layers + 1
         windows = {shape.window_of(number) for number in range(shape.num_layers)}
-        works = {window: self._seconds(self._work(window)) for window in windows}
+        of = {window: self._work(window) for window in windows}
+        works = {window: self._seconds(work) for window, work in of.items()}
+        self._attention_s = min(self._in_attention(work) for work in of.values())
         times: list[StageTimes] = []
         for links in self.plan.cut or [range(last + 1)]:
             self.per_stage.append(self._of_stage(links, works))
@@ -197,12 +201,18 @@ class _Costs:
                 forward += work.block
                 backward += work.backward + work.again
                 blocks += 1
-        tensor_s, context_s = self._of_axes(blocks)
-        return _OfStage(forward, backward, tensor_s, context_s, self._message_s())
+        tensor_s, context_s = (blocks * seconds for seconds in self._of_axes)
+        return _OfStage(forward, backward, tensor_s, context_s, self._message_s)
 
     def _seconds(self, work: Work) -> _Seconds:
         device, software = self._job.device, self._software
         return _Seconds(*(kernels.seconds(part, device, software) for part in work))
+
+    def _in_attention(self, work: Work) -> float:
+        """Return the seconds of a block in attention, both ways."""
+        operations = [each for part in work for each in part if each.scores]
+        launch_s = self._software.launch_s
+        return kernels.seconds(operations, self._job.device, self._software) - launch_s
 
     def _work(self, window: int | None) -> Work:
         request = self._request
@@ -223,13 +233,14 @@ class _Costs:
             )
         )
 
-    def _of_axes(self, num_blocks: int) -> tuple[float, float]:
-        """Return the seconds of tp's and of cp's collectives in a stage, for one microbatch."""
-        blocks_here = self._blocks_of_first
-        part = num_blocks / max(1, blocks_here)
+    @functools.cached_property
+    def _of_axes(self) -> tuple[float, float]:
+        """Seconds of tp's and of cp's collectives around one block, for one microbatch."""
+        num_blocks = max(1, self._blocks_of_first)
         tensor_s = sum(self._entry_s(e) for e in self._of_microbatch if e.axis.startswith("tp"))
-        context_s = sum(self._entry_s(e) for e in self._of_microbatch if e.axis == "cp")
-        return tensor_s * part, context_s * part
+        sent_s = sum(self._entry_s(e) for e in self._of_microbatch if e.axis == "cp")
+        # What a ring sends travels while attention computes.
+        return tensor_s / num_blocks, max(0.0, sent_s / num_blocks - self._attention_s)
 
     @functools.cached_property
     def _blocks_of_first(self) -> int:
@@ -257,10 +268,14 @@ class _Costs:
         strategy = self._request.strategy
         axes = strategy.mesh_axes()
         group = network.group_of(axes, axes_of(entry.axis, axes))
-        return network.seconds(group, entry.sent_bytes, entry.calls, self._job, self._software)
+        calls = float(entry.calls)
+        if entry.op == "send":  # to a neighbour: one hop
+            calls /= max(1.0, math.log2(group.size))
+        return network.seconds(group, entry.sent_bytes, calls, self._job, self._software)
 
+    @functools.cached_property
     def _message_s(self) -> float:
-        """Return the time of one message between stages."""
+        """The time of one message between stages."""
         strategy = self._request.strategy
         sent = [e for e in self._of_microbatch if e.axis == "pp" and e.op == "send" and e.calls]
         if not sent:

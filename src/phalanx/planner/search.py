@@ -36,6 +36,9 @@ _PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
 _MOST_TP: Final = 64
 _MOST_CP: Final = 64
 _MOST_PP: Final = 64
+_LEAST_TOKENS: Final = 1024
+"""Of a sequence on a rank of cp: with fewer, a ring waits for its messages."""
+
 _LEAST_CALLS: Final = 40
 """Operations of a block, forward and backward: there are never fewer."""
 
@@ -172,11 +175,18 @@ def fails(request: Request, cluster: Cluster) -> Inequality | None:
 
 
 def least_bytes(request: Request) -> float:
-    """Return the trained state of a rank of an average stage, which is no more than it holds."""
+    """Return what a rank holds of the trained state at least: of a stage of average size.
+
+    A shard of weights, gradients and moments, or all of what a stage of ZeRO leaves whole: weights
+    in 16 bits, and of zero1 gradients in 32, where they are added up.
+    """
     strategy = request.strategy
     split = num_parameters(request.shape).total / strategy.tp.degree / strategy.pp.degree
-    shards = strategy.fsdp.degree * strategy.cp.degree if strategy.fsdp.degree > 1 else 1
-    return _STATE_BYTES * split / shards
+    if strategy.fsdp.degree == 1:
+        return _STATE_BYTES * split
+    shard = split / (strategy.fsdp.degree * strategy.cp.degree)
+    whole = {"zero1": 2 + (4 if request.accumulation > 1 else 0), "zero2": 2}
+    return _STATE_BYTES * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
 
 
 def bound_s(question: Question, request: Request) -> float:
@@ -227,7 +237,7 @@ def _requests(question: Question) -> Iterator[Request]:
     ):
         if num_devices % (pp * cp * tp) or shape.num_heads % tp or shape.num_kv_heads % tp:
             continue
-        if question.seq_len % (2 * cp * tp):
+        if question.seq_len % (2 * cp * tp) or (cp > 1 and question.seq_len < _LEAST_TOKENS * cp):
             continue
         replicas = num_devices // (pp * cp * tp)
         if question.num_sequences % replicas:
