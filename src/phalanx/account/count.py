@@ -250,7 +250,7 @@ class _Live(TorchDispatchMode):
 
 
 def storage_id(x: Tensor) -> int:
-    """Return what tells the storage of a tensor from others."""
+    """Return the identity of a tensor's storage."""
     return cast(Any, x.untyped_storage())._cdata
 
 

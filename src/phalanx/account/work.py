@@ -7,9 +7,9 @@ meta device, split as on a rank. Backward runs too, and what it runs again of th
     inputs       block      head
     inputs     <- [again, backward] <- head  backward
 
-[Note: Tokens scale] One sequence without cp is run. What more sequences, or the part of a sequence
-that a rank of cp holds, make of it is the same with more rows, or fewer, but for weights: rows of a
-product, and the inner size of a weight's gradient. So that a split of any size costs one run.
+[Note: Tokens scale] One whole sequence is run. More sequences, or parts of one, are the same with
+more rows, or fewer: rows of a product, and the inner size of the product that makes a weight's
+gradient. So one run counts microbatches of any size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from phalanx.account.count import (
 from phalanx.models import kernels
 from phalanx.models.decoder import Block
 from phalanx.models.shape import causal_pairs
-from phalanx.strategy import Strategy
 
 _FREE = ("empty", "new_empty", "empty_like", "_unsafe_view", "arange", "scalar_tensor")
 """Operators of no kernel, and small ones that a step runs once."""
@@ -84,9 +83,9 @@ def work_of(case: Case) -> Work:
     Raises:
         StrategyError: the strategy does not split such a decoder.
     """
-    without_cp = dataclasses.replace(case.strategy, cp=Strategy.cp)
-    one = dataclasses.replace(case, strategy=without_cp, num_sequences=1)
-    return _scaled(one, case.num_sequences, case.strategy.cp.degree)
+    strategy = case.strategy
+    one = dataclasses.replace(case, strategy=strategy.with_whole_positions(), num_sequences=1)
+    return _scaled(one, case.num_sequences, strategy.sample_shards)
 
 
 @functools.lru_cache(maxsize=1 << 12)

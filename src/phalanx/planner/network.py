@@ -23,14 +23,14 @@ from phalanx.planner.software import Software
 
 
 @dataclass(frozen=True)
-class Group:
+class Members:
     """Ranks that communicate: how many, and how far apart they lie."""
 
     size: int
     stride: int
 
 
-def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> Group:
+def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> Members:
     """Return the group of the axes `names` of a mesh of `axes`, outer to inner.
 
     Axes between them belong to other groups, and only lie between their ranks.
@@ -41,7 +41,7 @@ def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> Group:
             stride = stride or inner
             size *= degree
         inner *= degree
-    return Group(size, stride or 1)
+    return Members(size, stride or 1)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Reach:
     level: str
 
 
-def reach(group: Group, cluster: Cluster, software: Software) -> Reach:
+def reach(group: Members, cluster: Cluster, software: Software) -> Reach:
     """Return the bandwidth and latency of a collective over a group."""
     bandwidth, latency_s, inside, level = math.inf, 0.0, 1, cluster.levels[0]
     for number, level in enumerate(cluster.levels):
@@ -78,7 +78,7 @@ def reach(group: Group, cluster: Cluster, software: Software) -> Reach:
     return Reach(bandwidth, latency_s, level.name)
 
 
-def exchange_s(group: Group, sent_bytes: float, cluster: Cluster, software: Software) -> float:
+def exchange_s(group: Members, sent_bytes: float, cluster: Cluster, software: Software) -> float:
     """Return the time of one all-to-all in which a rank sends `sent_bytes` to the others.
 
     What goes to ranks of other units leaves by the rank's own link.
@@ -104,7 +104,7 @@ def _contention(cluster: Cluster, software: Software) -> float:
 
 
 def seconds(
-    group: Group, sent_bytes: float, calls: float, cluster: Cluster, software: Software
+    group: Members, sent_bytes: float, calls: float, cluster: Cluster, software: Software
 ) -> float:
     """Return the time of `calls` collectives in which a rank sends `sent_bytes` altogether."""
     if group.size == 1 or not calls:

@@ -3,7 +3,7 @@
 It prices what `train` runs: the operations of a block, counted on the meta device
 (account/work.py), the traffic of the plan, its cut and its schedule. No process is started.
 
-    a stage     forward  = blocks x block + collectives of tp and cp
+    a stage     forward  = blocks x block + collectives of tp and of rings
                 backward = blocks x (backward + again) + their collectives
     the step    the schedule of the pipeline with these times, messages included
                 + what dp and fsdp send beyond what compute hides + the optimizer
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,27 +23,16 @@ from phalanx.account.flops import step_flops
 from phalanx.account.work import Work, work_of
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
-from phalanx.parallel.pipeline.cut import schedule_of
-from phalanx.parallel.pipeline.schedule import Action, Schedule
-from phalanx.parallel.pipeline.simulate import Timeline, simulate
-from phalanx.planner import kernels, network
+from phalanx.parallel.pipeline.schedule import Schedule
+from phalanx.parallel.pipeline.simulate import Timeline
+from phalanx.planner import network, roofline, stages
 from phalanx.planner.machine import Cluster
-from phalanx.planner.request import Request, plan_of
+from phalanx.planner.planned import PlannedStep, plan_of
 from phalanx.planner.software import Software
-from phalanx.strategy import Strategy
+from phalanx.planner.stages import StageTimes
 
 _ADAM_BYTES = 7
 """Words of 32 bits that AdamW reads and writes of a parameter: it, its gradient and two moments."""
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of one stage for one microbatch, its collectives included."""
-
-    forward: float
-    backward: float
-    message: float
-    """Of what it sends to another stage, either way."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ class Price:
     Attributes:
         compute_s: of the operations of the busiest rank.
         tensor_s: collectives of tp on that rank, which nothing hides.
-        context_s: of cp.
+        ring_s: what a ring of positions sends beyond what attention hides.
         bubble_s: in which that rank waits for other stages, messages included.
         sent_s: what dp and fsdp send in all.
         exposed_s: the part of it that compute does not hide.
@@ -65,7 +54,7 @@ class Price:
 
     compute_s: float
     tensor_s: float
-    context_s: float
+    ring_s: float
     bubble_s: float
     sent_s: float
     exposed_s: float
@@ -77,7 +66,7 @@ class Price:
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        parts = self.compute_s, self.tensor_s, self.context_s, self.bubble_s
+        parts = self.compute_s, self.tensor_s, self.ring_s, self.bubble_s
         return sum(parts) + self.exposed_s + self.optimizer_s
 
     @property
@@ -96,34 +85,36 @@ class Price:
         return self.full_flops / self.peak_flops / self.step_s
 
 
-def price(request: Request, cluster: Cluster, software: Software) -> Price:
+def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
     """Price a step.
 
     Raises:
         StrategyError: the strategy does not split the model.
         ConfigError: the cluster has fewer devices.
     """
-    strategy, shape = request.strategy, request.shape
+    strategy, shape = planned.strategy, planned.shape
     job = cluster.of(strategy.num_ranks)
-    costs = _Costs(request, job, software)
-    times = costs.stages()
+    costs = _Costs(planned, job, software)
+    times = costs.of_stages()
     pp = strategy.pp.degree
-    busy = _busiest(times, costs.schedule)
-    compute_s = request.accumulation * sum(times[s].forward + times[s].backward for s in busy)
+    busy = stages.busiest(times, costs.schedule)
+    compute_s = planned.accumulation * sum(times[s].forward + times[s].backward for s in busy)
     of_axes = [costs.per_stage[s] for s in busy]
-    tensor_s = request.accumulation * sum(each.tensor_s for each in of_axes)
-    context_s = request.accumulation * sum(each.context_s for each in of_axes)
-    pipeline_s = compute_s if pp == 1 else _pipeline_s(strategy, request.accumulation, tuple(times))
+    tensor_s = planned.accumulation * sum(each.tensor_s for each in of_axes)
+    ring_s = planned.accumulation * sum(each.ring_s for each in of_axes)
+    pipeline_s = (
+        compute_s if pp == 1 else stages.step_s(strategy, planned.accumulation, tuple(times))
+    )
     sent_s = costs.sent_s()
-    hidden_s = min(software.overlap * (compute_s - tensor_s - context_s), sent_s)
+    hidden_s = min(software.overlap * (compute_s - tensor_s - ring_s), sent_s)
     flops = {
-        kind: step_flops(shape, request.seq_len, request.num_sequences, kind).model
+        kind: step_flops(shape, planned.seq_len, planned.num_sequences, kind).model
         for kind in ("causal", "full")
     }
     return Price(
-        compute_s=compute_s - tensor_s - context_s,
+        compute_s=compute_s - tensor_s - ring_s,
         tensor_s=tensor_s,
-        context_s=context_s,
+        ring_s=ring_s,
         bubble_s=max(0.0, pipeline_s - compute_s),
         sent_s=sent_s,
         exposed_s=max(sent_s - hidden_s, 0.5 * (1 - software.overlap) * sent_s),
@@ -149,24 +140,24 @@ class _OfStage:
     compute_forward_s: float
     compute_backward_s: float
     tensor_s: float
-    context_s: float
+    ring_s: float
     message_s: float
 
 
 class _Costs:
-    """The times of the parts of one request."""
+    """The times of the parts of one planned."""
 
-    def __init__(self, request: Request, job: Cluster, software: Software) -> None:
-        self._request, self._job, self._software = request, job, software
-        self.plan = plan_of(request)
-        self.schedule: Schedule | None = self.plan.schedule(request.accumulation)
+    def __init__(self, planned: PlannedStep, job: Cluster, software: Software) -> None:
+        self._planned, self._job, self._software = planned, job, software
+        self.plan = plan_of(planned)
+        self.schedule: Schedule | None = self.plan.schedule(planned.accumulation)
         self.per_stage: list[_OfStage] = []
         self._attention_s = 0.0
 
-    def stages(self) -> list[StageTimes]:
+    def of_stages(self) -> list[StageTimes]:
         """Return the times of each stage of the pipeline, or of the one there is."""
-        request = self._request
-        shape, last = request.shape, request.shape.num_layers + 1
+        planned = self._planned
+        shape, last = planned.shape, planned.shape.num_layers + 1
         windows = {shape.window_of(number) for number in range(shape.num_layers)}
         of = {window: self._work(window) for window in windows}
         works = {window: self._seconds(work) for window, work in of.items()}
@@ -175,8 +166,8 @@ class _Costs:
         for links in self.plan.cut or [range(last + 1)]:
             self.per_stage.append(self._of_stage(links, works))
             of = self.per_stage[-1]
-            comm_s = of.tensor_s + of.context_s
-            forward_part = comm_s / 2 if request.strategy.recompute.kind == "none" else comm_s / 3
+            comm_s = of.tensor_s + of.ring_s
+            forward_part = comm_s / 2 if planned.strategy.recompute.kind == "none" else comm_s / 3
             times.append(
                 StageTimes(
                     of.compute_forward_s + forward_part,
@@ -187,7 +178,7 @@ class _Costs:
         return times
 
     def _of_stage(self, links: Iterable[int], works: dict[int | None, _Seconds]) -> _OfStage:
-        shape, last = self._request.shape, self._request.shape.num_layers + 1
+        shape, last = self._planned.shape, self._planned.shape.num_layers + 1
         forward = backward = 0.0
         blocks = 0
         any_work = next(iter(works.values()))
@@ -201,33 +192,33 @@ class _Costs:
                 forward += work.block
                 backward += work.backward + work.again
                 blocks += 1
-        tensor_s, context_s = (blocks * seconds for seconds in self._of_axes)
-        return _OfStage(forward, backward, tensor_s, context_s, self._message_s)
+        tensor_s, ring_s = (blocks * seconds for seconds in self._of_axes)
+        return _OfStage(forward, backward, tensor_s, ring_s, self._message_s)
 
     def _seconds(self, work: Work) -> _Seconds:
         device, software = self._job.device, self._software
-        return _Seconds(*(kernels.seconds(part, device, software) for part in work))
+        return _Seconds(*(roofline.seconds(part, device, software) for part in work))
 
     def _in_attention(self, work: Work) -> float:
         """Return the seconds of a block in attention, both ways."""
         operations = [each for part in work for each in part if each.scores]
         launch_s = self._software.launch_s
-        return kernels.seconds(operations, self._job.device, self._software) - launch_s
+        return roofline.seconds(operations, self._job.device, self._software) - launch_s
 
     def _work(self, window: int | None) -> Work:
-        request = self._request
-        strategy = request.strategy
+        planned = self._planned
+        strategy = planned.strategy
         kept = strategy.recompute
-        if kept.segment_size(request.shape.num_layers) is not None:
+        if kept.segment_size(planned.shape.num_layers) is not None:
             kept = dataclasses.replace(kept, kind="full", option=None)
         is_cuda = self._job.device.kind != "cpu"
         return work_of(
             Case(
-                shape=kind_of(request.shape, window, request.seq_len),
-                strategy=Strategy(tp=strategy.tp, cp=strategy.cp, recompute=kept),
-                seq_len=request.seq_len,
-                num_sequences=request.microbatch,
-                precision=request.precision,
+                shape=kind_of(planned.shape, window, planned.seq_len),
+                strategy=dataclasses.replace(strategy.of_block, recompute=kept),
+                seq_len=planned.seq_len,
+                num_sequences=planned.microbatch,
+                precision=planned.precision,
                 device="cuda" if is_cuda else "cpu",
                 has_casts=strategy.tp.degree == strategy.fsdp.degree == 1,
             )
@@ -235,17 +226,17 @@ class _Costs:
 
     @functools.cached_property
     def _of_axes(self) -> tuple[float, float]:
-        """Seconds of tp's and of cp's collectives around one block, for one microbatch."""
+        """Seconds around one block, for one microbatch: of tp's collectives and of a ring."""
         num_blocks = max(1, self._blocks_of_first)
         tensor_s = sum(self._entry_s(e) for e in self._of_microbatch if e.axis.startswith("tp"))
-        sent_s = sum(self._entry_s(e) for e in self._of_microbatch if e.axis == "cp")
+        sent_s = sum(self._entry_s(e) for e in self._of_microbatch if _is_of_ring(e))
         # What a ring sends travels while attention computes.
         return tensor_s / num_blocks, max(0.0, sent_s / num_blocks - self._attention_s)
 
     @functools.cached_property
     def _blocks_of_first(self) -> int:
         """Blocks on the first rank of the pipeline, whose traffic the plan states."""
-        last = self._request.shape.num_layers + 1
+        last = self._planned.shape.num_layers + 1
         if self.plan.cut is None or self.schedule is None:
             return last - 1
         stages = self.schedule.stages_of(0)
@@ -254,7 +245,7 @@ class _Costs:
     @functools.cached_property
     def _traffic(self) -> tuple[list[Entry], list[Entry]]:
         """The traffic of a step of one microbatch, and of a step of two."""
-        size = (self._request.microbatch, self._request.seq_len)
+        size = (self._planned.microbatch, self._planned.seq_len)
         return self.plan.traffic([size]), self.plan.traffic([size] * 2)
 
     @functools.cached_property
@@ -265,7 +256,7 @@ class _Costs:
         return [_less(each, before.get((each.phase, each.axis, each.op))) for each in two]
 
     def _entry_s(self, entry: Entry) -> float:
-        strategy = self._request.strategy
+        strategy = self._planned.strategy
         axes = strategy.mesh_axes()
         group = network.group_of(axes, axes_of(entry.axis, axes))
         calls = float(entry.calls)
@@ -276,7 +267,7 @@ class _Costs:
     @functools.cached_property
     def _message_s(self) -> float:
         """The time of one message between stages."""
-        strategy = self._request.strategy
+        strategy = self._planned.strategy
         sent = [e for e in self._of_microbatch if e.axis == "pp" and e.op == "send" and e.calls]
         if not sent:
             return 0.0
@@ -291,17 +282,21 @@ class _Costs:
         """Return the time in which the step sends gradients and weights, over dp and fsdp."""
         per = sum(self._entry_s(e) for e in self._of_microbatch if _is_of_data(e))
         once = sum(self._entry_s(e) for e in self._traffic[0] if _is_of_data(e))
-        return max(0.0, once - per) + per * self._request.accumulation
+        return max(0.0, once - per) + per * self._planned.accumulation
 
     def optimizer_s(self) -> float:
         """Return the time of the step of AdamW, which memory bounds."""
-        held = self.plan.holds(self._request.accumulation)
+        held = self.plan.holds(self._planned.accumulation)
         words = _ADAM_BYTES * held.parameter_bytes
-        return words / (self._job.device.bandwidth * kernels.MEMORY)
+        return words / (self._job.device.bandwidth * roofline.MEMORY)
 
 
 def _is_of_data(entry: Entry) -> bool:
-    is_other = entry.axis.startswith("tp") or entry.axis in ("pp", "cp")
+    return bool({"dp", "fsdp"} & {*entry.axis.split("_")}) and entry.phase != "agree"
+
+
+def _is_of_ring(entry: Entry) -> bool:
+    is_other = _is_of_data(entry) or entry.axis == "pp" or entry.axis.startswith("tp")
     return not is_other and entry.phase != "agree"
 
 
@@ -316,102 +311,14 @@ def _less(entry: Entry, other: Entry | None) -> Entry:
     )
 
 
-def _busiest(times: list[StageTimes], schedule: Schedule | None) -> tuple[int, ...]:
-    """Return the stages of the rank that computes longest."""
-    if schedule is None:
-        return (0,)
-    ranks = [schedule.stages_of(rank) for rank in range(len(schedule.orders))]
-    return max(ranks, key=lambda stages: sum(times[s].forward + times[s].backward for s in stages))
+def timeline(planned: PlannedStep, cluster: Cluster, software: Software) -> Timeline | None:
+    """Return when each rank of the pipeline does what, in seconds; None without one.
 
-
-@functools.lru_cache(maxsize=4096)
-def _pipeline_s(strategy: Strategy, num_microbatches: int, times: tuple[StageTimes, ...]) -> float:
-    """Return the length of a step of the pipeline.
-
-    After some microbatches each further round of them adds the same, so that long steps are made
-    longer, not simulated.
+    Raises:
+        StrategyError: the strategy does not split the model.
     """
-    round_size = strategy.pp.degree
-    short = 2 * round_size + num_microbatches % round_size
-    if num_microbatches <= short + round_size:
-        return _length(schedule_of(strategy, num_microbatches), times)
-    first = _length(schedule_of(strategy, short), times)
-    more = _length(schedule_of(strategy, short + round_size), times) - first
-    return first + more * (num_microbatches - short) / round_size
-
-
-def _length(schedule: Schedule, times: tuple[StageTimes, ...]) -> float:
-    """Return when the last action ends: of `simulate`, which also watches the queues, the length.
-
-    What each action waits for is worked out once for a schedule, so that a search can ask often.
-    """
-    cost = _costs(times)
-    seconds = {(op, stage): cost(op, stage) for op in "FBIW" for stage in range(len(times))}
-    ends: list[float] = []
-    for op, stage, needs in _waits(schedule):
-        ends.append(max((ends[need] for need in needs), default=0.0) + seconds[op, stage])
-    return max(ends)
-
-
-@functools.lru_cache(maxsize=256)
-def _waits(schedule: Schedule) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
-    """Return each action after those that it waits for, by their numbers in the list."""
-    last, left = schedule.num_stages - 1, [list(reversed(order)) for order in schedule.orders]
-    numbers: dict[Action, int] = {}
-    before: list[int | None] = [None] * len(left)
-    found: list[tuple[str, int, tuple[int, ...]]] = []
-    has_moved = True
-    while has_moved:
-        has_moved = False
-        for rank, actions in enumerate(left):
-            while actions:
-                action = actions[-1]
-                needs = [_made(numbers, need) for need in _needs(action, last)]
-                if None in needs:
-                    break
-                needs += [] if before[rank] is None else [before[rank]]
-                before[rank] = numbers[action] = len(found)
-                found.append((action.op, action.stage, tuple(n for n in needs if n is not None)))
-                actions.pop()
-                has_moved = True
-    return tuple(found)
-
-
-def _made(numbers: dict[Action, int], need: Action) -> int | None:
-    """Return the number of an action that makes a gradient: whole, or of the input alone."""
-    return numbers.get(need, numbers.get(need._replace(op="I")) if need.op == "B" else None)
-
-
-def _needs(action: Action, last: int) -> list[Action]:
-    if action.op == "F":
-        return [action._replace(stage=action.stage - 1)] if action.stage else []
-    if action.op == "W":
-        return [action._replace(op="I")]
-    own = action._replace(op="F")
-    return [own, action._replace(op="B", stage=action.stage + 1)] if action.stage < last else [own]
-
-
-def _costs(times: tuple[StageTimes, ...]) -> Callable[[str, int], float]:
-    """Return the seconds of each action, what it sends included."""
-    last = len(times) - 1
-
-    def cost(op: str, stage: int) -> float:
-        of = times[stage]
-        if op == "F":
-            return of.forward + (of.message if stage < last else 0.0)
-        message = of.message if stage else 0.0
-        halves = {"B": of.backward + message, "I": of.backward / 2 + message, "W": of.backward / 2}
-        return halves[op]
-
-    return cost
-
-
-def timeline(request: Request, cluster: Cluster, software: Software) -> Timeline | None:
-    """Return when each rank of the pipeline does what, in seconds; None without one."""
-    strategy = request.strategy
-    times = tuple(_Costs(request, cluster.of(strategy.num_ranks), software).stages())
+    strategy = planned.strategy
     if strategy.pp.degree == 1:
         return None
-    cost = _costs(times)
-    schedule = schedule_of(strategy, request.accumulation)
-    return simulate(schedule, lambda action: cost(action.op, action.stage))
+    times = tuple(_Costs(planned, cluster.of(strategy.num_ranks), software).of_stages())
+    return stages.timeline(strategy, planned.accumulation, times)

@@ -4,8 +4,8 @@
     pruned       by divisibility, and by memory, each with the inequality that failed
     priced       the others, until the bound of the next is above the price of the last wanted
 
-The bound is compute alone: model FLOPs at the best efficiency, with what is run again and the
-bubble of the schedule. So the best that is found is the best there is among the candidates.
+The bound is of products at the best efficiency, with recomputation, the bubble of the schedule and
+the largest messages. So the best that is found is the best there is among the candidates.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from phalanx.account.parameters import num_parameters
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network
+from phalanx.planner.held import Memory, heaviest, memory
 from phalanx.planner.machine import Cluster
-from phalanx.planner.memory import Memory, heaviest, memory
+from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
-from phalanx.planner.request import Request
 from phalanx.planner.software import Software, on_device
-from phalanx.strategy import Axis, Recompute, Strategy
+from phalanx.strategy import AXES, Axis, Recompute, Strategy
 
 _MICROBATCHES: Final = (1, 2, 4, 8)
 _RECOMPUTE: Final = ("none", "selective", "full")
 _PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
 _MOST_TP: Final = 64
-_MOST_CP: Final = 64
 _MOST_PP: Final = 64
 _LEAST_TOKENS: Final = 1024
-"""Of a sequence on a rank of cp: with fewer, a ring waits for its messages."""
+"""Of a sequence on a rank: with fewer, a ring waits for its messages."""
 
 _LEAST_CALLS: Final = 40
 """Operations of a block, forward and backward: there are never fewer."""
@@ -83,7 +82,7 @@ class Inequality:
 class Candidate:
     """A strategy that fits, with its price and what its heaviest stage holds."""
 
-    request: Request
+    planned: PlannedStep
     price: Price
     memory: Memory
 
@@ -112,8 +111,8 @@ def search(question: Question, wanted: int = 10) -> Found:
         ConfigError: the batch is smaller than one sequence, or no strategy is legal.
     """
     check(question)
-    requests = sorted(_requests(question), key=lambda request: bound_s(question, request))
-    if not requests:
+    planneds = sorted(_planneds(question), key=lambda planned: bound_s(question, planned))
+    if not planneds:
         raise ConfigError(
             f"no strategy splits {question.num_sequences} sequences of {question.seq_len} tokens "
             f"over {question.cluster.num_devices} devices; take a batch that is a multiple of them"
@@ -121,26 +120,26 @@ def search(question: Question, wanted: int = 10) -> Found:
     found: list[Candidate] = []
     rejected: dict[str, Inequality] = {}
     num_priced = 0
-    for request in requests:
+    for planned in planneds:
         limit_s = found[wanted - 1].price.step_s if len(found) >= wanted else math.inf
-        if bound_s(question, request) > limit_s:
+        if bound_s(question, planned) > limit_s:
             break
-        name = str(request.strategy)
+        name = str(planned.strategy)
         try:
-            if (failed := fails(request, question.cluster)) is not None:
+            if (failed := fails(planned, question.cluster)) is not None:
                 rejected.setdefault(name, failed)
                 continue
             num_priced += 1
-            cost = price(request, question.cluster, question.software)
+            cost = price(planned, question.cluster, question.software)
             if cost.step_s < limit_s:
-                held = heaviest(memory(request, question.cluster.device))
-                found.append(Candidate(request, cost, held))
+                held = heaviest(memory(planned, question.cluster.device))
+                found.append(Candidate(planned, cost, held))
                 found.sort(key=lambda each: each.price.step_s)
         except StrategyError:
             continue
-    names = {str(each.request.strategy) for each in found}
+    names = {str(each.planned.strategy) for each in found}
     kept = tuple(each for name, each in rejected.items() if name not in names)
-    return Found(tuple(found[:wanted]), kept, len(requests), num_priced)
+    return Found(tuple(found[:wanted]), kept, len(planneds), num_priced)
 
 
 def check(question: Question) -> None:
@@ -154,56 +153,56 @@ def check(question: Question) -> None:
             raise ConfigError(f"plan: the {what} is {size}; it must be at least 1")
 
 
-def fails(request: Request, cluster: Cluster) -> Inequality | None:
-    """Return why a request does not fit; None if it does.
+def fails(planned: PlannedStep, cluster: Cluster) -> Inequality | None:
+    """Return why a planned does not fit; None if it does.
 
     Raises:
         StrategyError: the strategy does not split the model.
     """
     room = cluster.device.usable_bytes
-    name = str(request.strategy)
-    least = least_bytes(request)
+    name = str(planned.strategy)
+    least = least_bytes(planned)
     if least > room:
         return Inequality(name, "of weights, gradients and moments alone", least, room)
-    stages = memory(request, cluster.device)
+    stages = memory(planned, cluster.device)
     most = heaviest(stages)
     if most.total > room:
         where = f"on stage {most.stage}" if len(stages) > 1 else "on each device"
-        where = f"{where}, with {request.microbatch} x {request.seq_len} tokens"
+        where = f"{where}, with {planned.microbatch} x {planned.seq_len} tokens"
         return Inequality(name, where, most.total, room)
     return None
 
 
-def least_bytes(request: Request) -> float:
+def least_bytes(planned: PlannedStep) -> float:
     """Return what a rank holds of the trained state at least: of a stage of average size.
 
     A shard of weights, gradients and moments, or all of what a stage of ZeRO leaves whole: weights
     in 16 bits, and of zero1 gradients in 32, where they are added up.
     """
-    strategy = request.strategy
-    split = num_parameters(request.shape).total / strategy.tp.degree / strategy.pp.degree
+    strategy = planned.strategy
+    split = num_parameters(planned.shape).total / strategy.tp.degree / strategy.pp.degree
     if strategy.fsdp.degree == 1:
         return _STATE_BYTES * split
-    shard = split / (strategy.fsdp.degree * strategy.cp.degree)
-    whole = {"zero1": 2 + (4 if request.accumulation > 1 else 0), "zero2": 2}
+    shard = split / strategy.num_shards
+    whole = {"zero1": 2 + (4 if planned.accumulation > 1 else 0), "zero2": 2}
     return _STATE_BYTES * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
 
 
-def bound_s(question: Question, request: Request) -> float:
-    """Return a time that no step of the request is below: of its products and its large messages.
+def bound_s(question: Question, planned: PlannedStep) -> float:
+    """Return a time that no step of the planned is below: of its products and its large messages.
 
     Sent at least are the weights, in 16 bits, and as many bytes of gradients: by zero3 for each
     microbatch, by zero2 the gradients; and what tp gathers and scatters around each block.
     """
-    strategy, software = request.strategy, question.software
+    strategy, software = planned.strategy, question.software
     device, axes = question.cluster.device, strategy.mesh_axes()
     products, _ = on_device(software, device)
     flops = _flops(question.shape, question.seq_len, question.num_sequences)
     run_again = 1 / 3 if strategy.recompute.kind == "full" else 0.0
     compute_s = flops * (1 + 0.9 * run_again) / (device.flops * products * strategy.num_ranks)
-    bubble = (strategy.pp.degree - 1) / request.accumulation / (strategy.pp.option or 1)
+    bubble = (strategy.pp.degree - 1) / planned.accumulation / (strategy.pp.option or 1)
     sent_s = tensor_s = 0.0
-    num_times = {"zero3": (request.accumulation,) * 2, "zero2": (1, request.accumulation)}
+    num_times = {"zero3": (planned.accumulation,) * 2, "zero2": (1, planned.accumulation)}
     gathers, reduces = num_times.get(strategy.fsdp.kind, (1, 1))
     group = network.group_of(axes, ("dp", "fsdp"))
     if group.size > 1:
@@ -211,13 +210,15 @@ def bound_s(question: Question, request: Request) -> float:
         sent_bytes = weights * (gathers + reduces) * (group.size - 1) / group.size
         sent_s = network.seconds(group, sent_bytes, 1, question.cluster, software)
     if strategy.tp.degree > 1:
-        tokens = request.microbatch * request.accumulation * request.seq_len / strategy.cp.degree
+        tokens = (
+            planned.microbatch * planned.accumulation * planned.seq_len / strategy.sample_shards
+        )
         blocks = question.shape.num_layers / strategy.pp.degree
         sent_bytes = 8 * 2 * tokens * question.shape.hidden * blocks * (1 - 1 / strategy.tp.degree)
         group = network.group_of(axes, ("tp",))
         tensor_s = network.seconds(group, sent_bytes, 1, question.cluster, software)
     called_s = software.launch_s * _LEAST_CALLS * question.shape.num_layers / strategy.pp.degree
-    compute_s = max(compute_s, called_s * request.accumulation)
+    compute_s = max(compute_s, called_s * planned.accumulation)
     exposed_s = max(sent_s - software.overlap * 1.5 * compute_s, 0.0)
     return (compute_s + tensor_s) * (1 + bubble) + exposed_s
 
@@ -227,47 +228,55 @@ def _flops(shape: ModelShape, seq_len: int, num_sequences: int) -> int:
     return step_flops(shape, seq_len, num_sequences).linear_forward * 3
 
 
-def _requests(question: Question) -> Iterator[Request]:
-    """Yield every legal request over all devices of the cluster."""
-    shape, num_devices = question.shape, question.cluster.num_devices
-    for pp, cp, tp in itertools.product(
-        _divisors(num_devices, min(_MOST_PP, shape.num_layers)),
-        _divisors(num_devices, _MOST_CP),
-        _divisors(num_devices, min(_MOST_TP, question.cluster.levels[0].devices)),
-    ):
-        if num_devices % (pp * cp * tp) or shape.num_heads % tp or shape.num_kv_heads % tp:
-            continue
-        if question.seq_len % (2 * cp * tp) or (cp > 1 and question.seq_len < _LEAST_TOKENS * cp):
-            continue
-        replicas = num_devices // (pp * cp * tp)
-        if question.num_sequences % replicas:
+def _planneds(question: Question) -> Iterator[PlannedStep]:
+    """Yield every legal step over all devices of the cluster."""
+    num_devices = question.cluster.num_devices
+    for base in _splits(question):
+        replicas = num_devices // base.num_ranks
+        if num_devices % base.num_ranks or question.num_sequences % replicas:
             continue
         rows = question.num_sequences // replicas
         for microbatch in _MICROBATCHES:
             if rows % microbatch == 0:
                 batch = microbatch, rows // microbatch
-                yield from _strategies(question, (pp, cp, tp), replicas, batch)
+                yield from _strategies(question, base, replicas, batch)
+
+
+def _splits(question: Question) -> Iterator[Strategy]:
+    """Yield the legal degrees of the axes that split the model and its samples."""
+    shape, num_devices = question.shape, question.cluster.num_devices
+    most = {
+        "pp": min(_MOST_PP, shape.num_layers),
+        "tp": min(_MOST_TP, question.cluster.levels[0].devices),
+    }
+    of_samples = max(1, question.seq_len // _LEAST_TOKENS)
+    axes = [name for name in AXES if name not in ("dp", "fsdp")]
+    choices = [_divisors(num_devices, most.get(name, of_samples)) for name in axes]
+    for degrees in itertools.product(*choices):
+        strategy = Strategy()
+        for name, degree in zip(axes, degrees, strict=True):
+            strategy = strategy.with_degree(name, degree)
+        tp = strategy.tp.degree
+        if shape.num_heads % tp or shape.num_kv_heads % tp:
+            continue
+        if question.seq_len % (2 * strategy.sample_shards * tp) == 0:
+            yield strategy
 
 
 def _strategies(
-    question: Question, degrees: tuple[int, int, int], replicas: int, batch: tuple[int, int]
-) -> Iterator[Request]:
-    (pp, cp, tp), (microbatch, accumulation) = degrees, batch
+    question: Question, base: Strategy, replicas: int, batch: tuple[int, int]
+) -> Iterator[PlannedStep]:
+    microbatch, accumulation = batch
+    pp = base.pp.degree
     kinds = _PIPELINES if pp > 1 else ((Strategy.pp.kind, None),)
     for (kind, chunks), (dp, fsdp), policy in itertools.product(
-        kinds, _of_data(question, replicas, pp * cp * tp), _RECOMPUTE
+        kinds, _of_data(question, replicas, base.num_ranks), _RECOMPUTE
     ):
         if chunks is not None and (pp * chunks > question.shape.num_layers or accumulation % pp):
             continue
-        strategy = Strategy(
-            pp=Axis(pp, kind, chunks),
-            dp=dp,
-            fsdp=fsdp,
-            cp=Axis(cp, "ring"),
-            tp=Axis(tp, "1d"),
-            recompute=Recompute(policy),
-        )
-        yield Request(
+        axis, recompute = Axis(pp, kind, chunks), Recompute(policy)
+        strategy = dataclasses.replace(base, pp=axis, dp=dp, fsdp=fsdp, recompute=recompute)
+        yield PlannedStep(
             question.shape, strategy, question.seq_len, microbatch, accumulation, question.precision
         )
 

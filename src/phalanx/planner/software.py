@@ -22,7 +22,7 @@ class Software:
     Attributes:
         products: speed of large products of matrices, beside what others make of the device.
         attention: the same of a fused attention kernel.
-        fusion: bytes that memory-bound operations move, beside those of operators run one by one.
+        fusion: bytes that memory-bound operations move, beside operators run one by one.
         launch_s: least time of an operation, while the processor feeds the device.
         has_scores: attention writes its scores to memory, and multiplies those that a mask hides.
         overlap: part of a compute's time in which gradients and weights can be sent.

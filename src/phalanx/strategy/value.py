@@ -173,6 +173,20 @@ class Strategy:
         return self.tp.degree * self.cp.degree == 1
 
     @property
+    def sample_shards(self) -> int:
+        """In how many shards the positions of a sample are split."""
+        return self.cp.degree
+
+    @property
+    def of_block(self) -> Strategy:
+        """The axes that split the tensors of one block, and what of it is run again."""
+        return Strategy(cp=self.cp, tp=self.tp, recompute=self.recompute)
+
+    def with_whole_positions(self) -> Strategy:
+        """Return it without the axis that splits positions."""
+        return dataclasses.replace(self, cp=Strategy.cp)
+
+    @property
     def num_shards(self) -> int:
         """Shards of the trained state under fsdp, which splits it over cp too; 1 without fsdp."""
         return self.fsdp.degree * self.cp.degree if self.fsdp.degree > 1 else 1

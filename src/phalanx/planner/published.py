@@ -1,4 +1,4 @@
-"""Price runs that others have published: from one JSON object a run to a request, and its price.
+"""Price runs that others have published: from one JSON object a run to a planned, and its price.
 
 A run is read as its nearest strategy here; constants are of its hardware and its software, never
 of the run. What a run does not state takes the usual value of its software: the schedule, whether
@@ -19,10 +19,10 @@ from phalanx.models.shape import ModelShape
 from phalanx.planner import network
 from phalanx.planner.hardware import CLUSTERS, FABRIC
 from phalanx.planner.machine import Cluster, Level
+from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
-from phalanx.planner.request import Request
 from phalanx.planner.software import SOFTWARE, Software
-from phalanx.strategy import Strategy
+from phalanx.strategy import AXES, Strategy
 
 _PROGRAMS: Final = {
     "megatron-sc21": "megatron",
@@ -39,24 +39,24 @@ _PROGRAMS: Final = {
     "deepspeed": "megatron-deepspeed",
     "megatron": "megatron",
 }
-"""Words of a run's group or source -> the software that ran it."""
+"""Words in a run's group or source -> the software that ran it."""
 
 _LETTERS: Final = 4
 """Exchanges of tokens in a block with experts: there and back, in forward and in backward."""
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A published run, as it is priced."""
 
-    request: Request
+    planned: PlannedStep
     cluster: Cluster
     software: Software
     experts: Mapping[str, Any] | None = None
     expert_ranks: int = 1
 
 
-def read(row: Mapping[str, Any]) -> Run:
+def read(row: Mapping[str, Any]) -> PublishedRun:
     """Read a published run.
 
     Raises:
@@ -71,15 +71,15 @@ def read(row: Mapping[str, Any]) -> Run:
     sequences = row.get("global_batch_seqs") or microbatch * replicas * (row.get("grad_accum") or 1)
     accumulation = max(1, round(sequences / (microbatch * replicas)))
     software = _software(row)
-    request = Request(
+    planned = PlannedStep(
         shape=_shape(row),
         strategy=Strategy.parse(_strategy(row)),
         seq_len=row["seq_len"],
         microbatch=microbatch,
         accumulation=accumulation,
     )
-    return Run(
-        request,
+    return PublishedRun(
+        planned,
         _cluster(hardware, row["num_gpus"]),
         software,
         model.get("moe"),
@@ -87,22 +87,22 @@ def read(row: Mapping[str, Any]) -> Run:
     )
 
 
-def seconds(run: Run) -> float:
+def seconds(run: PublishedRun) -> float:
     """Return the predicted time of a step."""
-    return price(run.request, run.cluster, run.software).step_s + _exchange_s(run)
+    return price(run.planned, run.cluster, run.software).step_s + _exchange_s(run)
 
 
-def _exchange_s(run: Run) -> float:
+def _exchange_s(run: PublishedRun) -> float:
     """Return the time in which tokens are sent to their experts and back."""
     if run.experts is None or run.expert_ranks == 1:
         return 0.0
-    request, ranks = run.request, run.expert_ranks
-    tokens = request.microbatch * request.seq_len * run.experts["topk"]
-    sent = 2 * tokens * request.shape.hidden * (ranks - 1) / ranks
-    group = network.Group(ranks, request.strategy.tp.degree)
-    job = run.cluster.of(max(ranks, request.strategy.num_ranks))
+    planned, ranks = run.planned, run.expert_ranks
+    tokens = planned.microbatch * planned.seq_len * run.experts["topk"]
+    sent = 2 * tokens * planned.shape.hidden * (ranks - 1) / ranks
+    group = network.Members(ranks, planned.strategy.tp.degree)
+    job = run.cluster.of(max(ranks, planned.strategy.num_ranks))
     once = network.exchange_s(group, sent, job, run.software)
-    return _LETTERS * once * request.shape.num_layers * request.accumulation
+    return _LETTERS * once * planned.shape.num_layers * planned.accumulation
 
 
 def _software(row: Mapping[str, Any]) -> Software:
@@ -143,7 +143,7 @@ def _shape(row: Mapping[str, Any]) -> ModelShape:
 
 def _strategy(row: Mapping[str, Any]) -> str:
     parallel = row["parallel"]
-    degree = {name: parallel.get(name) or 1 for name in ("pp", "dp", "cp", "tp", "vpp")}
+    degree = {name: parallel.get(name) or 1 for name in (*AXES, "vpp") if name != "fsdp"}
     stage = parallel.get("zero_stage") or (3 if parallel.get("fsdp") else 0)
     parts: list[str] = []
     if degree["pp"] > 1:
@@ -152,8 +152,8 @@ def _strategy(row: Mapping[str, Any]) -> str:
         parts.append(f"pp{degree['pp']}{kind}")
     if degree["dp"] > 1:
         parts.append(f"fsdp{degree['dp']}:zero{stage}" if stage else f"dp{degree['dp']}")
-    if degree["cp"] > 1:
-        parts.append(f"cp{degree['cp']}")
+    others = set(degree) - {"pp", "dp", "tp", "vpp"}
+    parts += [f"{name}{degree[name]}" for name in sorted(others) if degree[name] > 1]
     if degree["tp"] > 1:
         is_whole = parallel.get("sequence_parallel") is False
         parts.append(f"tp{degree['tp']}{':megatron' if is_whole else ''}")

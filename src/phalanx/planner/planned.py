@@ -14,7 +14,7 @@ from phalanx.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Request:
+class PlannedStep:
     """A step of a strategy.
 
     Attributes:
@@ -37,13 +37,13 @@ class Request:
         return self.microbatch * self.accumulation * replicas
 
 
-def plan_of(request: Request) -> Plan[Any]:
-    """Return the plan of a request: the value that `train` builds from it.
+def plan_of(planned: PlannedStep) -> Plan[Any]:
+    """Return the plan of a planned: the value that `train` builds from it.
 
     Raises:
         StrategyError: the strategy does not split the model.
     """
-    return _plan(request.strategy, request.shape, request.precision)
+    return _plan(planned.strategy, planned.shape, planned.precision)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ from phalanx.models.loss import chunk_rows
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.split import StateBytes
 from phalanx.planner.machine import Device
-from phalanx.planner.request import Request, plan_of
+from phalanx.planner.planned import PlannedStep, plan_of
 
 _LIBRARIES_BYTES: Final = 1 << 30
 """CUDA's context, kernels and workspaces of matrix products."""
@@ -33,7 +33,7 @@ _BUFFERS_BYTES: Final = 256 << 20
 """Of NCCL, for each axis that communicates."""
 
 _UNUSABLE: Final = 0.04
-"""Part of what is allocated that falls between blocks of the allocator."""
+"""Part of allocated memory that falls between blocks of the allocator."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,23 @@ class Memory:
         }
 
 
-def memory(request: Request, device: Device) -> list[Memory]:
+def memory(planned: PlannedStep, device: Device) -> list[Memory]:
     """Return what the ranks of each coordinate on pp hold.
 
     Raises:
         StrategyError: the strategy does not split the model.
     """
-    strategy, shape = request.strategy, request.shape
-    plan = plan_of(request)
+    strategy, shape = planned.strategy, planned.shape
+    plan = plan_of(planned)
     where = "cpu" if device.kind == "cpu" else "cuda"
     of_one = activations(
-        shape, strategy, request.seq_len, request.microbatch, request.precision, device=where
+        shape, strategy, planned.seq_len, planned.microbatch, planned.precision, device=where
     )
-    schedule = plan.schedule(request.accumulation)
+    schedule = plan.schedule(planned.accumulation)
     found: list[Memory] = []
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
     for pp_rank in range(strategy.pp.degree):
-        held = _held(plan, request, pp_rank, alike)
+        held = _held(plan, planned, pp_rank, alike)
         is_last = plan.cut is None or schedule is None
         if plan.cut is not None and schedule is not None:
             is_last = len(plan.cut) - 1 in schedule.stages_of(pp_rank)
@@ -87,28 +87,28 @@ def memory(request: Request, device: Device) -> list[Memory]:
             "gradients": held.gradient_bytes + held.unreduced_bytes,
             "optimizer": held.optimizer_bytes,
             "activations": held_by(of_one, shape.num_layers, plan.cut, schedule, pp_rank),
-            "logits": _logits_bytes(request, where) if is_last else 0,
+            "logits": _logits_bytes(planned, where) if is_last else 0,
         }
-        margin = _margin(request, sum(causes.values())) if where == "cuda" else 0
+        margin = _margin(planned, sum(causes.values())) if where == "cuda" else 0
         found.append(Memory(stage=pp_rank, margin=margin, **causes))
     return found
 
 
 def _held(
     plan: Plan[Any],
-    request: Request,
+    planned: PlannedStep,
     pp_rank: int,
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes],
 ) -> StateBytes:
     """Return what a rank holds of the trained state; ranks of as many blocks hold the same."""
-    schedule = plan.schedule(request.accumulation)
+    schedule = plan.schedule(planned.accumulation)
     if plan.cut is None or schedule is None:
-        return plan.holds(request.accumulation)
-    last = request.shape.num_layers + 1
+        return plan.holds(planned.accumulation)
+    last = planned.shape.num_layers + 1
     cuts = [plan.cut[stage] for stage in schedule.stages_of(pp_rank)]
     key = tuple((len(links), 0 in links, last in links) for links in cuts)
     if key not in alike:
-        alike[key] = plan.of(pp_rank).holds(request.accumulation)
+        alike[key] = plan.of(pp_rank).holds(planned.accumulation)
     return alike[key]
 
 
@@ -117,14 +117,14 @@ def heaviest(stages: list[Memory]) -> Memory:
     return max(stages, key=lambda each: each.total)
 
 
-def _logits_bytes(request: Request, where: str) -> int:
-    dtype: torch.dtype = getattr(torch, request.precision)
-    vocabulary = request.shape.vocab_size // request.strategy.tp.degree
-    tokens = request.microbatch * request.seq_len // request.strategy.cp.degree
+def _logits_bytes(planned: PlannedStep, where: str) -> int:
+    dtype: torch.dtype = getattr(torch, planned.precision)
+    vocabulary = planned.shape.vocab_size // planned.strategy.tp.degree
+    tokens = planned.microbatch * planned.seq_len // planned.strategy.sample_shards
     rows = min(tokens, chunk_rows(vocabulary, dtype, where))
     return rows * vocabulary * dtype.itemsize
 
 
-def _margin(request: Request, num_bytes: int) -> int:
-    axes = sum(degree > 1 for degree in request.strategy.mesh_axes().values())
+def _margin(planned: PlannedStep, num_bytes: int) -> int:
+    axes = sum(degree > 1 for degree in planned.strategy.mesh_axes().values())
     return _LIBRARIES_BYTES + axes * _BUFFERS_BYTES + int(_UNUSABLE * num_bytes)
