@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import phalanx
 from phalanx.script import replicas
-from phalanx.script.made_gradients import MadeGradients
+from phalanx.script.as_prepared import MadeGradients
 
 
 class Images(Dataset):

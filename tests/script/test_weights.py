@@ -345,7 +345,7 @@ def test_what_takes_shards_for_weights_is_told(tmp_path: Path) -> None:
         r"4.bias is \[\d, 6\] in the state, and \[5\] in the model",
         r"0.weight is a shard of this rank",
         r"no whole checkpoint is in .*nowhere",
-        r"decay is 1.5; expected a number from 0 up to 1",
+        r"decay is 1.5; expected a number in \[0, 1\)",
         r"'average' is a WeightAverage already",
         r"update\(\) within applied\(\)",
         r"applied\(\) within applied\(\)",

@@ -124,9 +124,6 @@ def measure_ceiling(config: CeilingConfig) -> Ceiling:
     """Measure square products of 512, 1024, ... `max_size`, as memory and time allow.
 
     A size that would go beyond the budget is not begun.
-
-    Raises:
-        ConfigError: the device is missing or cannot do the arithmetic.
     """
     device, arithmetic = resolved(config)
     points: list[MatmulPoint] = []

@@ -76,12 +76,7 @@ def _strategy_to_cut(text: str) -> Strategy:
 
 
 def run(config: CutConfig, say: Say) -> Found:
-    """Measure, and show the layers and both cuts.
-
-    Raises:
-        ConfigError: the strategy has no pp, or a cut of its own.
-        StrategyError: it cannot be read, or has more stages than the model has layers.
-    """
+    """Measure, and show the layers and both cuts."""
     strategy, shape = _strategy_to_cut(config.strategy), config.model_shape
     cut = plan_decoder(strategy, shape).cut
     assert cut is not None, "the strategy has pp"

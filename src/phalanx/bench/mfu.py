@@ -136,9 +136,6 @@ def measure_mlp(config: MfuConfig) -> MlpRun:
 
     The ceiling is measured before and after the steps, in the same process: quick products and the
     square product of the perceptron's own width; the best of all counts.
-
-    Raises:
-        ConfigError: the device cannot do it, or it does not fit in memory.
     """
     device, arithmetic = resolved(config)
     ceiling = quick_ceiling(device, arithmetic)

@@ -187,11 +187,7 @@ def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]
 
 
 def measure_scaling(config: ScalingConfig, say: Say) -> list[ScalingPoint]:
-    """Time every strategy, and one rank beside them, in turns.
-
-    Raises:
-        PhalanxError: a strategy does not fit the model, the batch or this machine.
-    """
+    """Time every strategy, and one rank beside them, in turns."""
     parsed = [Strategy.parse(text) for text in (ONE_RANK, *config.strategies)]
     texts = list(dict.fromkeys(map(str, parsed)))
     for strategy in parsed:

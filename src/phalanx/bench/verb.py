@@ -119,11 +119,7 @@ def use_threads(threads: int | None) -> None:
 
 
 def resolved(config: DeviceConfig) -> tuple[torch.device, Arithmetic]:
-    """Return device and data type, with each `auto` replaced by what this machine has.
-
-    Raises:
-        ConfigError: this machine lacks what a setting asks for.
-    """
+    """Return device and data type, with each `auto` replaced by what this machine has."""
     use_threads(config.threads)
     name, arithmetic = config.device, config.dtype
     if name == "auto":

@@ -135,11 +135,7 @@ class CollectiveCheck(Watch):
             super().__exit__(kind, error, trace)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compare the operator if it is a collective, and run it.
-
-        Raises:
-            CollectiveMismatch: the ranks do not call alike, or one does not come.
-        """
+        """Compare the operator if it is a collective, and run it."""
         call = read_call(func, args, kwargs)
         if call is not None and len(call.ranks) > 1:
             with self._words.held():

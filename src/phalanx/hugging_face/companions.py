@@ -38,9 +38,6 @@ def keep_tokenizer(source: Path, run: Path) -> None:
     """Put a tokenizer into a run's folder, where whoever uses its checkpoints looks for it.
 
     One that is there stays whole until the new one is: a resumed run has no other.
-
-    Raises:
-        OSError: the disk is full, say.
     """
     content, kept = source.read_bytes(), run / TOKENIZER
     if not kept.is_file() or kept.read_bytes() != content:

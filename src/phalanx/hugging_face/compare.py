@@ -48,11 +48,7 @@ class Agreement:
 
 
 def require_transformers() -> None:
-    """Refuse to compare where transformers is not installed.
-
-    Raises:
-        ConfigError: says how to install it.
-    """
+    """Refuse to compare where transformers is not installed."""
     if find_spec("transformers") is None:
         raise ConfigError(
             "--check needs the package transformers, which is not installed: "

@@ -161,11 +161,7 @@ def _windows_to_hf(shape: ModelShape, name: str) -> dict[str, Any]:
 
 
 def _windows(config: Mapping[str, Any], name: str, num_layers: int) -> dict[str, Any]:
-    """Return the sizes of ours about windows.
-
-    Raises:
-        ConfigError: blocks differ in another way than that the last of so many has none.
-    """
+    """Return the sizes of ours about windows."""
     family = FAMILIES[name]
     if family.windows == "none":
         _require(config, "sliding_window", None)

@@ -148,11 +148,7 @@ def open_hugging_face(folder: Path) -> Weights:
 
 
 def _family_to_write(weights: Weights, wanted: str | None) -> str:
-    """Return the model type that is wanted, else that of the weights' origin, else the first.
-
-    Raises:
-        ConfigError: none computes the shape, or the wanted one does not.
-    """
+    """Return the model type that is wanted, else that of the weights' origin, else the first."""
     before = origin.family_in(weights.folder)
     if wanted is None and before in families_of(weights.shape):
         wanted = before  # of weights whose shape was changed it may compute it no more
@@ -260,11 +256,7 @@ class _Reader:
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in another dtype.
-
-    Raises:
-        CheckpointError: float16 cannot hold a value.
-    """
+    """Return the tensor in another dtype."""
     out = tensor.to(dtype)
     if dtype == torch.float16 and bool((out.isinf() & tensor.isfinite()).any()):
         raise CheckpointError(

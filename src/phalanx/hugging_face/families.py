@@ -164,11 +164,7 @@ def families_of(shape: ModelShape) -> list[str]:
 
 
 def family_of(shape: ModelShape, wanted: str | None = None) -> str:
-    """Return the model type to write this shape as: the one that is wanted, or the first.
-
-    Raises:
-        ConfigError: none computes the shape, or the wanted one does not.
-    """
+    """Return the model type to write this shape as: the one that is wanted, or the first."""
     legal = families_of(shape)
     if wanted is None:
         return legal[0]

@@ -33,9 +33,6 @@ class TensorFiles:
     """The tensors in the safetensors files of a folder.
 
     A file is mapped into memory anew for each tensor, so that the pages of those before are freed.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or of another format, or a tensor is in two.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,11 +75,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of the folder's config.json.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the content of the folder's config.json."""
     try:
         return read_json(folder / CONFIG)
     except FileNotFoundError as error:

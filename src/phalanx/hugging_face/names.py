@@ -181,11 +181,7 @@ def reader(
     sizes: Mapping[str, tuple[int, ...]],
     read_theirs: Callable[[str], Tensor],
 ) -> Callable[[str], Tensor]:
-    """Return what reads a weight of ours out of tensors of theirs.
-
-    Raises:
-        CheckpointError: a tensor is missing, left over or of another size.
-    """
+    """Return what reads a weight of ours out of tensors of theirs."""
     found = locate(sizes, shape, family)
     links = {name: link for link in table(shape, family) for name in link.ours}
     embedding = found[links["embedding.weight"].theirs]

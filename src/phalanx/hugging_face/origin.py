@@ -32,11 +32,7 @@ def keep(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def keep_family(source: Path, run: Path) -> None:
-    """Put the model type of a checkpoint, if it has one, into the folder of a run.
-
-    Raises:
-        OSError: the disk is full, say.
-    """
+    """Put the model type of a checkpoint, if it has one, into the folder of a run."""
     family = family_in(source)
     if family is not None:
         replace_file(run / NAME, json.dumps({"model_type": family}).encode())
@@ -53,11 +49,7 @@ def family_in(checkpoint: Path) -> str | None:
 
 
 def ids_in(checkpoint: Path) -> Ids | None:
-    """Return the ids that a checkpoint itself was made with; None if it was not converted.
-
-    Raises:
-        CheckpointError: the file cannot be read, or holds something else.
-    """
+    """Return the ids that a checkpoint itself was made with; None if it was not converted."""
     if not (checkpoint / NAME).is_file():
         return None
     content = read_json(checkpoint / NAME)

@@ -1,11 +1,14 @@
-"""What must stay of a model as it was prepared, while a script trains it."""
+"""What must stay as it is while a script trains: of a model as prepared, of gradients as made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from phalanx.errors import ScriptError
 from phalanx.parallel.reduce import GradientReducer
@@ -25,11 +28,7 @@ class AsPrepared:
         self._trained = [name for name, p in parameters.items() if p.requires_grad]
 
     def check(self, call: str) -> None:
-        """Refuse parameters that are not as they were prepared.
-
-        Raises:
-            ScriptError: one was moved, cast, added, replaced, or frozen where shards do not follow.
-        """
+        """Refuse parameters that are not as they were prepared."""
         now = _kept(dict(self._model.named_parameters()))
         if now != self._kept:
             name = next(name for name in now | self._kept if now.get(name) != self._kept.get(name))
@@ -83,3 +82,33 @@ def _held(model: nn.Module) -> dict[str, object]:
         for prefix, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
     }
+
+
+class MadeGradients:
+    """Knows them again, and whether something has written to them."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[TensorWeakRef, int]] = []
+
+    def note(self, gradients: Sequence[Tensor]) -> None:
+        """Take the gradients that a backward has just made."""
+        self._made = [(TensorWeakRef(each), version_of(each)) for each in gradients]
+
+    def others(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients that are none of those."""
+        made = {id(gradient()) for gradient, _ in self._made}
+        return [gradient for gradient in gradients if id(gradient) not in made]
+
+    def num_changed(self, gradients: Sequence[Tensor]) -> int:
+        """Return how many have been written, replaced, added or taken away since."""
+        made = {id(gradient()): version for gradient, version in self._made}
+        kept = sum(made.get(id(gradient)) == version_of(gradient) for gradient in gradients)
+        return max(len(made), len(gradients)) - kept
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how many times a tensor, or this rank's shard by itself, has been written."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor._version + tensor.to_local()._version
+    return tensor._version

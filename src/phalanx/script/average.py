@@ -12,11 +12,10 @@ step. It is what naive data parallelism is, for those who teach or port. `Run.pr
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +28,7 @@ from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.attach import at_end, attach, check_end
 from phalanx.parallel.reduce import sum_in_buckets
-from phalanx.script.bits import are_alike, with_squares, words_of
-from phalanx.script.drift import STEPS
+from phalanx.script.drift import STEPS, are_alike, digest_of, first_odd, with_squares, words_of
 from phalanx.script.replicas import Replicas
 
 _averaging: weakref.WeakKeyDictionary[nn.Module, _Averaging] = weakref.WeakKeyDictionary()
@@ -178,7 +176,7 @@ class _Averaging:
             forms = gather_objects(
                 f"{len(parameters)} parameters of {size} elements ({shapes}, ...)"
             )
-            odd = next(rank for rank, each in enumerate(forms) if each != forms[0])
+            odd = first_odd(forms) or 0
             raise ScriptError(
                 f"{self._call}: rank {odd} averages {forms[odd]} and rank 0 {forms[0]}; give the "
                 "same model on every rank, in the same order of calls"
@@ -203,11 +201,7 @@ def _mean(loss: Any, comm: Comm) -> Any:
 
 
 def _refuse_scaler() -> None:
-    """Refuse a step that a GradScaler makes: each rank's would skip steps of its own.
-
-    Raises:
-        ScriptError: one of the callers is a scaler.
-    """
+    """Refuse a step that a GradScaler makes: each rank's would skip steps of its own."""
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_globals.get("__name__") == GradScaler.__module__:
@@ -238,13 +232,8 @@ def _ranks(num_ranks: int, device: str) -> Ranks:
     return Ranks({"dp": num_ranks}, device)
 
 
-def _check_alike(call: str, parameters: Iterable[Tensor]) -> None:
-    digest = hashlib.blake2b()
-    for parameter in parameters:
-        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    digests = gather_objects(digest.hexdigest())
-    odd = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
-    if odd is not None:
+def _check_alike(call: str, tensors: Sequence[Tensor]) -> None:
+    if (odd := first_odd(gather_objects(digest_of(tensors)))) is not None:
         raise ScriptError(
             f"{call}: rank {odd} has other weights than rank 0, and averaged gradients "
             "do not make them equal; call torch.manual_seed(0) before the model is made"

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm.comm import Comm, local_shard
+from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ConfigError
+from phalanx.script.drift import digest_of
 
 
 def refuse_max_norm(model: nn.Module) -> None:
-    """Refuse tables whose rows a forward scales: each rank would scale others.
-
-    Raises:
-        ConfigError: names the first.
-    """
+    """Refuse tables whose rows a forward scales: each rank would scale others."""
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and dist.get_world_size() > 1:
             raise ConfigError(
                 f"{type(module).__name__} '{name}' has a max_norm, by which a forward changes the "
-                "weights of the rows that this rank sees, and nothing tells the others; leave it "
+                "weights of the rows that this rank sees, and no other rank hears of it; leave it "
                 "out, and scale the output instead"
             )
 
@@ -36,7 +31,7 @@ def warn_of_buffers(model: nn.Module, comm: Comm) -> None:
     """
     if comm.size("data") == 1:
         return
-    own = {name: _digest(buffer) for name, buffer in model.named_buffers()}
+    own = {name: digest_of([buffer]) for name, buffer in model.named_buffers()}
     place = tuple(comm.coord(axis) for axis in comm.axes if axis not in comm.axes_of("data"))
     first: dict[tuple[int, ...], dict[str, str]] = {}
     apart: set[str] = set()
@@ -51,8 +46,3 @@ def warn_of_buffers(model: nn.Module, comm: Comm) -> None:
             "expect other numbers than on one process",
             stacklevel=3,
         )
-
-
-def _digest(buffer: torch.Tensor) -> str:
-    flat = local_shard(buffer.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()

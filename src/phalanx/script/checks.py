@@ -31,7 +31,7 @@ from phalanx.config.fields import (
 from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.launch.agreement import check_same
-from phalanx.script.optimizer import check_kind
+from phalanx.script.optimizer import HELD, check_kind, unheld
 from phalanx.train.objective import Objective
 
 _FOREIGN = ("objective", "data", "validation", "callbacks", "log")
@@ -41,32 +41,18 @@ _OF_A_HOST = ("threads", "timeout_s")
 """Settings that each host may have its own of."""
 
 
-def check_settings(config: Any, name: str = "") -> None:
-    """Refuse a value of a `Trainer`, or of its `Options`, of another type or out of range.
-
-    Args:
-        config: a dataclass of settings.
-        name: by which a message names it; after its class if empty.
-
-    Raises:
-        ConfigError: names the value, what was expected and the nearest legal value.
-    """
-    name = name or f"phalanx.{type(config).__name__}"
+def check_settings(config: Any) -> None:
+    """Refuse a value of a `Trainer`, or of its `Options`, of another type or out of range."""
     for setting in settings(type(config)):
-        if setting.key in _FOREIGN:
-            continue
-        try:
-            check_value(setting, value_at(config, setting.key))
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+        if setting.key not in _FOREIGN:
+            try:
+                check_value(setting, value_at(config, setting.key))
+            except ConfigError as error:
+                raise ConfigError(f"phalanx.{type(config).__name__}: {error}") from None
 
 
 def check_same_job(trainer: Any, strategy: Any, options: Any) -> None:
-    """Refuse ranks to which torchrun gave other settings on another host; all ranks call this.
-
-    Raises:
-        ConfigError: names the settings that differ.
-    """
+    """Refuse ranks to which torchrun gave other settings on another host; all ranks call this."""
     facts = {"strategy": str(strategy)}
     for config in (trainer, options):
         values = {each.key: value_at(config, each.key) for each in settings(type(config))}
@@ -76,31 +62,31 @@ def check_same_job(trainer: Any, strategy: Any, options: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Init:
-    """The arguments of `phalanx.init` that are plain values."""
+class _Arguments:
+    """What `phalanx.init` and the methods of its run may be given of plain values."""
 
     accumulation: Annotated[int, Range(1, MOST_ROWS, "[]")]
     seed: Annotated[int, SEED]
     device: Literal["auto", "cpu", "cuda"]
     timeout_s: Annotated[float | None, TIMEOUT_S]
+    keep: Annotated[int | None, Range(1)]
+    max_norm: Annotated[float, Range(0, ends="(]")]
+    p: Annotated[float, Range(0, ends="(]")]
+    decay: Annotated[float | None, Range(0, 1)]
 
 
-def check_init(accumulation: Any, seed: Any, device: Any, timeout_s: Any) -> None:
-    """Refuse an argument of `phalanx.init` of another type or out of range.
-
-    Raises:
-        ConfigError: names the argument, what was expected and the nearest legal value.
-    """
-    given = _Init(accumulation=accumulation, seed=seed, device=device, timeout_s=timeout_s)
-    check_settings(given, "init")
+def check_arguments(call: str, **given: Any) -> None:
+    """Refuse an argument of a call of another type or out of range."""
+    for setting in settings(_Arguments):
+        if setting.key in given:
+            try:
+                check_value(setting, given[setting.key])
+            except ConfigError as error:
+                raise ConfigError(f"{call}: {error}") from None
 
 
 def check_objective(objective: Any) -> None:
-    """Refuse what makes no loss.
-
-    Raises:
-        ConfigError: says what it is.
-    """
+    """Refuse what makes no loss."""
     names = [name for name in vars(Objective) if name in ("loss_sum", "num_valid")]
     missing = [name for name in names if not callable(getattr(objective, name, None))]
     if isinstance(objective, type) and not missing:
@@ -116,12 +102,7 @@ def check_objective(objective: Any) -> None:
 
 
 def check_data(name: str, data: Any, *, is_trained: bool) -> None:
-    """Refuse a dataset that has no samples, or none that a pass over it could end with.
-
-    Raises:
-        ConfigError: it is no dataset.
-        DataError: it is empty, or does not say how long it is.
-    """
+    """Refuse a dataset that has no samples, or none that a pass over it could end with."""
     if isinstance(data, IterableDataset):
         return
     if isinstance(data, DataLoader):
@@ -150,11 +131,7 @@ def check_data(name: str, data: Any, *, is_trained: bool) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what `build` returned, if nothing of it can be trained.
-
-    Raises:
-        ConfigError: says what it is.
-    """
+    """Refuse what `build` returned, if nothing of it can be trained."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"phalanx.Trainer: build returns {_described(model)}; expected a torch.nn.Module"
@@ -171,13 +148,7 @@ def check_model(model: Any) -> None:
 def optimizer_of(
     make: Callable[[Any], torch.optim.Optimizer], model: nn.Module
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that has been split.
-
-    Raises:
-        ConfigError: it is none, or its steps need what a trainer does not give.
-        ScriptError: it takes no shards of parameters.
-        CheckpointError: no checkpoint can hold its state.
-    """
+    """Return the optimizer of a model that has been split."""
     made: Any = make(model.parameters())
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
@@ -205,12 +176,7 @@ def optimizer_of(
 def scheduler_of(
     make: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """Return the schedule of an optimizer, or None if there is to be none.
-
-    Raises:
-        ConfigError: it is none, is of another optimizer, or needs a number to step.
-        CheckpointError: no checkpoint can hold its state.
-    """
+    """Return the schedule of an optimizer, or None if there is to be none."""
     if make is None:
         return None
     scheduler = make(optimizer)
@@ -236,11 +202,7 @@ def scheduler_of(
 
 
 def check_count(count: Any) -> None:
-    """Refuse what `Objective.num_valid` returned, if it is no count.
-
-    Raises:
-        ScriptError: says what it is.
-    """
+    """Refuse what `Objective.num_valid` returned, if it is no count."""
     is_tensor = isinstance(count, torch.Tensor) and count.numel() == 1
     is_whole = is_tensor and not (count.is_floating_point() or count.is_complex())
     is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
@@ -256,15 +218,9 @@ def _check_saved(optimizer: torch.optim.Optimizer) -> None:
 
     An optimizer that takes no such step is looked at after its first real one.
     """
-    for key, value in (dry_state(optimizer, optimizer.param_groups[0]) or {}).items():
-        if value is None or (isinstance(value, torch.Tensor) and value.shape in ((), DRY_SHAPE)):
-            continue
-        what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise CheckpointError(
-            f"phalanx.Trainer: {type(optimizer).__name__} keeps a {key} {what} of a parameter of "
-            f"shape {list(DRY_SHAPE)}, which no checkpoint can hold; take an optimizer whose state "
-            "is numbers and tensors of the parameter's shape, such as AdamW"
-        )
+    state = dry_state(optimizer, optimizer.param_groups[0]) or {}
+    if words := unheld(state, torch.Size(DRY_SHAPE)):
+        raise CheckpointError(f"phalanx.Trainer: {type(optimizer).__name__} {words}; {HELD}")
 
 
 @functools.cache

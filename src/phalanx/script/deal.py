@@ -50,11 +50,7 @@ def _part(rows: range, number: int, num_parts: int) -> range:
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a batch of one row without it.
-
-    Raises:
-        ConfigError: its form does not say what a row is.
-    """
+    """Return a batch of one row without it."""
     if isinstance(batch, Tensor) and batch.ndim and len(batch) == 1:
         return batch[:0]
     if batch is None or (isinstance(batch, list | tuple) and _is_column(batch)):

@@ -34,10 +34,6 @@ def draw_rows(
         draws: the generator that the ranks share.
         loader: that the last batch was read off; None before the first.
         device: of the result.
-
-    Raises:
-        ScriptError: no batch has been read, or a tensor has other rows, or was drawn on another
-            device than the CPU.
     """
     if loader is None:
         raise ScriptError(

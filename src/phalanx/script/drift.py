@@ -1,11 +1,23 @@
-"""How the ranks of a script differ where they must be alike, in a sentence: pure functions."""
+"""Whether ranks have the same bits, and how they differ where they must be alike: pure functions.
+
+Words of 11 bits are added up over the ranks in float64 together with their squares, exactly for up
+to 2**15 ranks: N words are alike if and only if N (sum of squares) = (sum)^2, so every rank learns
+of a difference.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.comm import local_shard
 
 STEPS = "steps"
 BATCHES = "batches"
@@ -179,3 +191,67 @@ def _values(here: Digest | None, there: Digest | None, a: Facts, b: Facts) -> st
     if left == right:
         left, right = f"{here.total:.17g}", f"{there.total:.17g}"
     return f"differs: its elements add up to {left} on rank {a.rank} and {right} on rank {b.rank}"
+
+
+WORD_BITS: Final = 11
+
+_MIX: Final = -0x61C8864680B583EB
+"""Odd, of mixed ones and zeros: by its multiples tensors that change places are noticed."""
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits, in pieces of 64, as int64 that wraps; 0-d."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.data_ptr() % 8:  # a part of a buffer, whose bits would be cut elsewhere than others'
+        flat = flat.clone()
+    per_piece = 8 // flat.element_size()
+    num_whole = len(flat) // per_piece * per_piece
+    total = flat[:num_whole].view(torch.int64).sum()
+    if num_whole < len(flat):
+        rest = flat.new_zeros(per_piece)
+        rest[: len(flat) - num_whole] = flat[num_whole:]
+        total = total + rest.view(torch.int64)[0]
+    return total
+
+
+def words_of_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a checksum of the bits of tensors in their order, as words; float64."""
+    bits = torch.stack([bits_of(tensor) for tensor in tensors])
+    odd = 2 * torch.arange(len(tensors), device=bits.device) + 1
+    total = (bits * (odd * _MIX)).sum()
+    shifts = torch.arange(0, 64, WORD_BITS, device=bits.device)
+    return ((total >> shifts) & (2**WORD_BITS - 1)).double()
+
+
+def words_of(text: str) -> list[int]:
+    """Return a checksum of a text, as words."""
+    checksum = zlib.crc32(text.encode())
+    return [checksum >> shift & (2**WORD_BITS - 1) for shift in range(0, 32, WORD_BITS)]
+
+
+def with_squares(words: Sequence[int]) -> list[int]:
+    """Return words and their squares, which are to be added up over the ranks."""
+    return [*words, *(word**2 for word in words)]
+
+
+def are_alike(sums: Sequence[float], num_ranks: int) -> bool:
+    """Return whether ranks had the same words, from the sums of these and of their squares."""
+    half = len(sums) // 2
+    pairs = zip(sums[:half], sums[half:], strict=True)
+    return all(num_ranks * squares == total**2 for total, squares in pairs)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of the bits of tensors in their order, for comparison between ranks."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        flat = local_shard(tensor.detach()).cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def first_odd(values: Sequence[Any]) -> int | None:
+    """Return the first rank whose value is not that of rank 0; None if all are alike."""
+    return next((rank for rank, each in enumerate(values) if each != values[0]), None)

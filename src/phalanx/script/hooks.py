@@ -22,11 +22,7 @@ _Hooks = dict[int, Callable[[Tensor], Tensor | None]]
 
 
 def refuse_lost_hooks(model: nn.Module, comm: Comm) -> None:
-    """Refuse hooks that would be lost with the parameters, or run before the gradients are whole.
-
-    Raises:
-        ScriptError: names the parameter.
-    """
+    """Refuse hooks that would be lost with the parameters, or run before gradients are whole."""
     if comm.size("job") == 1:
         return
     are_kept = comm.size("fsdp") == comm.size("tp") == 1
@@ -50,11 +46,7 @@ class WholeHooks:
         self._hooks: dict[nn.Parameter, list[_Hooks]] = {}
 
     def take(self, accumulation: int) -> None:
-        """Take the hooks that have been registered since.
-
-        Raises:
-            ScriptError: the step accumulates, where one process calls a hook for each microbatch.
-        """
+        """Take the hooks that have been registered since."""
         for name, parameter in self._parameters.items():
             # Private, and the only way to them; tests/script/test_plain_scripts.py pins it.
             hooks: Any = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]

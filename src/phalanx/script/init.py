@@ -15,7 +15,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import StrategyError
 from phalanx.launch.attach import attach, check_end, report_in_one_message
-from phalanx.script.checks import check_init
+from phalanx.script.checks import check_arguments
 from phalanx.script.run import Run
 from phalanx.script.whole_weights import of_shards
 from phalanx.strategy import Strategy
@@ -57,8 +57,9 @@ def init(
     """
     report_in_one_message(of_shards)
     parsed = IN_PLACE[-1][0] if IN_PLACE else _strategy(strategy)
-    check_init(accumulation, seed, device, timeout_s)
-    facts = {"strategy": parsed and str(parsed), "accumulation": accumulation, "seed": seed}
+    known = {"accumulation": accumulation, "seed": seed}
+    check_arguments("init", **known, device=device, timeout_s=timeout_s)
+    facts = {"strategy": parsed and str(parsed), **known}
     kind = attach(facts, device=device, timeout_s=timeout_s)
     num_ranks = dist.get_world_size()
     if parsed is None:

@@ -13,7 +13,6 @@ In which order the samples come is said in `order`, which rank has which rows in
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import warnings
 import weakref
@@ -32,8 +31,8 @@ from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.models.attention import to_device
 from phalanx.script.checkpoint import from_text, to_text
 from phalanx.script.deal import shard_rows, without_rows
-from phalanx.script.fetcher import Fetcher
-from phalanx.script.order import AT_FIRST_BATCH, Drawing, Draws, Order, generators_of
+from phalanx.script.drift import digest_of
+from phalanx.script.order import AT_FIRST_BATCH, Drawing, Draws, Fetcher, Order, generators_of
 
 
 class _Fetched(NamedTuple):
@@ -201,11 +200,7 @@ class RankLoader:
         )
 
     def set_state(self, state: LoaderStanding) -> None:
-        """Stand where a loader stood, so that the next pass is the rest of that one.
-
-        Raises:
-            CheckpointError: a pass over this loader cannot stand there.
-        """
+        """Stand where a loader stood, so that the next pass is the rest of that one."""
         before = {name: from_text(text) for name, text in state.generators.items()}
         if self._fetcher is not None and state.batches:
             needed = {"draws", *generators_of(self.plain)}
@@ -314,10 +309,7 @@ def _is_sampled(number: int) -> bool:
 
 
 def _digest(batch: Any) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in [] if batch is None else tensors_of(batch):
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest_of([] if batch is None else tensors_of(batch))
 
 
 def _check(plain: DataLoader[Any], num_ranks: int) -> None:

@@ -37,11 +37,7 @@ from phalanx.verify.whereabouts import Whereabouts, failed
 
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:
-    """Compare the steps of a script on the ranks of a strategy with those on one rank.
-
-    Raises:
-        ConfigError: this is a rank of a job already, or the script takes no step.
-    """
+    """Compare the steps of a script on the ranks of a strategy with those on one rank."""
     if is_under_torchrun():
         raise ConfigError(
             "verify starts a script on one rank and on several, but this is a rank of a job "

@@ -1,17 +1,25 @@
-"""Is this number the sum of the losses of a microbatch, with a graph to go back through?
+"""The sum of the losses of a microbatch: refused if it is none, and as a trainer's step takes it.
 
-A mean cannot be told from a sum by its value. It can by the last operation that made it: torch
+The value of a mean does not show that it is a mean. The last operation that made it does: torch
 keeps there how it reduced.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, cast
 
 import torch
+from torch import nn
+from typing_extensions import override
 
 from phalanx.errors import ScriptError
+from phalanx.models.attention import to_device
+from phalanx.script.checks import check_count
+from phalanx.script.deal import Spare
+from phalanx.train.objective import Objective
 
 _MEAN: Final = 1
 """What torch calls the reduction "mean" inside, as a number."""
@@ -21,9 +29,6 @@ def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
     """Refuse what `where` cannot take for a sum of losses over `count` samples or tokens.
 
     A mean that was made by a division is not known as one.
-
-    Raises:
-        ScriptError: says what is wrong with it.
     """
     if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
         shape = tuple(loss_sum.shape) if isinstance(loss_sum, torch.Tensor) else None
@@ -66,3 +71,64 @@ def _mean_of(loss: torch.Tensor) -> str | None:
         return "mean()" if torch.Size(sizes).numel() != 1 else None
     is_mean = getattr(node, "_saved_reduction", None) == _MEAN
     return f"{name}, reduction='mean'" if is_mean else None
+
+
+class Sums(Objective):
+    """An objective whose first losses are looked at: a mean would be off by its count.
+
+    The loss of no rows is 0: as a mean, times their count, it would not be a number. What a stage
+    of a pipeline gives the next, which some models return to the objective, is no loss.
+    """
+
+    def __init__(
+        self, objective: Objective, *, has_stages: bool, autocast: torch.dtype | None, device: str
+    ) -> None:
+        """Compute in `autocast` what torch.autocast does in that data type; None: as the model."""
+        self._objective = objective
+        self._has_stages = has_stages
+        self._autocast = autocast
+        self._device = device
+        self._is_checked = False
+        self._metric_sums: Any = getattr(objective, "metric_sums", None)
+        self.metric_sums = None if self._metric_sums is None else self._checked_sums
+
+    @override
+    def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
+        rows = microbatch.rows if isinstance(microbatch, Spare) else microbatch
+        with self._precision():
+            loss = self._objective.loss_sum(model, rows, step)
+        if self._has_stages and loss.ndim > 0:
+            return loss
+        if not self._is_checked and torch.is_grad_enabled() and rows is microbatch:
+            check_sum(loss, self._objective.num_valid(rows), "Objective.loss_sum")
+            self._is_checked = True
+        count = self.num_valid(microbatch)
+        if not isinstance(count, torch.Tensor):  # filled in on the device: no copy is waited for
+            count = loss.new_full((), count, dtype=torch.int64)
+        return torch.where(to_device(count, loss.device) > 0, loss, 0.0)
+
+    def _checked_sums(self, model: nn.Module, microbatch: Any) -> Mapping[str, Any]:
+        """Return the sums of the objective's metrics, see `Objective`; of spare rows they are 0."""
+        is_spare = isinstance(microbatch, Spare)
+        with self._precision():
+            found = self._metric_sums(model, microbatch.rows if is_spare else microbatch)
+        if not isinstance(found, Mapping):
+            raise ScriptError(
+                f"Objective.metric_sums returns a {type(found).__name__}; expected sums by names, "
+                "such as {'accuracy': (labels == y).sum()}"
+            )
+        pairs = cast("Mapping[str, Any]", found).items()
+        return {name: (0, 0) for name, _ in pairs} if is_spare else dict(pairs)
+
+    @override
+    def num_valid(self, microbatch: Any) -> int | torch.Tensor:
+        if isinstance(microbatch, Spare):
+            return 0
+        count = self._objective.num_valid(microbatch)
+        check_count(count)
+        return count
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device, self._autocast)

@@ -136,11 +136,7 @@ class MeanNumber(float):
 
 
 def _refuse(factor: Any, counts: _Counts) -> None:
-    """Refuse to weigh the mean of all ranks by what this rank alone has.
-
-    Raises:
-        ScriptError: the factor is a count of this rank, and that of all ranks is another.
-    """
+    """Refuse to weigh the mean of all ranks by what this rank alone has."""
     count, own = counts
     if (weight := _whole(factor)) in own and weight not in (0, count):
         raise ScriptError(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,20 +23,12 @@ ELEMENTWISE = (
 )
 """Optimizers whose step of a shard is the shard of their step."""
 
+HELD = (
+    "take an optimizer whose state is numbers and tensors of the parameter's shape, such as AdamW"
+)
+
 Names = Mapping[nn.Parameter, str]
 """The parameters of a model before it was split, and their names."""
-
-
-class Steps(Protocol):
-    """What an optimizer asks before it steps, and tells afterwards."""
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step whose gradients are not those of the global batch."""
-        ...
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the step."""
-        ...
 
 
 def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) -> None:
@@ -45,9 +36,6 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
 
     Groups, their settings and whoever holds the optimizer, such as a scheduler, stay as they are.
     So does its state, of which this rank keeps its shards.
-
-    Raises:
-        ScriptError: it updates a parameter of another model, or its state cannot be split.
     """
     after = dict(model.named_parameters(remove_duplicate=False))
     ours = set(after.values())
@@ -70,11 +58,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
 def check_kind(
     optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter], where: str
 ) -> None:
-    """Refuse an optimizer whose step of a shard is not the shard of its step, where there are some.
-
-    Raises:
-        ScriptError: `where`, and which optimizers there are.
-    """
+    """Refuse an optimizer whose step of a shard is not the shard of its step, if there are some."""
     if any(isinstance(p, DTensor) for p in parameters) and not isinstance(optimizer, ELEMENTWISE):
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ScriptError(
@@ -84,11 +68,7 @@ def check_kind(
 
 
 def check_schedules(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse a schedule that moves the rates of an optimizer that is not prepared.
-
-    Raises:
-        ScriptError: names both.
-    """
+    """Refuse a schedule that moves the rates of an optimizer that is not prepared."""
     prepared = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     for scheduler in schedulers:
         own = getattr(scheduler, "optimizer", None)
@@ -121,33 +101,25 @@ def _split(value: Any, parameter: nn.Parameter) -> Any:
     return split
 
 
+def unheld(state: Mapping[str, Any], shape: torch.Size) -> str:
+    """Say what of an optimizer's state of a parameter no file can hold; empty if all can be."""
+    for key, value in state.items():
+        if value is not None and not (isinstance(value, Tensor) and value.shape in ((), shape)):
+            what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            return (
+                f"keeps a {key} {what} of a parameter of shape {list(shape)}, which no checkpoint "
+                "can hold"
+            )
+    return ""
+
+
 def warn_of_state(optimizer: torch.optim.Optimizer) -> None:
     """Warn, on the first rank, of an optimizer that has stepped, whose state no file can hold."""
-    for parameter, held in optimizer.state.items():
-        for key, value in cast("dict[str, Any]", held).items():
-            is_held = isinstance(value, Tensor) and value.shape in ((), parameter.shape)
-            if value is None or is_held or dist.get_rank() > 0:
-                continue
-            what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    for parameter, state in optimizer.state.items():
+        if (words := unheld(state, parameter.shape)) and dist.get_rank() == 0:
             warnings.warn(
-                f"{type(optimizer).__name__} keeps a {key} {what} of a parameter of shape "
-                f"{list(parameter.shape)}, which no checkpoint can hold: run.save will save the "
-                "weights alone, and end the script; take an optimizer whose state is numbers and "
-                "tensors of the parameter's shape, such as AdamW",
+                f"{type(optimizer).__name__} {words}: run.save will save the weights alone, and "
+                f"end the script; {HELD}",
                 stacklevel=5,
             )
             return
-
-
-def guard(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
-    """Have each step of an optimizer checked, whoever calls it."""
-
-    def told(tell: Callable[[torch.optim.Optimizer], None], own: Any, *_: Any) -> None:
-        tell(own)
-
-    def before(own: Any, args: Any, kwargs: Any) -> None:
-        if not any(callable(each) for each in (*args, *kwargs.values())):
-            steps.before_step(own)  # else the closure calls run.backward within the step
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(functools.partial(told, steps.after_step))

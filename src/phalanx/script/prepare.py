@@ -20,14 +20,14 @@ from phalanx.parallel.dropout import Masks, name_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script.buffers import refuse_max_norm
 from phalanx.script.draws import DrawWatch
-from phalanx.script.gather import gather_rows, gather_with_gradient
+from phalanx.script.drift import first_odd
+from phalanx.script.gather import add_up, gather_rows, gather_with_gradient
 from phalanx.script.hooks import refuse_lost_hooks
 from phalanx.script.loader import RankLoader
-from phalanx.script.optimizer import Names, check_schedules, guard, rebind
+from phalanx.script.optimizer import Names, check_schedules, rebind
 from phalanx.script.order import Draws
 from phalanx.script.reading import OwnRows, Reading
 from phalanx.script.step_state import State
-from phalanx.script.totals import add_up
 from phalanx.script.user_step import UserStep
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import guard_shards
@@ -72,11 +72,7 @@ class Prepared:
         return 0 if self._step is None else self._step.steps_done
 
     def need(self, call: str) -> tuple[nn.Module, UserStep]:
-        """Return the model and its step.
-
-        Raises:
-            ScriptError: no model is prepared, which `call` needs.
-        """
+        """Return the model and its step."""
         if self._model is None or self._step is None:
             raise ScriptError(
                 f"{call}: no model is prepared; call model, optimizer, loader = "
@@ -102,11 +98,7 @@ class Prepared:
         return prepared
 
     def trained_step(self) -> UserStep:
-        """Return the step that a backward is of.
-
-        Raises:
-            ScriptError: no model or optimizer is prepared, or the weights are averages.
-        """
+        """Return the step that a backward is of."""
         step = self.need("backward")[1]
         self.refuse_average("backward")
         if not self.optimizers:
@@ -229,7 +221,7 @@ class Prepared:
                 f"prepare: this {type(optimizer).__name__} is prepared already; give it once"
             )
         rebind(optimizer, self._before, model)
-        guard(optimizer, step)
+        step.guard(optimizer)
         self.optimizers.append(optimizer)
 
     def _announce(self) -> None:
@@ -256,12 +248,7 @@ class Prepared:
 
 
 def check_model(model: nn.Module, comm: Comm) -> None:
-    """Refuse a model that cannot be split, or is not the same on all ranks; all call this.
-
-    Raises:
-        ScriptError: says what is wrong with it.
-        ConfigError: its forward changes its weights.
-    """
+    """Refuse a model that cannot be split, or is not the same on all ranks; all call this."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ScriptError(
             f"prepare: the model is a {type(model).__name__}, which adds gradients up itself; "
@@ -282,11 +269,11 @@ def _check_alike(model: nn.Module) -> None:
     """Refuse models of ranks that are not of one form: their collectives would not meet."""
     own = {name: tuple(p.shape) for name, p in model.named_parameters()}
     all_of = gather_objects(own)
-    for rank, theirs in enumerate(all_of):
-        if theirs != all_of[0]:
-            name = next(n for n in {**all_of[0], **theirs} if all_of[0].get(n) != theirs.get(n))
-            there, here = theirs.get(name, "not there"), all_of[0].get(name, "not there")
-            raise ScriptError(
-                f"prepare: the model of rank {rank} is not that of rank 0: {name} is {there} and "
-                f"{here}; build the same model on every rank"
-            )
+    if (rank := first_odd(all_of)) is not None:
+        theirs = all_of[rank]
+        name = next(n for n in {**all_of[0], **theirs} if all_of[0].get(n) != theirs.get(n))
+        there, here = theirs.get(name, "not there"), all_of[0].get(name, "not there")
+        raise ScriptError(
+            f"prepare: the model of rank {rank} is not that of rank 0: {name} is {there} and "
+            f"{here}; build the same model on every rank"
+        )

@@ -165,11 +165,7 @@ class Reading:
             )
 
     def is_pass_over(self) -> bool:
-        """Return whether a backward that begins now is of the last batch of a pass.
-
-        Raises:
-            ScriptError: it is of another pass than the step under way.
-        """
+        """Return whether a backward that begins now is of the last batch of a pass."""
         batch, begun = self.current, self._open
         if batch is None or not self._ahead:
             return False

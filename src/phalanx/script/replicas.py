@@ -27,16 +27,20 @@ from phalanx.comm.join import job_store
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.models.attention import to_device
-from phalanx.script.bits import (
+from phalanx.script.as_prepared import version_of
+from phalanx.script.drift import (
+    CLIPS,
+    STEPS,
     WORD_BITS,
+    Digest,
+    Facts,
     are_alike,
     bits_of,
+    first_difference,
     with_squares,
     words_of,
     words_of_tensors,
 )
-from phalanx.script.drift import CLIPS, STEPS, Digest, Facts, first_difference
-from phalanx.script.made_gradients import version_of
 from phalanx.train.clip import sharded_axes
 
 SHARE: Final = 0.005
@@ -113,9 +117,6 @@ class Replicas:
 
         Returns:
             Whether all ranks have `seen` the same.
-
-        Raises:
-            ScriptError: the ranks differ.
         """
         self.is_checked = False
         if self._found is None:
@@ -161,11 +162,7 @@ class Replicas:
             self._found = OnHost(self._comm.all_reduce(found, "tp"))
 
     def check(self, call: str, steps_done: int) -> None:
-        """Refuse ranks that differ now; every rank calls this together.
-
-        Raises:
-            ScriptError: the ranks differ; it begins with `call`.
-        """
+        """Refuse ranks that differ now; every rank calls this together."""
         if self._size == 1:
             return
         self._take_settings({STEPS: steps_done})
@@ -185,9 +182,6 @@ class Replicas:
             where: "the script ends", say.
             name: of the run among those of this process.
             steps_done: steps taken.
-
-        Raises:
-            ScriptError: this rank is not as one that has come there.
         """
         if self._size == 1 or self._found is None or self._is_refused:
             return
@@ -287,11 +281,7 @@ class Replicas:
         )
 
     def _name(self, call: str) -> None:
-        """Refuse ranks that differ, by what differs; every rank calls this together.
-
-        Raises:
-            ScriptError: what differs is more than rounding.
-        """
+        """Refuse ranks that differ, by what differs; every rank calls this together."""
         ranks = gather_objects(self._facts())
         found = first_difference(ranks)
         if found is None:  # alike again

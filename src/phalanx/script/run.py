@@ -25,13 +25,13 @@ from torch import Tensor
 
 from phalanx.comm.comm import Ranks
 from phalanx.parallel.batch_norm import Statistics
-from phalanx.script.arguments import check_clip
+from phalanx.script.checks import check_arguments
 from phalanx.script.draws import draw_rows
+from phalanx.script.gather import own_number
 from phalanx.script.mean_loss import MeanLoss
 from phalanx.script.prepare import Prepared
 from phalanx.script.saves import Saves
 from phalanx.script.step_state import State
-from phalanx.script.totals import own_number
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import load_whole, whole_state
 from phalanx.strategy import Strategy
@@ -150,9 +150,10 @@ class Run:
         of the whole gradient before, each element counted once; 0-d, float64.
 
         Raises:
-            ScriptError: the gradients are not whole, or an argument is no number above 0.
+            ConfigError: an argument is no number above 0.
+            ScriptError: the gradients are not whole.
         """
-        check_clip(max_norm, p)
+        check_arguments("clip", max_norm=max_norm, p=p)
         return self._prepared.need("clip")[1].clip(max_norm, p)
 
     def sum(self, value: float | Tensor) -> Tensor:
@@ -244,7 +245,8 @@ class Run:
             name: as in `register`.
 
         Raises:
-            ScriptError: no model is prepared, the decay is none from 0 up to 1, or as `register`.
+            ConfigError: the decay is none from 0 up to 1.
+            ScriptError: no model is prepared, or as `register`.
         """
         average = self._prepared.average(decay)
         self.register(name, average)
@@ -269,7 +271,8 @@ class Run:
 
         Raises:
             CheckpointError: it cannot be written, or holds the weights alone.
-            ScriptError: it is called within a step, or an argument is out of range.
+            ConfigError: `keep` is below 1.
+            ScriptError: it is called within a step, or the folder is no path.
         """
         return self._saves.save(folder, keep)
 

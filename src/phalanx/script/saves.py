@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.saver import Saver
+from phalanx.errors import ScriptError
 from phalanx.launch.heartbeat import PULSE
 from phalanx.script import checkpoint
-from phalanx.script.arguments import check_keep, folder_of
+from phalanx.script.checks import check_arguments
 from phalanx.script.prepare import Prepared
 
 
@@ -35,8 +37,8 @@ class Saves:
         """Save a checkpoint, see `Run.save`."""
         prepared = self._prepared
         prepared.own_rows.warn()
-        check_keep(keep)
-        (model, step), wanted = prepared.need("save"), folder_of("save", folder)
+        check_arguments("save", keep=keep)
+        (model, step), wanted = prepared.need("save"), _folder_of("save", folder)
         # First: what follows asks all ranks, of which one may have left a step out.
         prepared.check_replicas("save")
         step.refuse_unused()
@@ -47,56 +49,55 @@ class Saves:
             if self._folders[wanted] != wanted:
                 self._show(
                     f"{folder} holds checkpoints of another run, and this one saves in "
-                    f"{self._folders[wanted]}; run.resume would have gone on from them"
+                    f"{self._folders[wanted]}; run.resume would have resumed them"
                 )
         here = self._folders[wanted]
         saver = self._savers[here] = self._savers.get(here) or Saver(here)
         saver.keep = keep
         with PULSE.doing(f"the checkpoint after step {step.steps_done}"):
-            args = (model, prepared.optimizers, self._standing(), self._objects(model))
-            saved = checkpoint.begin(saver, *args)
+            loop = self._loop(model)
+            saved = checkpoint.begin(saver, loop, self._strategy, prepared.steps_done)
             saver.finish()
-        _tell_standing(here, saved)
+        _note_standing(here, saved)
         return saved
 
     def resume(self, folder: str | Path) -> bool:
         """Load the latest checkpoint in a folder, see `Run.resume`."""
         prepared = self._prepared
         model, step = prepared.need("resume")
-        args = (model, prepared.optimizers, self._standing(), self._objects(model))
-        found = checkpoint.load(folder_of("resume", folder), *args)
+        found = checkpoint.load(_folder_of("resume", folder), self._loop(model))
         self.registered.is_closed = True
         if found is None:
             self._show(f"no checkpoint in {folder} yet: begins anew")
             return False
         self._folders[Path(folder)] = Path(folder)
-        where, stood = found
-        step.steps_done, prepared.draws.state = stood.steps_done, stood.draws
-        for loader, state in zip(prepared.loaders, stood.loaders, strict=True):
-            loader.set_state(state)
+        where, about = found
+        step.steps_done = about.steps_done
         step.reset()
-        _tell_standing(Path(folder), where)
-        self._show(f"goes on from {where}, after step {step.steps_done}")
+        _note_standing(Path(folder), where)
+        self._show(f"resumes from {where}, after step {step.steps_done}")
         return True
 
-    def _objects(self, model: nn.Module) -> Registered:
-        """Return what is registered, the extra state of the model's modules with it."""
+    def _loop(self, model: nn.Module) -> checkpoint.Loop:
+        """Return what is saved, of which the extra state of the model's modules is registered."""
         if not self._is_extra_known:
             self._is_extra_known = True
             self.registered.add_extra_state(model)
-        return self.registered
-
-    def _standing(self) -> checkpoint.Standing:
-        prepared: Any = self._prepared
-        return checkpoint.Standing(
-            strategy=self._strategy,
-            steps_done=prepared.steps_done,
-            draws=prepared.draws.state,
-            loaders=[loader.state() for loader in prepared.loaders],
-            schedulers=prepared.schedulers,
-        )
+        made = self._prepared
+        fitted = (made.optimizers, made.schedulers, made.loaders, made.draws)
+        return checkpoint.Loop(model, *fitted, self.registered)
 
 
-def _tell_standing(folder: Path, where: Path) -> None:
+def _note_standing(folder: Path, where: Path) -> None:
     """Have whoever ends the job say how to resume."""
     PULSE.saved(f"{where} stands; run.resume({str(folder)!r}) resumes from it")
+
+
+def _folder_of(call: str, folder: Any) -> Path:
+    """Return a folder that a script names."""
+    if not isinstance(folder, str | Path) or not str(folder):
+        raise ScriptError(f"{call}: the folder is {brief(folder)}; expected a path")
+    path = Path(folder)
+    if path.is_file():
+        raise ScriptError(f"{call}: {path} is a file; expected the folder of a run")
+    return path

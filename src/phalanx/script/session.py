@@ -18,7 +18,9 @@ from phalanx.checkpoint.state import state_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import on_first_rank
 from phalanx.config import OptimizerConfig
-from phalanx.errors import CheckpointError, DataError
+from phalanx.config.schema import RunConfig
+from phalanx.data.rows import map_tensors
+from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import predicted_bytes
 from phalanx.measure.peaks import Arithmetic
@@ -30,17 +32,16 @@ from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
 from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
-from phalanx.script.flops import flops_of_trainer
+from phalanx.script.flops import cut_by_flops, flops_of_trainer
 from phalanx.script.loader import RankLoader
+from phalanx.script.loss import Sums
 from phalanx.script.microbatches import Microbatches
 from phalanx.script.order import Draws
-from phalanx.script.precision import ModulePrecision
-from phalanx.script.stages import cut_by_flops
-from phalanx.script.sums import Sums
 from phalanx.strategy import Strategy
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
 from phalanx.train.loop import Stopped, train
+from phalanx.train.precision import resolve
 from phalanx.train.report.summary import Summary
 from phalanx.train.session import Session
 from phalanx.train.step import Step
@@ -134,6 +135,9 @@ class ModuleSession(Session):
         self.step = self._step_of(model, runner)
         self.called = Called(Extras(trainer.callbacks, trainer.log), model)
         self.called.registered.add_extra_state(model, is_whole=self.strategy.pp.degree == 1)
+        schedulers = [] if self.scheduler is None else [self.scheduler]
+        fitted = ([self.optimizer], schedulers, [self.loader], self.draws)
+        self._loop = checkpoint.Loop(model, *fitted, self.called.registered)
         if self._is_resumed:
             self._resume()
         else:
@@ -224,37 +228,29 @@ class ModuleSession(Session):
         cutting = self._cutting(loader, 1)
         return (cutting.whole(self.precision.of_batch(batch)) for batch in loader)
 
-    def _standing(self) -> checkpoint.Standing:
-        return checkpoint.Standing(
-            strategy=str(self.strategy),
-            steps_done=self.step.steps_done,
-            draws=self.draws.state,
-            loaders=[self.loader.state()],
-            schedulers=[] if self.scheduler is None else [self.scheduler],
+    @override
+    def begin_save(self, *, is_passing: bool = False) -> None:
+        checkpoint.begin(
+            self.saver,
+            self._loop,
+            str(self.strategy),
+            self.step.steps_done,
             scaler=self.step.scaler.state_dict() or None,
             best=None if self.best is None else self.best.state(),
             num_steps=self.num_steps,
-            is_passing=False,
+            is_passing=is_passing,
         )
 
-    @override
-    def begin_save(self, *, is_passing: bool = False) -> None:
-        standing = dataclasses.replace(self._standing(), is_passing=is_passing)
-        objects = self.called.registered
-        checkpoint.begin(self.saver, self.step.model, [self.optimizer], standing, objects)
-
     def _resume(self) -> None:
-        standing, objects = self._standing(), self.called.registered
-        found = checkpoint.load(self.out, self.step.model, [self.optimizer], standing, objects)
+        found = checkpoint.load(self.out, self._loop)
         if found is None:
-            raise CheckpointError(f"cannot go on from {self.out}: there is no checkpoint in it")
-        stood = found[1]
-        self.step.steps_done, self.draws.state = stood.steps_done, stood.draws
-        if stood.scaler is not None:
-            self.step.scaler.load_state_dict(stood.scaler)
-        self.loader.set_state(stood.loaders[0])
+            raise CheckpointError(f"cannot resume from {self.out}: there is no checkpoint in it")
+        about = found[1]
+        self.step.steps_done = about.steps_done
+        if about.scaler is not None:
+            self.step.scaler.load_state_dict(about.scaler)
         if self.best is not None:
-            self.best.load(stood.best)
+            self.best.load(about.best)
 
     def _place(self) -> Place | None:
         number = self.step.run.microbatch
@@ -327,3 +323,45 @@ def resume_text(out: Path, command: str, steps: int | None = None) -> str:
     if not command:
         return f"phalanx.Options(out={str(out)!r}, resume=True)"
     return f"{command} {shlex.quote(str(out))}" + ("" if steps is None else f" --steps {steps}")
+
+
+class ModulePrecision:
+    """What `precision` and `compile` ask of a module of the user's.
+
+    Attributes:
+        autocast: data type of torch.autocast around each forward; None without.
+        weights: data type of weights and inputs; None: as the module and its data have them.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Take the settings."""
+        self._config = config
+        self.autocast: torch.dtype | None = None
+        self.weights: torch.dtype | None = None
+        if config.precision in ("bfloat16", "float16"):
+            self.autocast = resolve(config.precision, config.device).compute
+        elif config.precision != "auto":
+            self.weights = resolve(config.precision, config.device).master
+
+    def of_batch(self, batch: Any) -> Any:
+        """Return a batch whose floating-point numbers are of the type of the weights."""
+        if self.weights is None:
+            return batch
+        return map_tensors(batch, lambda t: t.to(self.weights) if t.is_floating_point() else t)
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Return what scales the loss, for float16 alone."""
+        return torch.amp.GradScaler("cuda") if self.autocast == torch.float16 else None
+
+    def check(self, plan: Plan[nn.Module]) -> None:
+        """Refuse what pipelines and layers that are split cannot do."""
+        if self._config.compile and plan.uncompiled:
+            raise ConfigError(
+                f"compile is set, but blocks split by {plan.uncompiled} are not made to be "
+                "compiled; leave compile out, or use dp or fsdp"
+            )
+        if self.autocast == torch.float16 and (num_stages := plan.strategy.pp.degree) > 1:
+            raise ConfigError(
+                f"precision is float16, whose loss is scaled, and the stages of pp{num_stages} "
+                "would not agree on the scale; the nearest is bfloat16"
+            )

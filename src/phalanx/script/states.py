@@ -36,9 +36,6 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
     Args:
         scheduler: made anew, as it was when it was saved.
         saved: its state, as `encoded` returned it.
-
-    Raises:
-        CheckpointError: it is the state of another schedule, or of none.
     """
     kind = type(scheduler).__name__
     try:
@@ -56,11 +53,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def settings_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return the settings of a parameter group.
-
-    Raises:
-        CheckpointError: see `encoded`.
-    """
+    """Return the settings of a parameter group."""
     own = {name: value for name, value in group.items() if name != "params"}
     return encoded(own, f"{what}, its settings")
 
@@ -68,11 +61,7 @@ def settings_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
 def load_settings(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
 ) -> None:
-    """Give a parameter group of an optimizer the settings that it had.
-
-    Raises:
-        CheckpointError: they are of an optimizer of another kind, or none at all.
-    """
+    """Give a parameter group of an optimizer the settings that it had."""
     what = type(optimizer).__name__
     try:
         settings, own = decoded(saved), decoded(settings_of(group, what))
@@ -96,11 +85,7 @@ def load_settings(
 def _check_taken(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Refuse settings with which the optimizer cannot be made, or cannot step as it could before.
-
-    Raises:
-        ValueError: says why.
-    """
+    """Refuse settings with which an optimizer cannot be made, or cannot step as it could before."""
     kind: type[Any] = type(optimizer)
     if kind.__module__.startswith("torch.optim."):  # whose arguments are settings
         given = {n: settings[n] for n in inspect.signature(kind).parameters if n in settings}
@@ -111,11 +96,7 @@ def _check_taken(
 
 
 def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse the state of another schedule of torch.
-
-    Raises:
-        ValueError: names the entry.
-    """
+    """Refuse the state of another schedule of torch."""
     if unknown := [name for name in saved if name not in own]:
         raise ValueError(f"it has the unknown entry {brief(unknown[0])}")
     for name in _COUNTS:
@@ -132,9 +113,6 @@ def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -
 
     A number may be whole or not. What this run has not set yet may be anything, or, of a setting, a
     switch.
-
-    Raises:
-        ValueError: names the value.
     """
     if not _is_alike(own, saved, is_setting):
         raise ValueError(f"{what} is {brief(saved)}, and this run has {brief(own)}")

@@ -68,11 +68,7 @@ class StepState:
         self._stepped.add(id(optimizer))
 
     def refuse_clip(self) -> None:
-        """Refuse to clip gradients that are not whole.
-
-        Raises:
-            ScriptError: the step is idle or accumulating.
-        """
+        """Refuse to clip gradients that are not whole."""
         if self.state is not State.WHOLE:
             raise ScriptError(
                 "clip: there are no gradients of a whole step; call it after the last run.backward "
@@ -80,11 +76,7 @@ class StepState:
             )
 
     def refuse_save(self, *, is_skipped: bool) -> None:
-        """Refuse to save gradients, which no checkpoint keeps.
-
-        Raises:
-            ScriptError: the step accumulates, or is whole and neither used nor skipped by a scaler.
-        """
+        """Refuse to save gradients, which no checkpoint keeps."""
         is_unused = self.state is State.WHOLE and not self.is_used and not is_skipped
         if self.state is State.ACCUMULATING or is_unused:
             raise ScriptError(
@@ -93,11 +85,7 @@ class StepState:
             )
 
     def refuse_step(self, optimizer: object, *, has_gradients: bool) -> None:
-        """Refuse an optimizer's step whose gradients are not those of the global batch.
-
-        Raises:
-            ScriptError: the step is not whole, the optimizer has taken it, or nothing is left.
-        """
+        """Refuse an optimizer's step whose gradients are not those of the global batch."""
         is_due = self.state is State.WHOLE and id(optimizer) not in self._stepped
         if self.state is State.ACCUMULATING:
             raise ScriptError(

@@ -7,11 +7,12 @@ data; `step_state` has the states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import gather_objects
@@ -20,13 +21,12 @@ from phalanx.launch.attach import at_end
 from phalanx.launch.heartbeat import PULSE
 from phalanx.models.attention import to_device
 from phalanx.parallel.accumulate import Runner
-from phalanx.script.as_prepared import AsPrepared
+from phalanx.script.as_prepared import AsPrepared, MadeGradients
 from phalanx.script.buffers import warn_of_buffers
 from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import AHEAD, BATCHES, STEPS
 from phalanx.script.hooks import WholeHooks
 from phalanx.script.loss import check_sum
-from phalanx.script.made_gradients import MadeGradients
 from phalanx.script.mean_loss import MeanLoss
 from phalanx.script.optimizer import warn_of_state
 from phalanx.script.reading import Reading
@@ -35,7 +35,7 @@ from phalanx.script.step_state import State, StepState
 from phalanx.train.clip import gradient_norm, scale_to
 
 
-class UserStep:
+class UserStep(StepState):
     """The step under way of a prepared model.
 
     Attributes:
@@ -55,11 +55,10 @@ class UserStep:
         optimizers: Sequence[torch.optim.Optimizer],
         name: str,
     ) -> None:
-        self._at = StepState(accumulation)
+        super().__init__(accumulation)
         self._model = model
         self._reducer = runner.reducer
         self._comm = comm
-        self._accumulation = accumulation
         self._reading = reading
         self.parameters = dict(model.named_parameters())
         self._as_prepared = AsPrepared(model, self.parameters, self._reducer)
@@ -72,20 +71,6 @@ class UserStep:
         self._num_begun = 0
         self._made = MadeGradients()
 
-    @property
-    def state(self) -> State:
-        """Of which batches the gradients are."""
-        return self._at.state
-
-    @property
-    def steps_done(self) -> int:
-        """Steps that an optimizer has taken, those before a resume too."""
-        return self._at.steps_done
-
-    @steps_done.setter
-    def steps_done(self, number: int) -> None:
-        self._at.steps_done = number
-
     def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> MeanLoss:
         """Add up the gradients of the global batch's loss, see `Run.backward`."""
         check_sum(loss_sum, count)
@@ -94,11 +79,11 @@ class UserStep:
         if self.state is not State.ACCUMULATING:
             self._begin(loss_sum.detach())
         found = self._add_up(loss_sum.detach(), cast("float | Tensor", count))
-        if self._at.num_backwards == 0:
+        if self.num_backwards == 0:
             # Most steps have as many samples in each call, so that nothing is left to correct.
             self._divisor = _nonzero(found[1] * self._accumulation)
-        self._at.num_backwards += 1
-        is_last = is_pass_over or self._at.is_full
+        self.num_backwards += 1
+        is_last = is_pass_over or self.is_full
         own = self._own_counts(cast("float | Tensor", count))
         if own and self.steps_done < 2:
             self._reading.warn_of_count(float(own[0]), float(found[1]), self._comm)
@@ -123,9 +108,10 @@ class UserStep:
         mean, of_step = (each[0] / _nonzero(each[1]) for each in (found, self._totals))
         return MeanLoss.of(mean, of_step, found[1], own)
 
+    @override
     def reset(self) -> None:
         """Forget the step under way; the next backward begins one."""
-        self._at.reset()
+        super().reset()
         self._reading.forget()
 
     def gradients(self) -> list[Tensor]:
@@ -134,7 +120,7 @@ class UserStep:
 
     def clip(self, max_norm: float, p: float) -> Tensor:
         """Scale the gradients to a norm, see `Run.clip`."""
-        self._at.refuse_clip()
+        self.refuse_clip()
         gradients = self.gradients()
         norm = gradient_norm(gradients, self._comm, p)
         self.replicas.count_clip(max_norm, p)
@@ -143,26 +129,35 @@ class UserStep:
         return norm
 
     def refuse_unused(self) -> None:
-        """Refuse to save gradients, which no checkpoint keeps, and weights that no step reaches.
-
-        Raises:
-            ScriptError: there are gradients that no optimizer has used, or replaced parameters.
-        """
+        """Refuse to save gradients, which no checkpoint keeps, and weights that no step reaches."""
         self._as_prepared.check("save")
-        is_open = self.state is State.WHOLE and not self._at.is_used
-        self._at.refuse_save(is_skipped=is_open and not self._is_finite())
+        is_open = self.state is State.WHOLE and not self.is_used
+        self.refuse_save(is_skipped=is_open and not self._is_finite())
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have each step of an optimizer checked, whoever calls it."""
+
+        def before(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if not any(callable(each) for each in (*args[1:], *kwargs.values())):
+                self._before_step(own)  # else the closure calls run.backward within the step
+
+        def after(own: torch.optim.Optimizer, *_: Any) -> None:
+            self._after_step(own)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step whose gradients are not those of the global batch."""
         if self.state is not State.ACCUMULATING:
             self.draws.look()
         gradients = self.gradients()
-        self._at.refuse_step(optimizer, has_gradients=bool(gradients))
+        self.refuse_step(optimizer, has_gradients=bool(gradients))
         self.replicas.gradient_writes += self._made.num_changed(gradients)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the step."""
-        self._at.note_step(optimizer)
+        self.note_step(optimizer)
         if self.steps_done == 1:  # and not at the first save, which may come hours later
             warn_of_state(optimizer)
         PULSE.stepping(self.steps_done)
@@ -185,7 +180,7 @@ class UserStep:
         self._check_gradients()
         self._clear()
         self._totals = torch.zeros_like(self._totals)
-        self._at.begin()
+        self.begin()
         at_end(self._name, self._check_end)
         PULSE.stepping(self.steps_done)
 
@@ -221,7 +216,7 @@ class UserStep:
             for gradient in self.gradients():
                 local_shard(gradient).mul_(factor)
         self._hooks.call()
-        self._at.complete()
+        self.complete()
         self._made.note(self.gradients())
 
     def _is_finite(self) -> bool:
@@ -242,7 +237,7 @@ class UserStep:
     def _check_gradients(self) -> None:
         """Refuse to clear gradients that no step has used."""
         left = self.gradients()
-        if self._at.is_used:
+        if self.is_used:
             left = self._made.others(left)
         elif left and self.state is State.WHOLE and not self._is_finite():
             return

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from phalanx.comm.comm import local_shard
 from phalanx.errors import ScriptError
 from phalanx.parallel.sharded import free_gathered
+from phalanx.script.checks import check_arguments
 
 
 class WeightAverage:
@@ -36,17 +37,8 @@ class WeightAverage:
     def __init__(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], decay: float | None
     ) -> None:
-        """Begin without any weights; of `parameters`, shards, the trained ones are averaged.
-
-        Raises:
-            ScriptError: the decay is out of range.
-        """
-        given: Any = decay
-        if given is not None and not (isinstance(given, int | float) and 0 <= given < 1):
-            raise ScriptError(
-                f"average: decay is {decay!r}; expected a number from 0 up to 1, such as 0.999, or "
-                "None for the mean of all updates"
-            )
+        """Begin without any weights; of `parameters`, shards, the trained ones are averaged."""
+        check_arguments("average", decay=decay)
         self.num_updates = 0
         self.is_applied = False
         self._model = model

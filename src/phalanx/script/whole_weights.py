@@ -82,11 +82,7 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
 
 
 def _load_checkpoint(folder: Path, model: nn.Module) -> None:
-    """Load the weights of a checkpoint, or of the latest of a run; every rank calls this together.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged, or of another model.
-    """
+    """Load the weights of a checkpoint, or of the latest of a run; all ranks call this."""
 
     def find() -> Path:
         if (folder / manifest.NAME).exists():

@@ -163,11 +163,7 @@ def _sizes(strategy: Strategy, config: VerifyConfig) -> tuple[int, list[int]]:
 
 
 def check_sizes(config: VerifyConfig, strategy: Strategy) -> None:
-    """Refuse steps that are too large to be made on one process as well.
-
-    Raises:
-        ConfigError: names their size, and the largest.
-    """
+    """Refuse steps that are too large to be made on one process as well."""
     _, num_rows = _sizes(strategy, dataclasses.replace(config, steps=2))
     num_tokens = max(num_rows) * config.seq_len * config.steps
     if num_tokens > MOST_TOKENS:
