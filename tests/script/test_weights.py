@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from marks import by_hand
-from phalanx.errors import CheckpointError, PhalanxError, ScriptError, message_of
+from phalanx.errors import CheckpointError, ConfigError, PhalanxError, ScriptError, message_of
 from phalanx.launch.local import run_ranks
 from phalanx.script.launch import run_script
 
@@ -326,7 +326,7 @@ def mistakes_of_weights(folder: Path) -> list[str]:
     ):
         try:
             mistake()
-        except (ScriptError, CheckpointError) as error:
+        except (ScriptError, ConfigError, CheckpointError) as error:
             words.append(str(error))
         else:
             words.append("passed")

@@ -22,8 +22,8 @@ from phalanx.strategy import Strategy
 from phalanx.train import loop, text
 from phalanx.train.job.resolve import Job
 from phalanx.verify import judge, training
-from phalanx.verify.runs import first_run
 from phalanx.verify.settings import VerifyTrainConfig
+from phalanx.verify.training import first_run
 from phalanx.verify.verdict import Verdict
 
 

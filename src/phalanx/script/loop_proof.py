@@ -29,11 +29,10 @@ from phalanx.script.init import IN_PLACE
 from phalanx.script.launch import run_script
 from phalanx.script.run import Run
 from phalanx.strategy import Strategy
-from phalanx.verify.history import History
 from phalanx.verify.judge import judge
 from phalanx.verify.record import Witness, state_of
-from phalanx.verify.verdict import Verdict
-from phalanx.verify.whereabouts import Whereabouts, failed
+from phalanx.verify.reference import History
+from phalanx.verify.verdict import Verdict, Whereabouts, failed
 
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:

@@ -31,13 +31,11 @@ from phalanx.script.session import ModuleSession
 from phalanx.strategy import Strategy
 from phalanx.verify.causes import likely_causes
 from phalanx.verify.compare import Difference
-from phalanx.verify.history import History, reference_history
 from phalanx.verify.judge import judge, located, once
 from phalanx.verify.record import Case
-from phalanx.verify.reference import Training
-from phalanx.verify.runs import other_strategy
-from phalanx.verify.verdict import Place, Verdict
-from phalanx.verify.whereabouts import failed
+from phalanx.verify.reference import History, Training, evaluating, reference_history
+from phalanx.verify.training import other_strategy
+from phalanx.verify.verdict import Place, Verdict, failed
 from phalanx.verify.witness import SessionWitness, find, take_down
 
 if TYPE_CHECKING:
@@ -218,14 +216,12 @@ def _passes(trainer: Trainer) -> Iterator[Any]:
 def _validation_loss(trainer: Trainer, model: nn.Module) -> float | None:
     if trainer.validation is None:
         return None
-    state, modes = torch.get_rng_state(), {m: m.training for m in model.modules()}
-    model.eval()
+    state = torch.get_rng_state()
     loss, count = torch.zeros((), dtype=torch.float64), 0
-    for batch in trainer.loader(trainer.validation):
-        made: Tensor = trainer.objective.loss_sum(model, batch, 0)
-        loss += made
-        count += int(trainer.objective.num_valid(batch))
-    for module, is_training in modes.items():
-        module.training = is_training
+    with evaluating(model):
+        for batch in trainer.loader(trainer.validation):
+            made: Tensor = trainer.objective.loss_sum(model, batch, 0)
+            loss += made
+            count += int(trainer.objective.num_valid(batch))
     torch.set_rng_state(state)
     return float(loss) / max(1, count)

@@ -157,7 +157,7 @@ class Trainer:
         """Compare the job's own steps under a strategy with one process of plain PyTorch.
 
         In float64 it takes them as `train` does, saves, and resumes under another strategy. In a
-        narrower type the split alone is judged: AdamW steps on both sides, see verify/beside.py.
+        narrower type the split alone is judged: AdamW steps on both sides, see verify/compare.py.
 
         Raises:
             StrategyError: it does not split this module.

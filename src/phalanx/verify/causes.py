@@ -10,8 +10,8 @@ from torch import nn
 from phalanx.errors import named
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import Difference
-from phalanx.verify.history import RankFacts
 from phalanx.verify.record import Case
+from phalanx.verify.reference import RankFacts
 
 
 def likely_causes(

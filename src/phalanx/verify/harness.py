@@ -35,10 +35,8 @@ from phalanx.parallel.skeleton import copied_on_meta
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import Objective, check_build
 from phalanx.verify.batches import split
-from phalanx.verify.beside import Beside, worst
 from phalanx.verify.causes import likely_causes
-from phalanx.verify.compare import DTYPES, Difference, compare_values
-from phalanx.verify.history import RankFacts
+from phalanx.verify.compare import DTYPES, Beside, Difference, compare_values, worst
 from phalanx.verify.judge import unequal_ranks
 from phalanx.verify.locate import locate
 from phalanx.verify.record import (
@@ -47,10 +45,9 @@ from phalanx.verify.record import (
     check_rows,
     full_tensors,
 )
-from phalanx.verify.reference import StepRecord, in_training
+from phalanx.verify.reference import RankFacts, StepRecord, in_training
 from phalanx.verify.settings import EVALUATION
-from phalanx.verify.verdict import Place, Sent, Verdict
-from phalanx.verify.whereabouts import Whereabouts, failed
+from phalanx.verify.verdict import Place, Sent, Verdict, Whereabouts, failed
 
 Report = Callable[[Verdict, float], None]
 """Is told the verdict on a case, and how many seconds it took."""

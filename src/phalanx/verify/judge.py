@@ -11,8 +11,8 @@ import torch.distributed as dist
 from phalanx.comm.together import on_first_rank
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.verify.compare import Difference, compare_step, compare_values
-from phalanx.verify.history import BitsKey, History, RankFacts
 from phalanx.verify.record import owner
+from phalanx.verify.reference import BitsKey, History, RankFacts
 from phalanx.verify.settings import EVALUATION
 from phalanx.verify.verdict import Place, Verdict
 

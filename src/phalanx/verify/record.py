@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,17 @@ from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step, StepResult
 from phalanx.verify.batches import rows_of, split
-from phalanx.verify.history import BitsKey, History, RankFacts
-from phalanx.verify.reference import NORMS, StepRecord, Training, in_training, kept_by
+from phalanx.verify.reference import (
+    NORMS,
+    BitsKey,
+    History,
+    RankFacts,
+    StepRecord,
+    Training,
+    evaluating,
+    in_training,
+    kept_by,
+)
 
 
 def loss_of(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
@@ -186,18 +195,14 @@ class SplitRun:
         case, comm, model = self._case, self._step.comm, self.model
         moved = cast_batch(case.batches[-1], case.torch_dtype, comm.device)
         (own,) = split(moved, comm.coord("data"), comm.size("data"), 1)
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
         self.runner.microbatch = 0
 
         def forward(batch: Any) -> Tensor:
             with phase("forward"):
                 return case.infer(case.objective, model, batch)
 
-        made = self.runner.infer(own, forward)
-        for module, is_training in modes.items():
-            module.training = is_training
-        return made
+        with evaluating(model):
+            return self.runner.infer(own, forward)
 
     @property
     def evaluated_rows(self) -> Tensor:
@@ -280,28 +285,12 @@ def _bytes_of(shard: Tensor) -> bytes:
     return shard.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-class Part(NamedTuple):
-    """A shard on its way to rank 0.
-
-    Attributes:
-        shape: of the full tensor.
-        dtype: of its elements.
-        place: where the shard is in it.
-        data: the bytes of the shard.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    place: tuple[slice, ...]
-    data: bytes
-
-
 def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:
     """Return copies on the CPU on rank 0, and nothing of use elsewhere; every rank calls this.
 
     Rank 0 holds what all ranks bring at once, besides what it makes of it.
     """
-    parts: dict[str, Part] = {}
+    parts: dict[str, Any] = {}  # shape and type of the whole, where the shard is in it, its bytes
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         if isinstance(tensor, DTensor) and (is_fused(tensor) or not tensor.is_floating_point()):
@@ -310,7 +299,7 @@ def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]
         if shard.numel() and _brings(tensor, comm):
             ends = zip(offset, shard.shape, strict=True)
             place = tuple(slice(i, i + size) for i, size in ends)
-            parts[name] = Part(tuple(tensor.shape), shard.dtype, place, _bytes_of(shard))
+            parts[name] = tuple(tensor.shape), shard.dtype, place, _bytes_of(shard)
     full: dict[str, Tensor] = {}
     for of_rank in gather_on_first(parts):
         for name, (shape, dtype, place, data) in of_rank.items():

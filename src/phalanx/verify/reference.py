@@ -8,8 +8,9 @@ that a strategy and one process of our trainer have in common is found too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,13 +146,8 @@ class ReferenceRun:
     def evaluate(self, phase: Phase = no_phase) -> Tensor:
         """Return what the case makes of its last batch in `eval()`, see `Case.infer`."""
         moved = cast_batch(self._case.batches[-1], self._dtype, self._device)
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        with phase("forward"):
-            made = self._case.infer(self._objective, self.model, moved)
-        for module, is_training in modes.items():
-            module.training = is_training
-        return made.cpu()
+        with evaluating(self.model), phase("forward"):
+            return self._case.infer(self._objective, self.model, moved).cpu()
 
     def state(self) -> StepRecord:
         """Return copies of the buffers, of what the optimizer keeps, and of the weights."""
@@ -210,6 +206,16 @@ def in_training(model: nn.Module) -> nn.Module:
     return model if model.training else model.train()
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Put a model into `eval()` inside, and its modules back into their modes after."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    yield
+    for module, is_training in modes.items():
+        module.training = is_training
+
+
 def norm_of(tensors: list[Tensor], p: float) -> float:
     """Return the p-norm of all tensors taken as one vector, in float64."""
     if math.isinf(p):
@@ -254,3 +260,85 @@ def _perturb(model: nn.Module, seed: int) -> None:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+if TYPE_CHECKING:
+    from phalanx.verify.record import Case
+
+BitsKey = tuple[str, str, tuple[int, ...]]
+"""Quantity, name of the parameter, and where the shard begins."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank holds after a step, small enough to compare between all ranks.
+
+    Attributes:
+        numbers: the loss, norms by p and learning rates, as this rank knows them.
+        bits: hash of each shard of this rank.
+        nonfinite: names of the parameters whose gradient is not finite here.
+    """
+
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    bits: dict[BitsKey, str] = field(default_factory=dict[BitsKey, str])
+    nonfinite: list[str] = field(default_factory=list[str])
+
+
+@dataclass
+class History:
+    """What a run has done; full tensors are the first rank's alone.
+
+    Attributes:
+        begin: weights, buffers and the optimizer's state before a step, by its number.
+        records: of each step, by its number.
+        facts: what ranks must agree on, by the number of the step.
+        evaluations: validation losses, by the steps done.
+        evaluated: sum of the losses of the last batch in eval mode.
+        rows: positions in the data of the rows of each step, by its number.
+        consumed: position in the data at each evaluation, by the steps done; text alone has it.
+        idle: modules that an evaluation has left in eval mode.
+        is_kept: whether all evaluations left the weights as they were.
+        dtypes: what is kept, and in which data types; text alone has it.
+    """
+
+    begin: dict[int, StepRecord] = field(default_factory=dict[int, StepRecord])
+    records: dict[int, dict[str, dict[str, Tensor | float]]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    facts: dict[int, RankFacts] = field(default_factory=dict[int, RankFacts])
+    evaluations: dict[int, float] = field(default_factory=dict[int, float])
+    evaluated: float | None = None
+    rows: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    consumed: dict[int, int] = field(default_factory=dict[int, int])
+    idle: list[str] = field(default_factory=list[str])
+    is_kept: bool = True
+    dtypes: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+
+
+def reference_history(
+    case: Case, start: int, every: int, validate: Callable[[nn.Module], float | None]
+) -> History:
+    """Take all steps of a case in plain PyTorch, and return those from `start` on.
+
+    Args:
+        case: what is run.
+        start: steps that a run which resumes has done.
+        every: evaluations stand after so many steps, and after the last.
+        validate: returns the mean loss of the validation data; None without.
+    """
+    run, history = ReferenceRun(case, torch.device("cpu")), History()
+    steps, position, last = run.steps(), 0, len(case.batches)
+    for number in range(last + 1):
+        is_due = number >= start
+        if is_due:
+            history.begin[number] = run.state()
+        if is_due and (number % every == 0 or number == last):
+            history.consumed[number] = position
+            if (loss := validate(run.model)) is not None:
+                history.evaluations[number] = loss
+        if number < last:
+            record, end = next(steps), position + count_rows(case.batches[number])
+            if is_due:
+                history.records[number] = {q: dict(values) for q, values in record.items()}
+                history.rows[number] = list(range(position, end))
+            position = end
+    history.evaluated = float(run.evaluate())
+    return history

@@ -15,13 +15,12 @@ from phalanx.train.loop import Watcher, take_steps
 from phalanx.train.session import Session
 from phalanx.train.step import StepResult
 from phalanx.verify.compare import Difference
-from phalanx.verify.history import History
 from phalanx.verify.locate import Recorded, locate, suspect_of
 from phalanx.verify.record import Case, StepWitness, bits_of, full_tensors
+from phalanx.verify.reference import History, evaluating
 from phalanx.verify.settings import EVALUATION
 from phalanx.verify.trace import Recorder
-from phalanx.verify.verdict import Place
-from phalanx.verify.whereabouts import Whereabouts
+from phalanx.verify.verdict import Place, Whereabouts
 
 Rows = Callable[[Any, Sequence[Any]], Sequence[Tensor]]
 """Returns where the rows of each of a session's microbatches, which it took last, stand in the
@@ -96,7 +95,6 @@ def evaluate(
     """Return the sum of the losses of all ranks in eval mode; every rank calls this together."""
     step = session.step
     total = torch.zeros((), dtype=torch.float64, device=session.comm.device)
-    modes = {module: module.training for module in step.model.modules()}
 
     def forward(batch: Any) -> Tensor:
         if recorder is None:
@@ -104,12 +102,10 @@ def evaluate(
         with recorder.phase("forward"):
             return step.objective.loss_sum(step.model, batch, 0)
 
-    step.model.eval()
-    for step.run.microbatch, microbatch in enumerate(microbatches):
-        made = step.run.infer(microbatch, forward)
-        total += 0 if made is None else made
-    for module, is_training in modes.items():
-        module.training = is_training
+    with evaluating(step.model):
+        for step.run.microbatch, microbatch in enumerate(microbatches):
+            made = step.run.infer(microbatch, forward)
+            total += 0 if made is None else made
     return session.comm.all_reduce(total, "loss")
 
 
