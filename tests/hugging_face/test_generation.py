@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from phalanx.config import ShapeConfig, TrainConfig
 from phalanx.data.tokenizer import END_OF_TEXT, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError
-from phalanx.hugging_face import origin
+from phalanx.hugging_face.companions import ORIGIN, ids_of, write_missing
 from phalanx.hugging_face.config import config_to_hf
 from phalanx.hugging_face.convert import convert
 from phalanx.hugging_face.folder import WEIGHTS
-from phalanx.hugging_face.generation import ids_of_tokenizer, write_missing
 from phalanx.launch.local import run_ranks
 from phalanx.models.registry import shape_of
 from phalanx.train.job.resolve import resolve
@@ -129,15 +128,15 @@ def test_a_run_from_weights_keeps_their_type_and_ends_as_it_was_trained(tmp_path
 
 @pytest.mark.parametrize("content", ['{"eos_token_id": "</s>"}', "[]", "{"])
 def test_a_damaged_word_of_the_origin_is_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / origin.NAME).write_text(content)
+    (tmp_path / ORIGIN).write_text(content)
     with pytest.raises(CheckpointError, match=r"hugging_face\.json"):
-        origin.ids_in(tmp_path)
+        ids_of(tmp_path)
 
 
 @pytest.mark.parametrize("name", PRESETS_OF_TYPES)
 def test_the_tokenizer_is_taken_as_it_is_whatever_the_type(name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer_of(300))
-    ids = ids_of_tokenizer(tmp_path / "tokenizer.json")
+    ids = ids_of(tmp_path)
     config = config_to_hf(shape_of(name), "float32", ids=ids)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert write_missing(tmp_path, ids, 64) == ["generation_config.json", "tokenizer_config.json"]

@@ -53,10 +53,6 @@ class WaitGraph:
         What a rank waits for is open until it comes, and never again in the same wait. So where
         waits are open twice, and are the same, all were open at a time in between.
 
-        Args:
-            edges: what this rank needs of others.
-            told: the wait in words.
-
         Returns:
             Ranks, from this one on, each of which waits for the next and the last for this one,
             and their waits in words; empty without a cycle.

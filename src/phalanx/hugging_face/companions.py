@@ -1,37 +1,55 @@
-"""The files that go with the weights of a model, of which the tokenizer is the first."""
+"""The files that go with the weights of a model: the tokenizer, the ids of tokens, the origin.
+
+tokenizer.json, vocab.json, ...        copied from folder to folder, and not read
+config.json, generation_config.json    ids of the tokens that begin and end a text, and that pad
+tokenizer_config.json                  the same tokens as texts, and how tokenizer.json is loaded
+hugging_face.json                      model_type: several compute the same, under other names; and
+                                       the ids, as the config.json of the origin had them
+
+A run that begins with a converted checkpoint keeps the model type alone: the tokenizer that it is
+trained with says which token ends a text.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.foreign import read_json, write_json
+from phalanx.data.tokenizer import end_of_text_id, load_tokenizer
+from phalanx.errors import CheckpointError, DataError
+from phalanx.hugging_face.config import IDS
 from phalanx.storage import replace_file
 
 TOKENIZER: Final = "tokenizer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+GENERATION: Final = "generation_config.json"
+ORIGIN: Final = "hugging_face.json"
 
 COMPANIONS: Final = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
+    *(TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
 )
-"""What is copied from folder to folder; nothing of it is read."""
+"""The files that are copied from folder to folder."""
+
+Ids = dict[str, int | list[int] | None]
 
 
-def tokenizer_of(folder: Path) -> Path | None:
-    """Return the tokenizer.json of a checkpoint: in its own folder, or in that of its run."""
-    run = manifest.run_of(folder)
-    for each in (folder, *([] if run is None else [run])):
-        if (each / TOKENIZER).is_file():
-            return each / TOKENIZER
-    return None
+def _find(checkpoint: Path, name: str) -> Path | None:
+    """Return a file of a checkpoint: in its own folder, or in the folder of its run."""
+    run = manifest.run_of(checkpoint)
+    paths = [folder / name for folder in (checkpoint, *([] if run is None else [run]))]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def tokenizer_of(checkpoint: Path) -> Path | None:
+    """Return the tokenizer.json of a checkpoint, or of its run."""
+    return _find(checkpoint, TOKENIZER)
 
 
 def keep_tokenizer(source: Path, run: Path) -> None:
@@ -45,9 +63,9 @@ def keep_tokenizer(source: Path, run: Path) -> None:
 
 
 def copy_companions(source: Path, destination: Path) -> list[str]:
-    """Copy what goes with the weights in `source`, and return the names of the files.
+    """Copy the files beside the weights in `source`, and return their names.
 
-    A run's checkpoint shares its run's tokenizer.
+    A run's checkpoint has its run's tokenizer.
     """
     files = {name: source / name for name in COMPANIONS if (source / name).is_file()}
     if (tokenizer := tokenizer_of(source)) is not None:
@@ -55,3 +73,82 @@ def copy_companions(source: Path, destination: Path) -> list[str]:
     for name, file in files.items():
         shutil.copyfile(file, destination / name)
     return sorted(files)
+
+
+def keep_origin(config: Mapping[str, Any], folder: Path) -> None:
+    """Write what is kept of a config.json into the folder of a checkpoint."""
+    ids = {name: config[name] for name in IDS if _is_id(config.get(name))}
+    write_json(folder / ORIGIN, {"model_type": config["model_type"], **ids})
+
+
+def keep_family(source: Path, run: Path) -> None:
+    """Put the model type of a checkpoint, if it has one, into the folder of a run."""
+    if (family := family_in(source)) is not None:
+        replace_file(run / ORIGIN, json.dumps({"model_type": family}).encode())
+
+
+def family_in(checkpoint: Path) -> str | None:
+    """Return the model type that a checkpoint, or its run, was made from; None if unknown."""
+    path = _find(checkpoint, ORIGIN)
+    family = None if path is None else read_json(path).get("model_type")
+    return family if isinstance(family, str) else None
+
+
+def ids_of(checkpoint: Path) -> Ids:
+    """Return the ids that begin, end and pad texts: as converted, else of the tokenizer.
+
+    A run puts one token between documents, which begins, ends and pads texts. All are None without
+    a tokenizer, or if it has no token of a known name for that.
+    """
+    path = checkpoint / ORIGIN
+    if path.is_file():
+        content = read_json(path)
+        for name in IDS:
+            if not _is_id(content.get(name)):
+                raise CheckpointError(
+                    f"{path}: {name} is {content[name]!r}; expected a whole number, a list of such "
+                    "or null"
+                )
+        return {name: content.get(name) for name in IDS}
+    end, tokenizer = None, tokenizer_of(checkpoint)
+    with suppress(DataError):
+        end = None if tokenizer is None else end_of_text_id(load_tokenizer(tokenizer))
+    return dict.fromkeys(IDS, end)
+
+
+def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:
+    """Write the configurations of generation and tokenizer that are missing; return their names.
+
+    A file that came with the weights stays as it is. None is written where no token is known to end
+    a text.
+    """
+    written: list[str] = []
+    if ids["eos_token_id"] is None:
+        return written
+    if not (folder / GENERATION).exists():
+        write_json(folder / GENERATION, ids, indent=2)
+        written.append(GENERATION)
+    if (folder / TOKENIZER).is_file() and not (folder / TOKENIZER_CONFIG).exists():
+        tokens = _texts(folder / TOKENIZER, ids)
+        # The class that takes tokenizer.json as it is, whatever the model type.
+        content = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
+        write_json(folder / TOKENIZER_CONFIG, content | tokens, indent=2)
+        written.append(TOKENIZER_CONFIG)
+    return written
+
+
+def _texts(tokenizer: Path, ids: Ids) -> dict[str, Any]:
+    """Return the tokens of the ids as texts; of several that end a text, the first."""
+    known = load_tokenizer(tokenizer)
+    texts: dict[str, Any] = {}
+    for name, value in ids.items():
+        first = value[0] if isinstance(value, list) and value else value
+        text = known.id_to_token(first) if isinstance(first, int) else None
+        if text is not None:
+            texts[name.removesuffix("_id")] = text
+    return texts
+
+
+def _is_id(value: Any) -> bool:
+    several = cast("list[Any]", value) if isinstance(value, list) else [value]
+    return value is None or all(type(each) is int and each >= 0 for each in several)

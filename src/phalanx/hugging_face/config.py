@@ -51,12 +51,8 @@ def config_to_hf(
 
     Dropout is kept for GPT-2 only; the other families have none.
 
-    Args:
-        shape: the decoder's.
-        dtype: that of its tensors, as torch names it.
-        family: the model type; the first that computes the shape if None.
-        ids: of `IDS`. Null where it says nothing: transformers would take those of the first model
-            of a type, which mean something else here.
+    `family` is the first that computes the shape if None. Where `ids` say nothing they are null:
+    transformers would take those of the first model of a type, which mean something else here.
 
     Raises:
         ConfigError: no Hugging Face model, or not that type, computes this shape.

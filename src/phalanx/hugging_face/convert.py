@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +23,14 @@ from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
 from phalanx.data.survey import Progress, unheard
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face import folder as folders
-from phalanx.hugging_face import generation, origin
-from phalanx.hugging_face.companions import copy_companions, tokenizer_of
+from phalanx.hugging_face.companions import (
+    ORIGIN,
+    copy_companions,
+    family_in,
+    ids_of,
+    keep_origin,
+    write_missing,
+)
 from phalanx.hugging_face.config import config_to_hf, shape_from_hf
 from phalanx.hugging_face.families import families_of, family_of
 from phalanx.hugging_face.folder import TensorFiles
@@ -88,11 +94,11 @@ def convert(
     with published(destination, read.num_bytes) as partial:
         companions = copy_companions(weights.folder, partial)
         if kind == "hugging face":
-            origin.keep(folders.read_config(source), partial)
-            kept = [*companions, origin.NAME]
+            keep_origin(folders.read_config(source), partial)
+            kept = [*companions, ORIGIN]
             num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, kept)
         else:
-            num_tensors, made = _write_theirs(partial, weights, family, read, max_shard_bytes)
+            num_tensors, made = _write_hugging_face(partial, weights, family, read, max_shard_bytes)
             companions = sorted([*companions, *made])
     progress("convert", read.num_bytes, read.num_bytes)
     return Converted(
@@ -147,20 +153,6 @@ def open_hugging_face(folder: Path) -> Weights:
     return Weights(folder, shape, read)
 
 
-def _family_to_write(weights: Weights, wanted: str | None) -> str:
-    """Return the model type that is wanted, else that of the weights' origin, else the first."""
-    before = origin.family_in(weights.folder)
-    if wanted is None and before in families_of(weights.shape):
-        wanted = before  # of weights whose shape was changed it may compute it no more
-    return family_of(weights.shape, wanted)
-
-
-def _ids_of(checkpoint: Path) -> origin.Ids:
-    """Return the ids that begin, end and pad texts: as converted, else those of the tokenizer."""
-    kept = origin.ids_in(checkpoint)
-    return kept or generation.ids_of_tokenizer(tokenizer_of(checkpoint))
-
-
 def _write_checkpoint(
     folder: Path,
     shape: ModelShape,
@@ -191,55 +183,41 @@ def _write_checkpoint(
 
 
 def _write_hugging_face(
-    folder: Path,
-    shape: ModelShape,
-    config: dict[str, Any],
-    dtype: torch.dtype,
-    read: Callable[[str], Tensor],
-    max_shard_bytes: int,
-) -> int:
-    """Write a Hugging Face folder from weights by our names; return its tensors."""
-    links = {link.theirs: link for link in table(shape, config["model_type"])}
+    folder: Path, weights: Weights, family: str, read: _Reader, max_shard_bytes: int
+) -> tuple[int, list[str]]:
+    """Write a Hugging Face folder; return the number of tensors, and files made beside them."""
+    shape, ids = weights.shape, ids_of(weights.folder)
+    links = {link.theirs: link for link in table(shape, family)}
     sizes = sizes_of(shape)
     folders.write_folder(
         folder,
-        config,
+        config_to_hf(shape, _name(read.dtype), family, ids),
         {name: link.join_sizes(sizes) for name, link in links.items()},
-        dtype,
+        read.dtype,
         lambda name: links[name].join([read(part) for part in links[name].ours]),
         max_shard_bytes,
     )
-    return len(links)
+    return len(links), write_missing(folder, ids, shape.max_seq_len)
 
 
 def _open(source: Path, kind: Kind, family: str | None) -> tuple[Weights, str]:
-    """Return the weights of a folder, and the family that they are of or are to be written as."""
+    """Return the weights of a folder, and the family that they are of or are to be written as.
+
+    Of several families that compute the shape it is the wanted one, else the origin's, else the
+    first.
+    """
     if kind == "hugging face":
         weights = open_hugging_face(source)
         return weights, str(folders.read_config(source)["model_type"])
     weights = open_checkpoint(source)
-    return weights, _family_to_write(weights, family)
-
-
-def _write_theirs(
-    partial: Path, weights: Weights, family: str, read: _Reader, max_shard_bytes: int
-) -> tuple[int, list[str]]:
-    """Write a Hugging Face folder; return the number of tensors, and files made beside them."""
-    ids = _ids_of(weights.folder)
-    config = config_to_hf(weights.shape, _name(read.dtype), family, ids)
-    num_tensors = _write_hugging_face(
-        partial, weights.shape, config, read.dtype, read, max_shard_bytes
-    )
-    return num_tensors, [*generation.write_missing(partial, ids, weights.shape.max_seq_len)]
+    before = family_in(weights.folder)
+    if family is None and before in families_of(weights.shape):
+        family = before  # of weights whose shape was changed it may compute it no more
+    return weights, family_of(weights.shape, family)
 
 
 class _Reader:
-    """Reads weights by name, cast to a data type, and reports how far it is.
-
-    Attributes:
-        dtype: the data type.
-        num_bytes: of all of them.
-    """
+    """Reads weights by name, cast to a data type, and reports how far it is."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype, progress: Progress) -> None:
         self._weights, self.dtype, self._progress = weights, dtype, progress

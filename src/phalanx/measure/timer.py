@@ -38,8 +38,7 @@ class StepTimes:
 class StepTimer:
     """Measures steps; for one thread at a time (autograd's own thread counts as its caller's).
 
-    Attributes:
-        history: times of the latest steps, oldest first.
+    `history` has the times of the latest steps, oldest first.
     """
 
     def __init__(self, device: torch.device | str = "cpu", history: int = 1000) -> None:

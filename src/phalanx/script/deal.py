@@ -28,9 +28,6 @@ class Spare(NamedTuple):
 
     All ranks run forward and backward of a microbatch together, and many models take no batch of
     no rows, such as all of transformers that reshape it.
-
-    Attributes:
-        rows: at least one.
     """
 
     rows: Any

@@ -29,11 +29,7 @@ def draw_rows(
 ) -> Any:
     """Return this rank's rows of what `make` draws for all rows of a batch, see `Run.draw`.
 
-    Args:
-        make: as there.
-        draws: the generator that the ranks share.
-        loader: that the last batch was read off; None before the first.
-        device: of the result.
+    `loader` is the one that the last batch was read off; None before the first.
     """
     if loader is None:
         raise ScriptError(

@@ -88,12 +88,7 @@ class Facts:
 
 
 class Difference(NamedTuple):
-    """How two ranks differ.
-
-    Attributes:
-        kind: in what.
-        words: a sentence, which begins in lower case and has no full stop.
-    """
+    """How two ranks differ."""
 
     kind: Literal["counts", "settings", "weights", "states"]
     words: str

@@ -32,14 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of forward and backward of a batch.
-
-    Attributes:
-        total: of the model.
-        of_module: of each module in it, by its name.
-        num_rows: of the batch.
-        row_shapes: of a row in each of its tensors.
-    """
+    """Floating-point operations of forward and backward of a batch."""
 
     total: int
     of_module: Mapping[str, int]
@@ -66,11 +59,6 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None
     Copies of the model and of the objective run on the meta device, and compute nothing. Matrix
     products, convolutions and attention count, 2 a multiply-add, as PyTorch's FlopCounterMode
     counts them.
-
-    Args:
-        model: as it was built, not split yet.
-        objective: of its loss.
-        batch: a batch of it.
     """
     try:
         # An objective that keeps a state, as a count of its calls, is not to see this one.
@@ -95,11 +83,7 @@ def flops_of_trainer(
 ) -> Flops | None:
     """Return the FLOPs of a global batch; None if they are not counted, or are not all.
 
-    Args:
-        trainer: whose data is read, and left as it was.
-        strategy: one that computes nothing twice has its FLOPs counted.
-        model: as it was built.
-        of_batch: what is made of a batch before the model gets it.
+    The data are read, and left as they were; `of_batch` is applied before the model gets a batch.
     """
     is_stream = isinstance(trainer.data, IterableDataset)  # which may have no second pass
     if strategy.recompute.kind != "none" or is_stream:
@@ -119,11 +103,6 @@ def cut_by_flops(
 
     Without pipelines, without FLOPs, and of our decoder, which has FLOPs of its own, nothing
     changes and nothing is said.
-
-    Args:
-        strategy: with the layers of each stage, or to be given those of the best cut.
-        model: as it was built.
-        flops: of its modules.
     """
     if strategy.pp.degree == 1 or flops is None or isinstance(model, Decoder):
         return strategy, []

@@ -26,11 +26,7 @@ def gather_rows(
 ) -> tuple[Any, bool]:
     """Return the rows of all ranks, see `Run.gather`, and whether a check is due on any.
 
-    Args:
-        batch: this rank's rows.
-        comm: the ranks.
-        num_rows: of this rank in the batch that it has read last off each loader.
-        is_check_due: whether one is due on this rank.
+    `num_rows` are of this rank in the batch that it has read last off each loader.
 
     Raises:
         ScriptError: a tensor has no rows, or other rows than the batch.
@@ -46,13 +42,7 @@ def gather_rows(
 
 
 def gather_with_gradient(batch: Any, comm: Comm, num_rows: Collection[int]) -> Any:
-    """Return the rows of all ranks, through which gradients flow back to the ranks.
-
-    Args:
-        batch: this rank's rows.
-        comm: the ranks.
-        num_rows: of this rank in the batch that it has read last off each loader.
-    """
+    """Return the rows of all ranks, through which gradients flow back to the ranks."""
     own = tensors_of(batch)
     _check_rows(own, num_rows)
     rows = gather_objects((comm.coord("data"), [tuple(tensor.shape) for tensor in own]))

@@ -20,10 +20,7 @@ from phalanx.script.loader import has_empty_batch
 def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, str]:
     """Run a script to its end in this process, which has joined a job.
 
-    Args:
-        path: of the script.
-        words: what it finds in `sys.argv` after its own name.
-        strategy: for a `phalanx.init` that names none.
+    `words` follow its name in `sys.argv`; `strategy` is for a `phalanx.init` that names none.
 
     Returns:
         The signal that it was told of and has ended by, or 0; and which checkpoint stands.

@@ -36,14 +36,7 @@ from phalanx.script.order import AT_FIRST_BATCH, Drawing, Draws, Fetcher, Order,
 
 
 class _Fetched(NamedTuple):
-    """This rank's rows of a global batch.
-
-    Attributes:
-        rows: the batch.
-        own: where its rows stand among those of the pass, in each piece of the batch.
-        is_last: whether no batch of the pass follows.
-        num_rows: of the global batch.
-    """
+    """This rank's rows of a global batch."""
 
     rows: Any
     own: list[range]

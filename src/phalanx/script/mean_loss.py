@@ -53,11 +53,7 @@ class MeanLoss(Tensor):
     def of(mean: Tensor, of_step: Tensor, count: Tensor, own: Sequence[float | Tensor]) -> MeanLoss:
         """Return a loss.
 
-        Args:
-            mean: its value.
-            of_step: that of the step so far.
-            count: samples or tokens of all ranks that it is the mean over.
-            own: counts of this rank alone; none if they are those of all ranks.
+        It is the mean over `count` samples or tokens of all ranks; `own` are this rank's counts.
         """
         loss = mean.as_subclass(MeanLoss)
         loss.of_step, loss._count, loss._own = of_step, count, tuple(own)

@@ -54,11 +54,7 @@ class Draws:
 
 
 class Order:
-    """The samples of each batch of a pass, on all ranks; whole numbers take 8 bytes each.
-
-    Attributes:
-        digest: alike for equal orders.
-    """
+    """The samples of each batch of a pass, on all ranks; whole numbers take 8 bytes each."""
 
     def __init__(self, batches: Iterable[Iterable[Any]]) -> None:
         self._samples: array[int] | list[Any] = array("q")
@@ -111,11 +107,7 @@ class Drawing:
     ) -> None:
         """Draw what the plain loader draws when `iter` is called.
 
-        Args:
-            plain: that loader.
-            draws: the generator that the loaders share.
-            is_seeded: whether it seeds its workers; those that stay have theirs.
-            states: of a pass that is resumed; else empty.
+        `states` are of a pass that is resumed; else empty.
         """
         self.states = dict(states)
         self._plain = plain
@@ -131,11 +123,7 @@ class Drawing:
             self._order = self._drawn()
 
     def order(self, digest: str) -> Order:
-        """Return the order; every rank calls this together when it needs the first batch.
-
-        Args:
-            digest: of a pass that is resumed; else empty.
-        """
+        """Return the order; every rank calls this together when it needs the first batch."""
         order = self._order = self._order or self._drawn()
         sampler = type(self._plain.sampler).__name__
         if len(set(gather_objects(order.digest))) > 1:
@@ -214,10 +202,7 @@ class Fetcher:
     ) -> Iterator[Any]:
         """Begin to fetch.
 
-        Args:
-            batches: the samples of each.
-            state: of the plain loader's own generator.
-            skip: draws to leave out before the one by which workers are seeded.
+        `skip` draws are left out before the one that seeds the workers.
         """
         self._batches = batches
         if self._generator is not None and state is not None:

@@ -35,14 +35,7 @@ from phalanx.strategy import Strategy
 
 
 class Prepared:
-    """The objects of a run, in the order in which they were prepared.
-
-    Attributes:
-        draws: the generator that the loaders share.
-        reading: which batches have been read.
-        own_rows: passes whose numbers have not been added up.
-        loaders, optimizers, schedulers, averages: those of the run.
-    """
+    """The objects of a run, in the order in which they were prepared."""
 
     def __init__(
         self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int, name: str

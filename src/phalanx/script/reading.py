@@ -144,13 +144,7 @@ class Reading:
             batch.is_gathered = True
 
     def warn_of_count(self, count: float, total: float, comm: Comm) -> None:
-        """Warn once where each rank counts all rows of a batch of which it has a part.
-
-        Args:
-            count: what this rank gave to a backward.
-            total: sum of what the ranks gave.
-            comm: the ranks.
-        """
+        """Warn once where each rank counts all rows of a batch of which it has a part."""
         batch = self.current
         if batch is None or batch.is_gathered or self._is_count_told:
             return

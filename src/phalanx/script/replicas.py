@@ -68,13 +68,7 @@ class OnHost:
 
 
 class _Held(NamedTuple):
-    """A tensor of which other ranks may hold replicas.
-
-    Attributes:
-        tensor: it, or this rank's shard.
-        axes: over which ranks hold the same.
-        place: which shard it is, in words.
-    """
+    """A tensor of which other ranks may hold replicas."""
 
     tensor: Tensor
     axes: tuple[str, ...]
@@ -135,12 +129,7 @@ class Replicas:
         return are_alike(seen, self._size)
 
     def words(self, counts: Mapping[str, int], seen: str = "") -> Tensor:
-        """Return what an all-reduce of a backward is to add up over the job; float64, on device.
-
-        Args:
-            counts: see `Facts`.
-            seen: see `RankLoader.seen`.
-        """
+        """Return what an all-reduce of a backward is to add up over the job; float64, on device."""
         if self._size == 1:
             return self._apart.new_zeros(0)
         self._began_s = self._began_s or time.perf_counter()
@@ -176,13 +165,7 @@ class Replicas:
         self.is_checked = True
 
     def check_end(self, where: str, name: str, steps_done: int) -> None:
-        """Refuse to end what ranks do that differ; waits for no rank, some may work on.
-
-        Args:
-            where: "the script ends", say.
-            name: of the run among those of this process.
-            steps_done: steps taken.
-        """
+        """Refuse to end what ranks do that differ; waits for no rank, some may work on."""
         if self._size == 1 or self._found is None or self._is_refused:
             return
         self._take_settings({STEPS: steps_done})

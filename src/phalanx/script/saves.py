@@ -19,11 +19,7 @@ from phalanx.script.prepare import Prepared
 
 
 class Saves:
-    """Saves and resumes what is prepared and what is registered.
-
-    Attributes:
-        registered: objects of the script that are saved by name.
-    """
+    """Saves and resumes what is prepared and what is registered."""
 
     def __init__(self, prepared: Prepared, strategy: str, show: Callable[[str], None]) -> None:
         """Begin; `show` prints a line on the first rank."""

@@ -62,16 +62,7 @@ def train_module(
 
 
 class ModuleSession(Session):
-    """A trainer's run on one rank.
-
-    Attributes:
-        trainer: what is trained.
-        optimizer: it.
-        scheduler: of its rate; None: none.
-        loader: this rank's rows of the global batches.
-        microbatches: cuts them.
-        precision: the data types.
-    """
+    """A trainer's run on one rank."""
 
     def __init__(
         self, trainer: Trainer, strategy: Strategy, options: Options, command: str = ""

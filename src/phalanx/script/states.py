@@ -31,12 +31,7 @@ _RATES: Final = ("lr", *_OF_SCHEDULES)
 
 
 def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Put a schedule where it stood.
-
-    Args:
-        scheduler: made anew, as it was when it was saved.
-        saved: its state, as `encoded` returned it.
-    """
+    """Put a schedule where it stood."""
     kind = type(scheduler).__name__
     try:
         state, own = decoded(saved), decoded(encoded(scheduler.state_dict(), kind))

@@ -29,7 +29,6 @@ class StepState:
         state: of which batches the gradients are.
         num_backwards: calls of `run.backward` that the step has had; 0 unless it is accumulating.
         steps_done: steps that an optimizer has taken, those before a resume too.
-        is_used: whether an optimizer has stepped since the last `begin`.
     """
 
     def __init__(self, accumulation: int) -> None:

@@ -17,14 +17,7 @@ from phalanx.verify.reference import RankFacts
 def likely_causes(
     case: Case, strategy: Strategy, differences: Sequence[Difference], facts: Sequence[RankFacts]
 ) -> list[str]:
-    """Return the likely causes of the differences, the surest first.
-
-    Args:
-        case: what was run.
-        strategy: how it is split.
-        differences: up to the step that differs.
-        facts: of each rank after that step.
-    """
+    """Return the likely causes of the differences, the surest first."""
     wrong = [d for d in differences if not d.passes]
     found = [*_from_values(wrong, facts), *_from_ratios(wrong, strategy, case.accumulation)]
     is_keyed = case.dropout_seed is not None and strategy.has_whole_samples

@@ -191,11 +191,7 @@ def limit_of(
 ) -> float:
     """Return the largest absolute error that passes.
 
-    Args:
-        reference: what should be.
-        moved: the same of the perturbed references.
-        dtype: of the arithmetic.
-        least: smallest magnitude that the least limit is relative to.
+    `least` is the smallest magnitude that the least limit is relative to.
     """
     movement = max((size_of(each.double() - reference.double()) for each in moved), default=0.0)
     relative = EXACT if dtype == torch.float64 else NUM_EPSILONS * torch.finfo(dtype).eps

@@ -127,11 +127,7 @@ def compare_cases(
     In a job that others have started, its ranks run them, and all call this together. The cases, by
     what they are called, are on one device; see `verify` for the rest. A rank that dies ends all.
 
-    Args:
-        cases: what to run.
-        strategy: how to split it.
-        debug_comm: see `verify`.
-        report: called on the first rank after each case with its verdict and seconds; importable.
+    `report`, which must be importable, gets each verdict and its seconds on the first rank.
     """
     for case in cases.values():
         check_rows(case, strategy.data_ranks)

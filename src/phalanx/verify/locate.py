@@ -67,14 +67,8 @@ def locate(
 ) -> Place:
     """Return where a difference arises; every rank calls this together.
 
-    Args:
-        case: what was run.
-        strategy: how it was split.
-        comm: of the strategy.
-        first: the difference.
-        record: runs on this rank again what differs, see `suspect_of`. As `SplitRun` takes the
-            steps if None.
-        begin: what the reference begins that step with, on rank 0; its own steps if None.
+    `record` runs on this rank again what differs, as `SplitRun` takes the steps if None. On rank 0
+    the reference begins that step with `begin`; its own steps lead there if None.
     """
     step = first.step
     if first.quantity == "first weight":

@@ -84,11 +84,7 @@ class Case:
 
 
 class Witness:
-    """Takes down steps, whoever takes them; every rank calls its methods together.
-
-    Attributes:
-        history: all of it.
-    """
+    """Takes down steps, whoever takes them; every rank calls its methods together."""
 
     def __init__(self, comm: Comm) -> None:
         self.history = History()
@@ -148,14 +144,7 @@ class StepWitness(Witness):
 
 
 class SplitRun:
-    """The steps of a case on this rank, split.
-
-    Attributes:
-        ledger: has what the last step sends.
-        model: the rank's shard.
-        plan: by which it is split.
-        runner: of each step.
-    """
+    """The steps of a case on this rank, split."""
 
     def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
         # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.

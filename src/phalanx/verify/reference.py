@@ -66,10 +66,7 @@ class ReferenceRun:
     def __init__(self, case: Case, device: torch.device, *, perturbation: int = 0) -> None:
         """Build the model.
 
-        Args:
-            case: what is run; its own model and objective unless it names a reference.
-            device: where to compute.
-            perturbation: see `begin_from`.
+        Of `perturbation` see `begin_from`.
         """
         self._case = case
         self._device = device
@@ -318,11 +315,8 @@ def reference_history(
 ) -> History:
     """Take all steps of a case in plain PyTorch, and return those from `start` on.
 
-    Args:
-        case: what is run.
-        start: steps that a run which resumes has done.
-        every: evaluations stand after so many steps, and after the last.
-        validate: returns the mean loss of the validation data; None without.
+    Evaluations stand after `every` steps, and after the last; `validate` returns the mean loss of
+    the validation data, or None without.
     """
     run, history = ReferenceRun(case, torch.device("cpu")), History()
     steps, position, last = run.steps(), 0, len(case.batches)

@@ -50,11 +50,6 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
     """Take the runs, each on new processes, up to the first that differs.
 
     In a job that others have started, its ranks take them, and all call this together.
-
-    Args:
-        strategy: of the first run.
-        given: settings of the runs, see runs.py.
-        folder: an empty one; in a job that of rank 0 is used, which all ranks must see.
     """
     folder = once(lambda: folder)
     config = first_run(given, strategy, folder)

@@ -172,12 +172,7 @@ MARK = "verify stood at "
 
 
 class Whereabouts:
-    """Follows the modules and phases of a case on this rank.
-
-    Attributes:
-        case: its name.
-        step: under way; None before the first.
-    """
+    """Follows the modules and phases of a case on this rank."""
 
     def __init__(self, case: str = "") -> None:
         self.case = case

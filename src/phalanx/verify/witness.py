@@ -28,11 +28,7 @@ data."""
 
 
 class SessionWitness(StepWitness, Watcher):
-    """Takes down what the loop does with a session, in place of a run's records.
-
-    Attributes:
-        last: microbatches of the last step.
-    """
+    """Takes down what the loop does with a session, in place of a run's records."""
 
     def __init__(self, session: Session, rows: Rows) -> None:
         super().__init__(session.step)

@@ -15,8 +15,7 @@ from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError, size_text
-from phalanx.hugging_face.companions import keep_tokenizer
-from phalanx.hugging_face.origin import keep_family
+from phalanx.hugging_face.companions import keep_family, keep_tokenizer
 from phalanx.models.shape import ModelShape
 from phalanx.storage import existing, free_bytes, replace_file
 from phalanx.strategy import Strategy
