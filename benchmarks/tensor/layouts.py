@@ -20,12 +20,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from rich.table import Table
 
 from account import Amounts, crossing_tokens, theory
 from block import DEFAULT_SIZES, PATTERNS, BlockSize, OneBlock, Precision
 from phalanx.account.fit import check_memory_for
-from phalanx.bench.verb import Found, ResultConfig, Say, table, use_threads
+from phalanx.bench.verb import Found, ResultConfig, Say, table
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
@@ -78,7 +79,8 @@ def measure_tensor(config: TensorConfig) -> TensorRun:
     Raises:
         ConfigError: a text cannot be read, a layout does not divide a size, or memory is short.
     """
-    use_threads(config.threads)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     precision, repeats, threads = config.dtype, config.repeats, config.threads
     if precision == "auto":
         precision = "bfloat16" if has_fast_bfloat16("cpu") else "float32"

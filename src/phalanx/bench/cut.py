@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from rich.table import Table
 
-from phalanx.bench.verb import Found, ResultConfig, Say, table, use_threads
-from phalanx.config import ShapeConfig
-from phalanx.config.fields import THREADS, Positional, Range
+from phalanx.bench.verb import DecoderConfig, Found, Say, table
+from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.measure.environment import has_fast_bfloat16
@@ -30,25 +29,15 @@ from phalanx.strategy import Strategy, require_built
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutConfig(ResultConfig):
+class CutConfig(DecoderConfig):
     """Measure the layers of a decoder one by one, and cut it into stages by their times."""
 
     strategy: Annotated[str, Positional("[STRATEGY]")] = "pp2"
     """A strategy with pp, such as pp4 or pp2:zbv."""
-    model: str = "demo"
-    """Preset of the model's shape."""
     microbatch: Annotated[int, Range(1)] = 4
     """Sequences in one forward pass."""
-    seq_len: Annotated[int, Range(1)] = 256
-    """Tokens of a sequence."""
-    threads: Annotated[int | None, THREADS] = None
-    """CPU threads, as each rank will have; 1 if unset."""
-    precision: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
-    """Data type of the arithmetic; auto: bfloat16 where the device has it, else float32."""
     rounds: Annotated[int, Range(1)] = 7
     """Rounds; each runs every layer once."""
-    shape: ShapeConfig = field(default_factory=ShapeConfig)
-    """Sizes that replace the preset's."""
 
     @property
     def model_shape(self) -> ModelShape:
@@ -82,7 +71,7 @@ def run(config: CutConfig, say: Say) -> Found:
     assert cut is not None, "the strategy has pp"
     by_flops = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
     keep_freed_memory()  # as ranks do
-    use_threads(config.threads or 1)
+    torch.set_num_threads(config.threads or 1)
     precision = config.precision
     if precision == "auto":
         precision = "bfloat16" if has_fast_bfloat16("cpu") else "float32"

@@ -13,18 +13,18 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from rich.table import Table
 
 from phalanx.account.fit import check_memory_for
-from phalanx.bench.verb import Found, ResultConfig, Say, table
+from phalanx.bench.verb import DecoderConfig, Found, Say, table
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
-from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, solve_batch
-from phalanx.config.fields import THREADS, Positional, Range
+from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
+from phalanx.config.fields import Positional, Range
 from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
@@ -79,31 +79,21 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingConfig(ResultConfig):
+class ScalingConfig(DecoderConfig):
     """Measure the speed-up of strategies over one rank: the same global batch, in turns."""
 
     strategies: Annotated[tuple[str, ...], Positional("[STRATEGY ...]")] = (
         "dp2", "dp4", "fsdp2", "fsdp4", "tp2", "tp4",
     )  # fmt: skip
     """Strategies to measure beside one rank."""
-    threads: Annotated[int | None, THREADS] = None
-    """CPU threads of each rank, whatever their number is; 1 if unset."""
-    model: str = "demo"
-    """Preset of the model's shape."""
     global_size: Annotated[int, Range(1)] = 8
     """Sequences in one step, whatever the number of ranks is."""
-    seq_len: Annotated[int, Range(1)] = 256
-    """Tokens of a sequence."""
-    precision: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
-    """Data type of the arithmetic; auto: bfloat16 where the device has it, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; a rank is a GPU, or `threads` threads of the CPU, 1 if unset."""
     steps: Annotated[int, Range(1)] = 5
     """Steps to time in each round, after two that warm up."""
     rounds: Annotated[int, Range(1)] = 3
     """Rounds; each runs every strategy once."""
-    shape: ShapeConfig = field(default_factory=ShapeConfig)
-    """Sizes that replace the preset's."""
 
     @property
     def model_shape(self) -> ModelShape:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from rich.table import Table
 
+from phalanx.config import ShapeConfig
 from phalanx.config.fields import THREADS, Range
 from phalanx.measure.environment import device_name, has_fast_bfloat16
 from phalanx.measure.peaks import Arithmetic, Peak, peak_of
@@ -41,6 +42,22 @@ class DeviceConfig(ResultConfig):
     """Data type of the products; auto: bfloat16 where the device has it, else float32."""
     budget_s: Annotated[float, Range(0, ends="()")] = 60.0
     """Seconds to spend on measuring, about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ResultConfig):
+    """What the verbs that run a decoder take."""
+
+    threads: Annotated[int | None, THREADS] = None
+    """CPU threads of each rank, whatever their number is; 1 if unset."""
+    model: str = "demo"
+    """Preset of the model's shape."""
+    seq_len: Annotated[int, Range(1)] = 256
+    """Tokens of a sequence."""
+    precision: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
+    """Data type of the arithmetic; auto: bfloat16 where the device has it, else float32."""
+    shape: ShapeConfig = field(default_factory=ShapeConfig)
+    """Sizes that replace the preset's."""
 
 
 Say = Callable[[str], None]
@@ -112,15 +129,10 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], num_words: int
     return drawn
 
 
-def use_threads(threads: int | None) -> None:
-    """Compute on this many threads; on torch's own choice if None."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
 def resolved(config: DeviceConfig) -> tuple[torch.device, Arithmetic]:
     """Return device and data type, with each `auto` replaced by what this machine has."""
-    use_threads(config.threads)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     name, arithmetic = config.device, config.dtype
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

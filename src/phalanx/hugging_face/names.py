@@ -136,6 +136,9 @@ def table(shape: ModelShape, family: str) -> list[TheirTensor]:
     return links
 
 
+_BUFFERS: Final = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""How the names of buffers end that old files hold."""
+
 _NUMBER: Final = re.compile(r"^blocks\.\d+\.")
 
 
@@ -149,7 +152,8 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
         CheckpointError: a tensor is missing, of another size, or is not of the model.
     """
     prefix = "transformer." if family == "gpt2" else "model."
-    left = {name for name in sizes if not _is_known_extra(name, shape)}
+    left = set(sizes).difference(_tied_copies(sizes, shape))
+    left = {name for name in left if not name.endswith(_BUFFERS)}
     links = table(shape, family)
     # The embedding comes first in the table, and every model has one.
     if links[0].theirs not in left and links[0].theirs.removeprefix(prefix) in left:
@@ -202,9 +206,3 @@ def reader(
 def _tied_copies(names: Iterable[str], shape: ModelShape) -> list[str]:
     """Return the names under which a file holds a tied weight a second time."""
     return [name for name in names if shape.tied and name.endswith("lm_head.weight")]
-
-
-def _is_known_extra(name: str, shape: ModelShape) -> bool:
-    if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
-        return True
-    return bool(_tied_copies([name], shape))

@@ -183,7 +183,13 @@ class _Averaging:
             )
         self.replicas.take(found[2 + num_words :])
         if num_new:
-            _check_alike(self._call, self._first or ())
+            digests = gather_objects(digest_of(self._first or ()))
+            if (odd := first_odd(digests)) is not None:
+                raise ScriptError(
+                    f"{self._call}: rank {odd} has other weights than rank 0, and averaged "
+                    "gradients do not make them equal; call torch.manual_seed(0) before the model "
+                    "is made"
+                )
             self._first = None
         return torch.where(total > 0, total, 1.0)
 
@@ -230,11 +236,3 @@ def _comm() -> Ranks:
 @functools.cache
 def _ranks(num_ranks: int, device: str) -> Ranks:
     return Ranks({"dp": num_ranks}, device)
-
-
-def _check_alike(call: str, tensors: Sequence[Tensor]) -> None:
-    if (odd := first_odd(gather_objects(digest_of(tensors)))) is not None:
-        raise ScriptError(
-            f"{call}: rank {odd} has other weights than rank 0, and averaged gradients "
-            "do not make them equal; call torch.manual_seed(0) before the model is made"
-        )

@@ -70,15 +70,7 @@ def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any)
         )
         return script, parts
 
-    values: dict[str, Any] = {
-        "num_steps": steps_done,
-        "consumed": 0,
-        "shape": {},
-        "stream": {},
-        **more,
-    }
-    num_ranks = dist.get_world_size()
-    about = Manifest(steps_done=steps_done, num_ranks=num_ranks, strategy=strategy, **values)
+    about = _about(strategy, steps_done, **more)
     try:
         script, parts = all_or_none(collect, f"cannot save all of {final}")
     except CheckpointError as error:
@@ -93,6 +85,19 @@ def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any)
     whole = dataclasses.replace(about, script=script, registered=parts.plain)
     saver.begin(loop.model, together, whole, parts.tensors, replaces=True)
     return final
+
+
+def _about(strategy: str, steps_done: int, *, num_steps: int = 0, **more: Any) -> Manifest:
+    return Manifest(
+        steps_done=steps_done,
+        num_steps=num_steps or steps_done,  # which else only the script knows
+        consumed=0,
+        num_ranks=dist.get_world_size(),
+        strategy=strategy,
+        shape={},
+        stream={},
+        **more,
+    )
 
 
 def free_folder(folder: Path) -> Path:

@@ -50,10 +50,12 @@ def without_rows(batch: Any) -> Any:
     """Return a batch of one row without it."""
     if isinstance(batch, Tensor) and batch.ndim and len(batch) == 1:
         return batch[:0]
-    if batch is None or (isinstance(batch, list | tuple) and _is_column(batch)):
-        return None if batch is None else []
+    if batch is None:
+        return None
     if isinstance(batch, list | tuple) and batch:
         parts = cast("Sequence[Any]", batch)
+        if len(parts) == 1 and isinstance(parts[0], str | int | float):  # of the one row
+            return []
         # Named tuples take their fields one by one.
         cut = [without_rows(part) for part in parts]
         return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
@@ -67,8 +69,3 @@ def without_rows(batch: Any) -> Any:
         f"a rank has no row of the last batch, and a batch of one sample holds {what}, which does "
         "not say what a row is; have collate_fn put samples first, or say drop_last=True"
     )
-
-
-def _is_column(batch: Any) -> bool:
-    """Return whether a list has one text or number for each of its one row."""
-    return len(batch) == 1 and isinstance(batch[0], str | int | float)

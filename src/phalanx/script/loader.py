@@ -244,8 +244,8 @@ class RankLoader:
         self._before = before
         end, was, skipped = 0, self._digest, self.batches_done
         batch = self._next_of(stream)
-        if self.num_begun == 1:
-            self._compare_streams(batch)
+        if self.num_begun == 1 and len(set(gather_objects(_digest(batch)))) > 1:
+            self.warn_of_streams("begins with")
         for number in itertools.count(1):
             if batch is None:
                 break
@@ -253,7 +253,8 @@ class RankLoader:
             begin, end = end, end + count_rows(batch)
             own = self._own(range(begin, end))
             is_skipped = number <= skipped
-            if _is_sampled(number) or following is None:
+            # The 1st, 2nd, 4th, ... are compared, each 64th and the last.
+            if number & (number - 1) == 0 or number % 64 == 0 or following is None:
                 self._digest = f"batch {number}, {_digest(batch)}"
             if is_skipped and was.startswith(f"batch {number},") and was != self._digest:
                 raise DataError(
@@ -276,11 +277,6 @@ class RankLoader:
         with self._draws.in_place():
             return next(stream, None)
 
-    def _compare_streams(self, batch: Any) -> None:
-        """Warn of streams of which each rank has another first batch."""
-        if len(set(gather_objects(_digest(batch)))) > 1:
-            self.warn_of_streams("begins with")
-
     def warn_of_streams(self, how: str = "gives") -> None:
         """Warn, on the first data rank, that each rank has another stream."""
         if self._comm.coord("data") == 0:
@@ -294,11 +290,6 @@ class RankLoader:
     def _own(self, rows: range) -> list[range]:
         """Return this rank's rows of each piece of a batch."""
         return shard_rows(rows, self._comm.coord("data"), self._comm.size("data"), self._pieces)
-
-
-def _is_sampled(number: int) -> bool:
-    """Return whether a batch of a stream is compared: the 1st, 2nd, 4th ..., and each 64th."""
-    return number & (number - 1) == 0 or number % 64 == 0
 
 
 def _digest(batch: Any) -> str:

@@ -1,6 +1,6 @@
 """Prove a script with a loop of its own: on one rank and on all, step by step.
 
-The script runs as it is, but for four things: `phalanx.init` is told the strategy, the model and
+The script runs as it is, but for four things: `phalanx.init` is given the strategy, the model and
 the batches are in float64, `run.save` and `run.resume` leave files alone, and the script ends after
 some steps.
 Its one rank knows of no split, so what differs beside it comes of the split. That one rank computes

@@ -67,11 +67,8 @@ def prove(trainer: Trainer, strategy: Strategy, steps: int) -> Verdict:
 
 def case_of(trainer: Trainer) -> Case:
     """Return the job's steps as the reference takes them."""
-    pieces = 1
-    torch.manual_seed(trainer.seed)
-    model = trainer.build()
-    if trainer.batch_norm == "global" and batch_norms(model):
-        pieces = trainer.accumulation
+    is_cut = trainer.batch_norm == "global" and bool(batch_norms(_seeded(trainer)))
+    pieces = trainer.accumulation if is_cut else 1
     batches = list(itertools.islice(_passes(trainer), trainer.steps))
     return Case(
         functools.partial(_seeded, trainer),

@@ -150,8 +150,7 @@ class Run:
         of the whole gradient before, each element counted once; 0-d, float64.
 
         Raises:
-            ConfigError: an argument is no number above 0.
-            ScriptError: the gradients are not whole.
+            PhalanxError: the gradients are not whole, or an argument is no number above 0.
         """
         check_arguments("clip", max_norm=max_norm, p=p)
         return self._prepared.need("clip")[1].clip(max_norm, p)
@@ -245,8 +244,7 @@ class Run:
             name: as in `register`.
 
         Raises:
-            ConfigError: the decay is none from 0 up to 1.
-            ScriptError: no model is prepared, or as `register`.
+            PhalanxError: no model is prepared, the decay is none from 0 up to 1, or as `register`.
         """
         average = self._prepared.average(decay)
         self.register(name, average)
@@ -271,8 +269,7 @@ class Run:
 
         Raises:
             CheckpointError: it cannot be written, or holds the weights alone.
-            ConfigError: `keep` is below 1.
-            ScriptError: it is called within a step, or the folder is no path.
+            PhalanxError: it is called within a step, or an argument is out of range.
         """
         return self._saves.save(folder, keep)
 

@@ -138,22 +138,19 @@ class UserStep(StepState):
         """Have each step of an optimizer checked, whoever calls it."""
 
         def before(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if not any(callable(each) for each in (*args[1:], *kwargs.values())):
-                self._before_step(own)  # else the closure calls run.backward within the step
+            if any(callable(each) for each in (*args[1:], *kwargs.values())):
+                return  # the closure calls run.backward within the step
+            if self.state is not State.ACCUMULATING:
+                self.draws.look()
+            gradients = self.gradients()
+            self.refuse_step(own, has_gradients=bool(gradients))
+            self.replicas.gradient_writes += self._made.num_changed(gradients)
 
         def after(own: torch.optim.Optimizer, *_: Any) -> None:
             self._after_step(own)
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step whose gradients are not those of the global batch."""
-        if self.state is not State.ACCUMULATING:
-            self.draws.look()
-        gradients = self.gradients()
-        self.refuse_step(optimizer, has_gradients=bool(gradients))
-        self.replicas.gradient_writes += self._made.num_changed(gradients)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the step."""

@@ -85,7 +85,9 @@ def _from_modules(model: nn.Module, is_keyed: bool, is_global: bool) -> Iterator
             continue
         elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:  # pyright: ignore[reportPrivateUsage]
             with_draws.append(f"{name} ({kind}, p {module.p:g})")
-        elif any(_is_rate(key, value) for key, value in vars(module).items()):
+        elif any(
+            "dropout" in k and isinstance(v, float) and v > 0 for k, v in vars(module).items()
+        ):
             with_draws.append(f"{name} ({kind})")
     if with_statistics:
         yield (
@@ -100,11 +102,6 @@ def _from_modules(model: nn.Module, is_keyed: bool, is_global: bool) -> Iterator
             "the rank; set p to 0 here, or say dropout_seed=0 for masks of nn.Dropout that belong "
             "to the sample, as `run.prepare` and the trainer give it where no tp is"
         )
-
-
-def _is_rate(key: str, value: object) -> bool:
-    """Tell whether an attribute is the probability of a functional dropout."""
-    return "dropout" in key and isinstance(value, float) and value > 0
 
 
 def _list(names: Sequence[str]) -> str:

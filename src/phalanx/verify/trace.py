@@ -240,7 +240,9 @@ class Aligner:
             for full, is_real in self._of_positions(of_rows):
                 for spec in self._specs(key.module, is_input):
                     if found := self._cut(full, local, spec):
-                        return _without_padding(found, self._cut(is_real, local, spec))
+                        real = self._cut(is_real, local, spec)
+                        assert real is not None, "it is cut as the tensor is"
+                        return found[0][real[1]], found[1][real[1]]
         return None
 
     def _of_rows(self, reference: Tensor, rows: Tensor) -> Iterator[Tensor]:
@@ -285,15 +287,6 @@ class Aligner:
             return None
         shard = full[tuple(slice(indices.start, indices.stop) for indices in held)]
         return local[tuple(slice(0, size) for size in shard.shape)], shard
-
-
-def _without_padding(
-    pair: tuple[Tensor, Tensor], real: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    """Return of two tensors what stands where the second of `real` is true."""
-    assert real is not None
-    ours, reference = pair
-    return ours[real[1]], reference[real[1]]
 
 
 def gap(ours: Tensor, reference: Tensor) -> float:

@@ -16,7 +16,7 @@ from torch import nn
 
 from phalanx.comm.ledger import Entry
 from phalanx.errors import PhalanxError, RankFailed
-from phalanx.verify.compare import Difference
+from phalanx.verify.compare import Difference, worst
 from phalanx.verify.settings import QUANTITIES
 
 
@@ -138,11 +138,11 @@ class Verdict:
             return f"{self.strategy}: ranks differ that should hold the same bits"
         if self.wrong_bytes:
             return f"{self.strategy} sends other bytes than it should"
-        worst = max(self.differences, key=_share)
+        far = worst(self.differences)
         return (
             f"{self.strategy} computes what one process computes{self._not_finite()}: the worst of "
-            f"{len(self.differences)} errors is {worst.error:.1e} ({worst.what}), at most "
-            f"{worst.limit:.0e} passes"
+            f"{len(self.differences)} errors is {far.error:.1e} ({far.what}), at most "
+            f"{far.limit:.0e} passes"
         )
 
     def _not_finite(self) -> str:
@@ -160,11 +160,6 @@ class Verdict:
         lines += [f"bytes: {row}" for row in self.wrong_bytes[:3]]
         lines += [f"likely cause: {cause}" for cause in self.causes]
         return lines + self.failure.splitlines()
-
-
-def _share(difference: Difference) -> float:
-    """Return the error as a share of its limit."""
-    return difference.error / difference.limit if difference.limit else difference.error
 
 
 MARK = "verify stood at "
@@ -186,7 +181,9 @@ class Whereabouts:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Note on an error, if it is no user's to mend, where the rank stands."""
         if error is not None and not isinstance(error, PhalanxError):
-            error.add_note(self._note())
+            at = {"case": self.case, "step": self.step, "phase": self._phase}
+            at["module"] = self._stack[-1] if self._stack else None
+            error.add_note(MARK + json.dumps(at))
 
     def follow(self, model: nn.Module) -> None:
         """Follow the modules of a model that has been split."""
@@ -201,10 +198,6 @@ class Whereabouts:
         self._stack.clear()
         yield
         self._phase = ""
-
-    def _note(self) -> str:
-        at = {"case": self.case, "step": self.step, "phase": self._phase}
-        return MARK + json.dumps(at | {"module": self._stack[-1] if self._stack else None})
 
     def _enter(self, name: str, *_: Any) -> None:
         self._stack.append(name)
