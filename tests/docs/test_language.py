@@ -32,17 +32,11 @@ LONGEST = 160
 
 LEFT: dict[str, int] = {
     "account": 18,
-    "bench": 7,
     "comm": 26,
-    "debug": 33,
     "errors": 4,
-    "hugging_face": 16,
-    "measure": 25,
-    "script": 97,
     "storage": 3,
     "strategy": 1,
     "train": 38,
-    "verify": 55,
 }
 """Retired words that stand in a room of src today; a room that is not named has none."""
 

@@ -170,7 +170,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "groups [[3]]": (section("groups", [[3]]), "groups is 3, expected"),
     "betas 2": (section("groups.0.0.betas", [2.0, 0.9]), "Invalid beta parameter at index 0: 2.0"),
-    "betas None": (section("groups.0.0.betas", None), "its settings are not those of AdamW"),
+    "betas None": (section("groups.0.0.betas", None), "its settings are not of AdamW"),
     "params": (section("groups.0.0.params", [1, 2]), "it has the unknown setting 'params'"),
     "a setting": (section("groups.0.0.other", 1), "it has the unknown setting 'other'"),
     "lr text": (section("groups.0.0.lr", "x"), "'lr' is 'x', and this run has 0.0"),

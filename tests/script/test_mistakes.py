@@ -552,7 +552,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     not_prepared: r"backward: no model is prepared",
     loader_not_prepared: r"on every rank, to the last bit.*give the DataLoader to run.prepare",
     a_batch_left_out_on_one_rank: r"the ranks have read unlike numbers of batches",
-    models_that_differ: r"of rank 1 is not that of rank 0: weight is \(3, 2\) and \(2, 2\)",
+    models_that_differ: r"of rank 1 is unlike rank 0's: weight is \(3, 2\) and \(2, 2\)",
     gathered_numbers: r"gather: a tensor has no rows; give one number for each sample",
     gathered_rows_of_several_batches: r"gather: \[8\] rows, while.*call it for each batch",
     gathered_rows_of_unlike_lengths: r"the rows of ranks have unlike shapes.*pad them to one",

@@ -259,7 +259,7 @@ def test_what_cannot_be_dealt_out_right_is_refused_by_name() -> None:
     for rank, words in enumerate(run_ranks(words_of_what_cannot_be_dealt_out, 2, threads=1)):
         assert words[0].startswith("Odd draws another order on each rank")
         assert words[1].startswith("prepare: Other has an __iter__ of its own")
-        assert words[2].startswith("a pass over the loader goes on after another")
+        assert words[2].startswith("a pass over the loader resumes after another")
         assert ("a rank has no row of the last batch" in words[3]) == (rank == 1)
         assert words[4].startswith("BatchSampler gives more than the 7 batches that its __len__")
 

@@ -303,11 +303,11 @@ OF_DP: dict[str, Mutant] = {
     ),
     "a first moment that differs on rank 1 alone": (
         "gpt2", [(step.Step, "apply_gradients", _moment_on_rank_1("exp_avg"))],
-        "embedding", "the first moment of embedding.weight on rank 1 is not that of its replica",
+        "embedding", "the first moment of embedding.weight on rank 1 is unlike its replica",
     ),
     "a second moment that differs on rank 1 alone": (
         "llama", [(step.Step, "apply_gradients", _moment_on_rank_1("exp_avg_sq"))],
-        "embedding", "the second moment of embedding.weight on rank 1 is not that of its replica",
+        "embedding", "the second moment of embedding.weight on rank 1 is unlike its replica",
     ),
 }  # fmt: skip
 
@@ -339,7 +339,7 @@ OF_TP: dict[str, Mutant] = {
     ),
     "norms whose gradients stay a rank's own": (
         "gpt2", [(reduce, "partial_axes", lambda right: lambda parameter: ())],
-        "norm", "not that of its replica",
+        "norm", "unlike its replica",
     ),
 }  # fmt: skip
 

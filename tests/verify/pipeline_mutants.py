@@ -263,7 +263,7 @@ OF_STAGES_SPLIT: dict[str, dict[str, Mutant]] = {
         ),
         "norms of a stage whose gradients stay a rank's own": (
             "gpt2", [(reduce, "partial_axes", lambda right: lambda parameter: ())],
-            "norm", "not that of its replica",
+            "norm", "unlike its replica",
         ),
     },
     "pp2,dp2": {

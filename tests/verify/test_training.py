@@ -215,7 +215,7 @@ def check_what_has_no_fault(first: Verdict, second: Verdict, narrow: Verdict) ->
     """It is that of plain PyTorch."""
     for verdict in (first, second, narrow):
         assert verdict.is_equal, str(verdict)
-    assert second.strategy == "training dp2, going on from fsdp2"
+    assert second.strategy == "training dp2, resumed from fsdp2"
     assert {d.step for d in first.differences} == {0, 1, 2, 3, 4}  # the last of an evaluation
     assert {d.step for d in second.differences} == {2, 3, 4}
     assert narrow.strategy == "training fsdp2 in bfloat16"

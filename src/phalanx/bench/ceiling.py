@@ -114,9 +114,7 @@ class Ceiling(OnDevice):
             return [f"{words}; no data sheet is known for this device"]
         lines = [f"{words}; data sheet {self.peak.flops_per_s / 1e12:.1f} ({self.peak.source})"]
         if self.flops_per_s > self.peak.flops_per_s:
-            lines.append(
-                "no share above 100 % of a data sheet is given: it is not that of this device"
-            )
+            lines.append("no share above 100 % of a data sheet is given: it is of another device")
         return lines
 
 
@@ -135,7 +133,7 @@ def measure_ceiling(config: CeilingConfig) -> Ceiling:
             left_s = config.budget_s - (time.perf_counter() - begin_s)
             reason = _obstacle(device, dtype, size, points, left_s)
             if reason is None:
-                # Half of what is left, so that larger sizes get their turn.
+                # Half of the time left, so that larger sizes get their turn.
                 points.append(measure_matmul(device, dtype, size, size, size, left_s / 2))
             else:
                 skipped.append((size, reason))

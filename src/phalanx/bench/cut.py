@@ -52,7 +52,7 @@ def _strategy_to_cut(text: str) -> Strategy:
     require_built(strategy)
     if strategy.pp.degree == 1 or strategy.cut:
         raise ConfigError(
-            f"strategy is '{text}'; it must have pp and no cut, which is what is looked for, such "
+            f"strategy is '{text}'; it must have pp and no cut, which the verb looks for, such "
             "as pp2"
         )
     plain = Strategy(pp=strategy.pp, dp=strategy.dp, fsdp=strategy.fsdp)
@@ -132,7 +132,7 @@ def _table_of_layers(shape: ModelShape, times: Sequence[tuple[float, float]]) ->
         )
         for name, (forward_s, backward_s), of_flops in zip(names, times, flops, strict=True)
     ]
-    return table(("layer", "forward ms", "backward ms", "share", "share of FLOPs"), rows)
+    return table(("layer", "forward ms", "backward ms", "of time", "of FLOPs"), rows)
 
 
 def _table_of_cuts(cuts: dict[str, Strategy], times: Sequence[float]) -> Table:

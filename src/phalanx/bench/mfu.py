@@ -12,7 +12,7 @@ rows FLOPs. There are two recipes:
               and output as the loss, and a new random input inside each timed step. The input asks
               for no gradient, so 1 / (3 layers) of the FLOPs that are counted are not executed.
 
-Beside the MFU stand the two times whose quotient it is: t_theoretical, that of the counted FLOPs at
+Beside the MFU stand the two times whose quotient it is: t_theoretical, of the counted FLOPs at
 the ceiling, and t_actual, the median step.
 """
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def has_matplotlib() -> bool:
-    """Tell whether pictures can be drawn here."""
+    """Return whether pictures can be drawn here."""
     return find_spec("matplotlib") is not None
 
 

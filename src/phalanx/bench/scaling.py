@@ -158,7 +158,7 @@ def _speed_up(point: ScalingPoint) -> tuple[str, str, str]:
 def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]:
     lines = [
         f"the median of {config.rounds} rounds, global batch {config.global_size} x "
-        f"{config.seq_len} tokens; a speed-up is that of each round over one rank in the same round"
+        f"{config.seq_len} tokens; a speed-up is of a round over one rank in the same round"
     ]
     if config.device == "cpu":
         threads = config.threads or 1

@@ -1,4 +1,4 @@
-"""Compare each collective with those of the other ranks before it runs (`--debug-comm`).
+"""Compare each collective with the other ranks' before it runs (`--debug-comm`).
 
     rank 0  ──> store: group, number, fingerprint ──┐  all there:     alike    run the collective
     rank 1  ──> store: group, number, fingerprint ──┤                 unlike   the same error on all
@@ -203,13 +203,13 @@ class CollectiveCheck(Watch):
 
     def _wait(self, meeting: Meeting, fingerprint: Fingerprint) -> None:
         """Return when all ranks have come to a call."""
-        told = f"{described(self._rank, fingerprint)}\n{'':10}waits there, {meeting}"
+        waits = f"{described(self._rank, fingerprint)}\n{'':10}waits there, {meeting}"
 
         def look(waited_s: float) -> None:
             missing = self._missing(meeting)
             self._look(meeting, missing, waited_s)
             self._words.refuse_deadlock(
-                [Edge(rank, meeting.key(rank), False) for rank in missing], told
+                [Edge(rank, meeting.key(rank), False) for rank in missing], waits
             )
 
         # The store answers all ranks: the more they are, the less often each may ask.
@@ -254,7 +254,7 @@ class CollectiveCheck(Watch):
         return missing
 
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
-        """Tell what a rank waits in, and the last call of each that it waits for."""
+        """Describe what a rank waits in, and the last call of each that it waits for."""
         here = next(rank for rank in meeting.ranks if rank not in missing)
         others = [rank for rank in meeting.ranks if rank not in (here, *missing)]
         too = f", as {'does' if len(others) == 1 else 'do'} {named(others)}" if others else ""

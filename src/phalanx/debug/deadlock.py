@@ -35,7 +35,7 @@ class WaitGraph:
         self._store = store
         self._rank = rank
         self._num_waits = 0
-        self._is_told = False
+        self._is_known = False
 
     def begin(self) -> None:
         """Begin another wait of this rank."""
@@ -43,11 +43,11 @@ class WaitGraph:
 
     def end(self) -> None:
         """End the wait."""
-        if self._is_told:  # set and not deleted: another rank may be about to get it
+        if self._is_known:  # set and not deleted: another rank may be about to get it
             self._store.set(f"waits/{self._rank}", "")
-            self._is_told = False
+            self._is_known = False
 
-    def cycle(self, edges: Sequence[Edge], told: str) -> dict[int, str]:
+    def cycle(self, edges: Sequence[Edge], words: str) -> dict[int, str]:
         """Say that this rank waits, and return the cycle that it waits in, if there is one.
 
         What a rank waits for is open until it comes, and never again in the same wait. So where
@@ -57,8 +57,8 @@ class WaitGraph:
             Ranks, from this one on, each of which waits for the next and the last for this one,
             and their waits in words; empty without a cycle.
         """
-        self._is_told = True
-        self._store.set(f"waits/{self._rank}", json.dumps([self._num_waits, told, edges]))
+        self._is_known = True
+        self._store.set(f"waits/{self._rank}", json.dumps([self._num_waits, words, edges]))
         ranks = self._follow(edges)
         if not ranks:
             return {}
@@ -95,7 +95,7 @@ class WaitGraph:
         return ranks[::-1]
 
     def _is_open(self, edge: Edge) -> bool:
-        """Tell whether what a rank needs of another is still to come."""
+        """Return whether what a rank needs of another is still to come."""
         return self._store.check([edge.key]) == edge.is_there
 
     def _read(self, rank: int) -> str:

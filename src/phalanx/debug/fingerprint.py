@@ -1,6 +1,6 @@
 """The fingerprint of a call of a collective: what must be alike on the ranks, and where it stands.
 
-What is compared, in this order, the first difference being the one that is told:
+The check compares, in this order, and reports the first difference:
 
     op, reduction, data type, root    the same on all ranks
     shapes                            the same on all ranks, where each has the full tensor
@@ -9,15 +9,15 @@ What is compared, in this order, the first difference being the one that is told
                                       of each piece must have one shape
     the tensor's name                 where it has one on both ranks, see [Note: Names]
 
-[Note: Names] Two calls in swapped order that are alike in all else are told apart by the names of
+[Note: Names] Two calls in swapped order that are alike in all else differ by the names of
 their tensors alone: a parameter or its gradient, or the module that FSDP2 gathers or reduces. A
 name counts only if this rank has a tensor of the other's name too. Ranks that hold different parts
 of a model (stages of a pipeline) may then combine tensors of different names, as tied weights do;
 ranks that could have called with each other's tensor, and did not, have swapped them.
 
-[Note: Places] The places in the code are told, never compared. A program may call one collective
+[Note: Places] The places in the code are reported, never compared. A program may call a collective
 from two lines, `if rank == 0: ... else: ...`, and take the branches by turns, as loops do in which
-some rank has no data; from outside that cannot be told from a swap.
+some rank has no data; from outside that looks like a swap.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from phalanx.comm.calls import Call
 
 NUM_PLACES = 2
-"""Frames of a call that are told: the one that makes it, and its caller."""
+"""Frames of a call that a message has: the one that makes it, and its caller."""
 
 _ROOMS = Path(__file__).parents[1]
 
@@ -55,7 +55,7 @@ _COLLECTIVES = (str(Path(torch.distributed.__file__).parent), str(_ROOMS / "comm
 """How the files begin whose innermost frame waits for other ranks."""
 
 _OUTERMOST = (str(_ROOMS / "launch"), "<frozen")
-"""How the files begin that call the function of a rank, or a script: nothing above is told."""
+"""How the files begin that call the function of a rank, or a script: nothing above is reported."""
 
 _FSDP_FILE = os.path.join("_fully_shard", "_fsdp_param_group.py")
 
@@ -113,7 +113,7 @@ class Fingerprint:
 
 
 def take(call: Call, *, tensor: str, places: Sequence[str], phase: str) -> Fingerprint:
-    """Return the fingerprint of a call; see `Fingerprint` for what is not read from it."""
+    """Return the fingerprint of a call; see `Fingerprint` for the values not read from it."""
     has_payload = call.op != "barrier"
     tensors = [*_flat(call.inputs), *_flat(call.outputs)] if has_payload else []
     root = None
@@ -137,7 +137,7 @@ def take(call: Call, *, tensor: str, places: Sequence[str], phase: str) -> Finge
 _COMPARED = {
     "op": "op", "reduction": "reduction", "data type": "dtype", "root": "root", "shape": "shapes",
 }  # fmt: skip
-"""What is compared first -> its attribute."""
+"""What the check compares first -> its attribute."""
 
 
 def difference(
@@ -199,7 +199,7 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
             name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
             module = "" if name is None else f"FSDP module {name or '(root)'}"
         if code.co_name == "__torch_dispatch__":
-            places.clear()  # a mode hands the call on, or runs a composite, whose place is told
+            places.clear()  # a mode hands the call on, or runs a composite, whose place is reported
         elif code.co_name != "__torch_function__" and not _is_hidden(code.co_filename):
             place = f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
             places.append((place, code.co_filename.startswith(str(_ROOMS))))

@@ -1,6 +1,6 @@
 """Compare each send with its receive, without a meeting: the second of the two compares.
 
-What a rank is to receive of one that has left is told by the later of the two.
+The later of the two reports a message that a rank has left without sending.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Messages:
     def _await(self, sender: int, key: str, fingerprint: Fingerprint, number: int) -> None:
         """Say that this rank waits for a message, unless its sender has left already."""
         waits = f"it has not sent message {number} to rank {self._rank}"
-        told = f"{described(self._rank, fingerprint)}\n{'':10}waits for it"
+        words = f"{described(self._rank, fingerprint)}\n{'':10}waits for it"
         if sender not in self._awaited:
             self._awaited.add(sender)
             number = self._store.add(f"receivers/{sender}", 1)
             self._store.set(f"receivers/{sender}/{number}", str(self._rank))
-        self._store.set(f"awaits/{sender}/{self._rank}", json.dumps([key, waits, told]))
+        self._store.set(f"awaits/{sender}/{self._rank}", json.dumps([key, waits, words]))
         if self._words.read(f"gone/{sender}") == LEFT:
-            raise self._unsent(sender, waits, told)
+            raise self._unsent(sender, waits, words)
 
     @contextmanager
     def wait_for(self, tensor: torch.Tensor | None) -> Generator[None]:
@@ -85,17 +85,17 @@ class Messages:
 
     def _wait_for_sender(self, sender: int, key: str, fingerprint: Fingerprint) -> None:
         """Return when a message is sent, or, as it may take its time, after the limit."""
-        told = f"{described(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
+        words = f"{described(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
         until_s = time.monotonic() + self._words.limit_s
 
         def look(waited_s: float) -> None:
             end = self._words.read(f"gone/{sender}")
-            # Of one that has left, `_await` or its own `leave` tells.
+            # Of one that has left, `_await` or its own `leave` reports.
             if end not in (None, LEFT) and waited_s > min(GRACE_S, self._words.limit_s):
                 raise self._words.verdict(
-                    f"rank {sender} has ended by {end}, and sends no more\n{told}"
+                    f"rank {sender} has ended by {end}, and sends no more\n{words}"
                 )
-            self._words.refuse_deadlock([Edge(sender, key, True)], told)
+            self._words.refuse_deadlock([Edge(sender, key, True)], words)
 
         def is_over() -> bool:
             return not self._store.check([key]) or time.monotonic() > until_s
@@ -109,17 +109,17 @@ class Messages:
         for number in range(1, num_receivers + 1):
             receiver = self._words.read(f"receivers/{self._rank}/{number}")
             if text := self._words.read(f"awaits/{self._rank}/{receiver}"):
-                key, waits, told = json.loads(text)
+                key, waits, words = json.loads(text)
                 if self._store.check([key]):  # else it was sent
-                    raise self._unsent(self._rank, waits, told)
+                    raise self._unsent(self._rank, waits, words)
 
-    def _unsent(self, sender: int, waits: str, told: str) -> CollectiveMismatch:
+    def _unsent(self, sender: int, waits: str, words: str) -> CollectiveMismatch:
         last = f"  rank {sender}: has made no call yet"
         if (text := self._words.read(f"last/{sender}")) is not None:
             call = Fingerprint.read(json.loads(text)[0])
             last = f"{described(sender, call)}\n{'':10}was its last call"
         return self._words.verdict(
-            f"rank {sender} has left, without an error, and {waits}\n{told}\n{last}\n"
+            f"rank {sender} has left, without an error, and {waits}\n{words}\n{last}\n"
             "Each rank must make the same number of calls."
         )
 

@@ -1,6 +1,6 @@
 """What the ranks leave for each other in the job's store under the check, and how they wait there.
 
-The first verdict that a rank finds is that of all. A rank that waits looks for it now and then, and
+The first verdict that a rank finds holds for all. A rank that waits looks for it now and then, and
 whether those that it waits for wait for it in turn.
 """
 
@@ -76,9 +76,9 @@ class Words:
         finally:
             self._graph.end()
 
-    def refuse_deadlock(self, edges: Sequence[Edge], told: str) -> None:
+    def refuse_deadlock(self, edges: Sequence[Edge], words: str) -> None:
         """Raise if one of those that this rank waits for waits for it in turn."""
-        if cycle := self._graph.cycle(edges, told):
+        if cycle := self._graph.cycle(edges, words):
             lines = "\n".join(cycle.values())
             raise self.verdict(
                 f"deadlock: {named(sorted(cycle))} wait for each other\n{lines}\n"

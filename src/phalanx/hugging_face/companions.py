@@ -76,7 +76,7 @@ def copy_companions(source: Path, destination: Path) -> list[str]:
 
 
 def keep_origin(config: Mapping[str, Any], folder: Path) -> None:
-    """Write what is kept of a config.json into the folder of a checkpoint."""
+    """Write the model type and ids of a config.json into the folder of a checkpoint."""
     ids = {name: config[name] for name in IDS if _is_id(config.get(name))}
     write_json(folder / ORIGIN, {"model_type": config["model_type"], **ids})
 

@@ -34,7 +34,7 @@ class Agreement:
 
     @property
     def is_within(self) -> bool:
-        """Whether the difference passes; that of a logit that is no number does not."""
+        """Whether the difference passes; a logit that is no number does not."""
         return self.largest_difference <= TOLERANCE * self.largest_logit
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ def config_to_hf(
     Dropout is kept for GPT-2 only; the other families have none.
 
     `family` is the first that computes the shape if None. Where `ids` say nothing they are null:
-    transformers would take those of the first model of a type, which mean something else here.
+    transformers would take the ids of the first model of a type, which mean something else here.
 
     Raises:
         ConfigError: no Hugging Face model, or not that type, computes this shape.
@@ -205,7 +205,7 @@ def _full_every(kinds: list[Any], wanted: Any) -> int | None:
     raise ConfigError(
         "windows are mixed: blocks "
         f"{', '.join(str(n) for n, full in enumerate(is_full) if full)} of {len(kinds)} have none; "
-        "it is computed that all have one, none, or all but the last of each so many"
+        "it is computed that all have one, none, or all but the last of every N"
     )
 
 

@@ -1,7 +1,7 @@
 """Convert weights: a Hugging Face folder to a checkpoint, and a checkpoint to such a folder.
 
 Both sides are read and written one tensor at a time, in the order of the table in names.py, so
-that what is in memory is the tensor under way and those it is made of (GPT-2's c_attn holds three).
+that only the tensor under way and its parts are in memory (GPT-2's c_attn holds three).
 The result is written under another name and renamed when it is whole.
 """
 

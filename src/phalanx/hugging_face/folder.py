@@ -116,7 +116,7 @@ def _index(folder: Path) -> dict[str, str]:
         if all(map(is_plain_name, files.values())):
             return files
     raise CheckpointError(
-        f"{folder / INDEX} has no weight_map from the names of tensors to those of files beside"
+        f"{folder / INDEX} has no weight_map from the names of tensors to names of files beside"
     )
 
 

@@ -81,9 +81,9 @@ _BLOCKS: Final = MappingProxyType(
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """The name of a Hugging Face tensor, and the names of those of ours that it holds.
+    """The name of a Hugging Face tensor, and the names of our tensors in it.
 
-    Several of ours are stacked along the outputs, of which each has so many `rows`. A transposed
+    Several of ours are stacked along the outputs, each with its number of `rows`. A transposed
     tensor is stored as [in, out], ours as [out, in].
     """
 
@@ -167,7 +167,7 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
     if left:
         raise CheckpointError(
             f"the model has no '{min(left)}', the first of {len(left)} such weights; is the shape "
-            "that of their config.json?"
+            "the one of their config.json?"
         )
     expected = sizes_of(shape)
     for link in links:

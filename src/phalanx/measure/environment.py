@@ -62,7 +62,7 @@ def cpu_flags() -> set[str]:
 
 
 def has_fast_bfloat16(device: torch.device | str) -> bool:
-    """Tell whether the device multiplies bfloat16 in hardware, so that it pays to compute in it."""
+    """Return whether the device multiplies bfloat16 in hardware, so that computing in it pays."""
     if torch.device(device).type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return not cpu_flags().isdisjoint(_FAST_BFLOAT16_FLAGS)

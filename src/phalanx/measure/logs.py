@@ -1,7 +1,7 @@
 """The records of a run: metrics.jsonl, TensorBoard scalars and the console, from the same values.
 
 One process writes them, for the whole run. `metrics.jsonl` is flushed at every line, so a run that
-ends early keeps all it had measured; a run that goes on appends to the same file. JSON has no word
+ends early keeps all it had measured; a run that resumes appends to the same file. JSON has no word
 for a number that is not finite: such a value is null, and `<name>_text` beside it says "nan",
 "inf" or "-inf".
 """
@@ -42,7 +42,7 @@ _GAPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What is kept of one optimizer step, over all ranks."""
+    """The record of one optimizer step, over all ranks."""
 
     step: int
     """Counted from 1."""
@@ -57,10 +57,10 @@ class StepRecord:
     mfu: float | None
     """Causal MFU in [0, 1]; None if no peak is known, or if it would be above 1."""
     mfu_of: str = "ceiling"
-    """What the MFU is a share of: "ceiling" or "data sheet"."""
+    """The peak that the MFU is relative to: "ceiling" or "data sheet"."""
     times: StepTimes
     unit: str = "tokens"
-    """What is counted as tokens: samples, where a loss is a mean over them."""
+    """What `tokens` counts: samples, where a loss is a mean over them."""
     skipped: bool = False
     """Whether the step was left out because loss or gradient was not finite."""
 
@@ -194,7 +194,7 @@ class RunLog:
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:
         """Keep any record, such as the environment or the summary, as one line of JSON."""
-        if not self.folder.is_dir():  # what is open would go on there, all that is new here
+        if not self.folder.is_dir():  # open files would move along, new ones be made here
             raise TrainingError(
                 f"{self.folder}, the folder of this run, was moved or removed while it runs; its "
                 "records and checkpoints belong together, so it ends here"
@@ -229,7 +229,7 @@ class RunLog:
     def close(self) -> None:
         """Flush and close the files and end the display."""
         self.display.close()
-        with suppress(OSError):  # each line is flushed: what could not be written has been told
+        with suppress(OSError):  # each line is flushed: an error of writing was raised before
             self._file.close()
         with suppress(OSError):
             if self.folder.is_dir():  # else a thread of the library would end with a traceback

@@ -13,7 +13,7 @@ What a storage is, is decided by what it is found to be, at any time of its life
     gathered       parameters gathered from other ranks, each once: a second copy, on its way, is a
                    communication buffer
     cast           parameters cast to the data type of the arithmetic where they are used
-    gradients      what is a parameter's `.grad` when a backward or the step ends, what is reduced
+    gradients      a parameter's `.grad` when a backward or the step ends, input of a reduction
                    over ranks, and what a reduction leaves; a gradient that autograd adds to one
                    that is there already passes through, as the activations' gradients do
     optimizer      the state of the optimizer
@@ -117,7 +117,7 @@ class MemoryLedger(Watch):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str
     ) -> None:
-        """Prepare an account of what is on `device`; called between two steps."""
+        """Prepare an account of the storages on `device`; called between two steps."""
         super().__init__()
         self._model = model
         self._optimizer = optimizer
@@ -235,7 +235,7 @@ class MemoryLedger(Watch):
     def _name_gradients(self) -> None:
         """Name the gradients there are when a backward has ended.
 
-        Beside those of parameters they are what a reduction has left: under HSDP FSDP2 keeps a sum
+        Beside the parameters' own they are what a reduction has left: under HSDP FSDP2 keeps a sum
         over fsdp to itself until the last microbatch's is there.
         """
         for parameter in self._model.parameters():

@@ -1,4 +1,4 @@
-"""The rate of matrix products on a device, measured: what a step's own rate is a share of.
+"""The rate of matrix products on a device, measured: the rate that a step's own is compared with.
 
 Operands are normal random numbers, since zeros draw less power and run faster than any training
 does.
@@ -68,8 +68,8 @@ def quick_ceiling(device: torch.device | str, arithmetic: Arithmetic) -> float:
     """Return the best rate, in FLOP/s, over a few products of sizes met in training.
 
     It takes about a second. Several ranks on one machine should call it at the same time, so that
-    each measures its own share of the machine. Where they take turns on the cores, a product that
-    fits into one turn would have a whole core: then the rate is that of all products of a size.
+    each measures its own part of the machine. Where they take turns on the cores, a product that
+    fits into one turn would have a whole core: then the rate is of all products of a size.
 
     Raises:
         ConfigError: the device is missing or cannot do the arithmetic.

@@ -59,7 +59,7 @@ def summarize(steps: Sequence[StepTimes]) -> StepSummary:
 
 
 def summary_table(summary: StepSummary) -> Table | Text:
-    """Draw the summary: one row a term, the median in ms and the share of the wall time."""
+    """Draw the summary: one row a term, the median in ms and the part of the wall time."""
     if doubt := summary.doubt:
         return Text(doubt)
     steps = "step" if summary.num_steps == 1 else "steps"
@@ -84,7 +84,7 @@ def advice(summary: StepSummary, sent: Sequence[Entry] = ()) -> str:
     if share < 0.05:
         return (
             f"Forward and backward take {100 * model_share:.0f} % of the step and no other term 5 "
-            "% or more: what is left to gain is in the model's own arithmetic, which MFU measures."
+            "% or more: only the model's own arithmetic is left to improve, which MFU measures."
         )
     if term == "communication":
         return f"Exposed communication takes {100 * share:.0f} % of the step: {_send_less(sent)}."

@@ -1,8 +1,8 @@
-"""MFU and HFU: the share of a device's arithmetic that a training step used.
+"""MFU and HFU: the fraction of a device's arithmetic that a training step used.
 
 Two peaks are kept apart: the maker's data sheet (`peaks.py`), and the ceiling that matrix products
 reach on the device itself (`ceiling.py`). Two counts too: causal attention, and full attention as
-in the PaLM paper. A share is a number in [0, 1] or it is not given at all, with a sentence why.
+in the PaLM paper. Each is a number in [0, 1] or it is not given at all, with a sentence why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.measure.peaks import Peak
 Reference = Literal["data sheet", "ceiling"]
 
 ROUNDING = 1e-3
-"""How far a share of times, each measured on its own, may lie beside [0, 1]."""
+"""How far a ratio of times, each measured on its own, may lie beside [0, 1]."""
 
 GOOD, EXCELLENT = 0.30, 0.40
 """From where on an MFU, of the data sheet of a GPU, is called so."""
@@ -74,7 +74,7 @@ class Utilization:
 
     @property
     def formula(self) -> str:
-        """The formulas behind every share of this value."""
+        """The formulas behind every MFU and HFU of this value."""
         count = _COUNTED if isinstance(self.causal, CountedFlops) else _COUNT
         count = count if self.full is None else f"{count} + {_ATTENTION}"
         return f"{_SHARES}; {count}; 2 FLOPs a multiply-add"
@@ -90,7 +90,7 @@ class Utilization:
         return None if flops is None else self._share(flops.hardware, of)
 
     def warnings(self) -> list[str]:
-        """Say of each share above 100 %, which is never shown as a number, what must be wrong."""
+        """Say of each MFU above 100 %, which is never shown as a number, what must be wrong."""
         found: list[str] = []
         achieved = self.causal.hardware / self.time_s
         claimed = 0.0 if self.full is None else self.full.hardware / self.time_s
@@ -175,7 +175,7 @@ class Utilization:
         return share if 0 <= share <= 1 else None  # nan is no share
 
     def _grade(self) -> str:
-        """Say what a share of a GPU's data sheet is worth."""
+        """Say what an MFU of a GPU's data sheet is worth."""
         share = self.mfu("data sheet") or 0.0
         word = "excellent" if share > EXCELLENT else "good" if share > GOOD else "can be better"
         return (
@@ -186,7 +186,7 @@ class Utilization:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as text, such as `41.3 %`; `unknown` for None and for what is no share."""
+    """Return a part as text, such as `41.3 %`; `unknown` for None and outside [0, 1]."""
     if share is None or not -ROUNDING <= share <= 1 + ROUNDING:
         return "unknown"
     return "< 0.1 %" if 0 < share < 5e-4 else f"{100 * share:.1f} %"

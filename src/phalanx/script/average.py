@@ -67,7 +67,7 @@ def average_gradients(model: nn.Module, count: int | None = None) -> None:
 def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Have each step of an optimizer average the gradients over the ranks first.
 
-    Its parameters become those of the first rank on all ranks; what it does not step, frozen parts
+    All ranks take its parameters from the first rank; what it does not step, frozen parts
     and buffers, has to be alike before. The learning rate stays: a batch of N
     ranks is N times as large, and its gradient a mean. A closure given to `step` is followed by the
     average each time that it is called, and returns the mean of the ranks' losses.
@@ -155,7 +155,7 @@ class _Averaging:
     def _agree(self, parameters: Mapping[str, nn.Parameter], own: float) -> Tensor:
         """Return the count of all ranks, where they average the gradients of one model.
 
-        What is sent has one size whatever a rank averages, so that unlike models are named.
+        The words sent have one size whatever a rank averages, so that unlike models are named.
         """
         comm = self._comm
         self.replicas.judge(self._call)

@@ -27,7 +27,7 @@ def refuse_max_norm(model: nn.Module) -> None:
 def warn_of_buffers(model: nn.Module, comm: Comm) -> None:
     """Warn of buffers that data ranks have moved apart; every rank calls this together.
 
-    Nothing adds them up: evaluation uses each rank's own, and a checkpoint has those of the first.
+    Nothing adds them up: evaluation uses each rank's own, and a checkpoint has the first rank's.
     """
     if comm.size("data") == 1:
         return

@@ -103,7 +103,7 @@ def _about(strategy: str, steps_done: int, *, num_steps: int = 0, **more: Any) -
 def free_folder(folder: Path) -> Path:
     """Return a folder without checkpoints: `folder`, or its name and a number; all ranks call this.
 
-    A run that is begun anew must not mix its checkpoints with those of another, nor end over it.
+    A run that is begun anew must not mix its checkpoints with another's, nor end over it.
     """
 
     def find() -> Path:

@@ -1,6 +1,6 @@
 """A DeepSpeed configuration as a strategy and settings, and what of it has no counterpart.
 
-Names and defaults are those of DeepSpeed's documentation of its configuration and schedules
+DeepSpeed's documentation of its configuration has the names and defaults
 (https://www.deepspeed.ai/docs/config-json/). What only tunes or reports is left out, and named;
 what would change the numbers and has no counterpart is refused. An optimizer or a schedule is of
 torch, and is refused.
@@ -195,7 +195,7 @@ def _batch(values: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
         None if values.get(name) in (None, "auto") else _whole(values[name], name) for name in names
     )
     if whole is None and micro is None and "auto" in map(values.get, names):
-        return 1, 1  # which is told of with the other values that are left open
+        return 1, 1  # which is reported with the other values that are left open
     if whole is None and micro is None:
         raise ConfigError(f"one of {names[0]} and {names[1]} has to be given, as DeepSpeed asks")
     if times is None:

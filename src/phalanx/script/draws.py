@@ -1,4 +1,4 @@
-"""Numbers that a loop draws for the rows of a batch: those of one process, dealt out to the ranks.
+"""Numbers that a loop draws for the rows of a batch, as one process does, dealt out to the ranks.
 
     noise = torch.randn_like(x)                            the same numbers on all ranks of one seed
     noise = run.draw(lambda rows: torch.randn(rows, 8))    this rank's rows of one process's numbers
@@ -49,7 +49,7 @@ def draw_rows(
         if tensor.ndim == 0 or len(tensor) != num_rows:
             raise ScriptError(
                 f"draw: the function returns a tensor of shape {tuple(tensor.shape)}; expected "
-                f"{num_rows} rows, as many as it is given: those of the batch on all ranks"
+                f"{num_rows} rows, as many as it is given: the rows of the batch on all ranks"
             )
         return tensor[own.start : own.stop].to(device)
 

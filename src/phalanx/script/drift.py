@@ -39,7 +39,7 @@ _OF_COUNTS = {
 
 
 class Digest(NamedTuple):
-    """What is known of a tensor on a rank.
+    """What a rank reports of a tensor.
 
     Attributes:
         place: which shard of the tensor it is, as "fsdp=1"; empty where all ranks hold the whole.
@@ -54,7 +54,7 @@ class Digest(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is compared of a rank, and what may explain a difference.
+    """What ranks compare, and what may explain a difference.
 
     Attributes:
         rank: the rank.
@@ -248,5 +248,5 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 
 def first_odd(values: Sequence[Any]) -> int | None:
-    """Return the first rank whose value is not that of rank 0; None if all are alike."""
+    """Return the first rank whose value is unlike rank 0's; None if all are alike."""
     return next((rank for rank, each in enumerate(values) if each != values[0]), None)

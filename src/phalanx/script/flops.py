@@ -1,7 +1,7 @@
 """The FLOPs of a module of any kind, counted by running it on shapes alone, and stages cut by them.
 
-`parallel/pipeline/split.py` knows the parameters of a module alone, and those of a convolution say
-little: the first layers of a residual network have few and do most of the work.
+`parallel/pipeline/split.py` knows the parameters of a module alone, and a convolution's say little:
+the first layers of a residual network have few and do most of the work.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def flops_of_trainer(
 def cut_by_flops(
     strategy: Strategy, model: nn.Module, flops: Flops | None
 ) -> tuple[Strategy, list[str]]:
-    """Return the strategy with the stages of the model, and what is to be said of them.
+    """Return the strategy with the stages of the model, and lines that report them.
 
     Without pipelines, without FLOPs, and of our decoder, which has FLOPs of its own, nothing
     changes and nothing is said.

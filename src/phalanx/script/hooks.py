@@ -55,7 +55,7 @@ class WholeHooks:
             if accumulation > 1:
                 raise ScriptError(
                     f"backward: {name} has a hook by register_hook, which sees the gradient of "
-                    "each microbatch on one process, and ranks have those of the step alone; "
+                    "each microbatch on one process, and ranks have the step's alone; "
                     "change parameter.grad between run.backward and optimizer.step() in its place"
                 )
             self._hooks.setdefault(parameter, []).append(hooks)  # that a handle removes from

@@ -41,14 +41,14 @@ def init(
     """Join the job of `phalanx run`, torchrun or Slurm; without one, be a job of one process.
 
     Args:
-        strategy: how to split the work, such as "dp2,fsdp2"; that of `phalanx run --strategy` if
+        strategy: how to split the work, such as "dp2,fsdp2"; as `phalanx run --strategy` if
             None, else dp over all ranks that there are.
         accumulation: how many times `backward` is called for each step of the optimizer. The last
             step of a pass over the data may have fewer.
         seed: of the masks of dropout.
         device: what to compute on, "cuda" where there is a GPU if "auto".
-        timeout_s: longest wait for another rank in one collective, in seconds; that of
-            `phalanx run --timeout-s` if None, else 600.
+        timeout_s: longest wait for another rank in one collective, in seconds; as
+            `phalanx run --timeout-s` says if None, else 600.
         debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
 
     Raises:
@@ -81,16 +81,16 @@ def init(
 
 def _strategy(given: str | Strategy | None) -> Strategy | None:
     """Return the strategy of the script, or of its command line."""
-    told = os.environ.get(STRATEGY)
+    asked = os.environ.get(STRATEGY)
     strategy = Strategy.parse(given) if isinstance(given, str) else given
     if not isinstance(strategy, Strategy | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise StrategyError(f"init: strategy is {strategy!r}; expected text such as 'dp2,fsdp2'")
-    if told and strategy is not None and str(strategy) != str(Strategy.parse(told)):
+    if asked and strategy is not None and str(strategy) != str(Strategy.parse(asked)):
         raise StrategyError(
-            f"init: the script asks for strategy '{strategy}' and its command line for '{told}'; "
+            f"init: the script asks for strategy '{strategy}' and its command line for '{asked}'; "
             "leave one of them out"
         )
-    strategy = Strategy.parse(told) if told and strategy is None else strategy
+    strategy = Strategy.parse(asked) if asked and strategy is None else strategy
     for axis, what in (("pp", "a pipeline"), ("cp", "context parallelism")):
         if strategy is not None and getattr(strategy, axis).degree > 1:
             raise StrategyError(

@@ -23,7 +23,7 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
     `words` follow its name in `sys.argv`; `strategy` is for a `phalanx.init` that names none.
 
     Returns:
-        The signal that it was told of and has ended by, or 0; and which checkpoint stands.
+        The signal that it has obeyed, or 0; and which checkpoint stands.
 
     Raises:
         ScriptError: it ended by `sys.exit` with a code other than 0.

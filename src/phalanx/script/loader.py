@@ -81,7 +81,7 @@ class RankLoader:
     ) -> None:
         """Deal the batches out over the data ranks of `comm`; `on_batch` is given each.
 
-        A batch is cut into `pieces`, and a rank has its share of each: then what all ranks have of
+        A batch is cut into `pieces`, and a rank has its rows of each: then what all ranks have of
         a microbatch is what one process has that cuts the batch into as many. If `has_spares`, a
         rank without a row of a batch, see `is_at_empty`, is given one of another rank.
 
@@ -145,7 +145,7 @@ class RankLoader:
         for batch, own, is_last, self.num_batch_rows in batches:
             if number != self.num_begun:
                 raise ScriptError(
-                    "a pass over the loader goes on after another over it has begun; prepare a "
+                    "a pass over the loader resumes after another over it has begun; prepare a "
                     "DataLoader for each"
                 )
             self.is_last = is_last
@@ -225,7 +225,7 @@ class RankLoader:
         self._num_rows = order.num_rows
         wanted = (self._wanted(order, order.rows(number)) for number in range(first, len(order)))
         with Draws(self._before["draws"]).in_place():
-            # Workers of other ranks draw apart from those of the first.
+            # Workers of other ranks draw other numbers than the first rank's.
             skip = self._comm.coord("data")
             fetched = fetcher.iterate(wanted, self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
@@ -237,7 +237,7 @@ class RankLoader:
     def _wanted(self, order: Order, rows: range) -> list[Any]:
         """Return the samples to fetch of a batch that has the rows `rows` of its pass."""
         own = [sample for piece in self._own(rows) for sample in order.samples(piece)]
-        # One is fetched for a share without rows too: it tells what a batch is made of.
+        # A rank without rows fetches one too: it shows what a batch is made of.
         return own or order.samples(rows[-1:])
 
     def _of_stream(self, stream: Iterator[Any], before: dict[str, Tensor]) -> Iterator[_Fetched]:
@@ -259,7 +259,7 @@ class RankLoader:
             if is_skipped and was.startswith(f"batch {number},") and was != self._digest:
                 raise DataError(
                     f"{type(self.plain.dataset).__name__} gives another stream than in the pass "
-                    "that is gone on with; draw from torch's generator alone, or from one that is "
+                    "that is resumed; draw from torch's generator alone, or from one that is "
                     "seeded in __iter__"
                 )
             if not is_skipped:
@@ -324,6 +324,6 @@ def _check(plain: DataLoader[Any], num_ranks: int) -> None:
     except TypeError as error:
         raise DataError(
             f"prepare: {type(plain.dataset).__name__}, or the loader's sampler, has no length, so "
-            "no rank could tell where a pass ends; give it __len__, or make the dataset a "
+            "no rank could know where a pass ends; give it __len__, or make the dataset a "
             "torch.utils.data.IterableDataset"
         ) from error

@@ -3,8 +3,8 @@
     iter(loader)        the sampler begins, and a number seeds the workers
     the first batch     a sampler that shuffles draws; where there are workers, above already
 
-What is shuffled is drawn from a generator that the loaders of a job share (`Draws`). It begins as
-torch's own generator is on rank 0 when the first of them is iterated. So the order is that of the
+What a sampler shuffles, it draws from a generator that the loaders of a job share (`Draws`), as
+torch's own is on rank 0 when the first of them is iterated. So the order is as in the
 plain script as long as only loaders draw there, and never depends on what a model or a transform
 draws. The states at both moments say how a pass was drawn.
 """
@@ -87,7 +87,7 @@ class Order:
         return self._ends[-1]
 
     def rows(self, number: int) -> range:
-        """Return where the rows of a batch stand among those of the pass."""
+        """Return where the rows of a batch stand in the pass."""
         return range(self._ends[number], self._ends[number + 1])
 
     def samples(self, rows: range) -> list[Any]:
@@ -134,9 +134,9 @@ class Drawing:
             )
         if digest not in ("", order.digest):
             raise DataError(
-                f"{sampler} draws another order than in the pass that is gone on with: the number "
+                f"{sampler} draws another order than in the pass that is resumed: the number "
                 "of samples or the batch size is another, or it draws from something else than "
-                "torch's generator or that of the DataLoader"
+                "torch's generator or the DataLoader's"
             )
         return order
 

@@ -1,4 +1,4 @@
-"""What a script has prepared: the model that is split, and what is fitted to it."""
+"""What a script has prepared: the model that is split, and the objects fitted to it."""
 
 from __future__ import annotations
 
@@ -267,6 +267,6 @@ def _check_alike(model: nn.Module) -> None:
         name = next(n for n in {**all_of[0], **theirs} if all_of[0].get(n) != theirs.get(n))
         there, here = theirs.get(name, "not there"), all_of[0].get(name, "not there")
         raise ScriptError(
-            f"prepare: the model of rank {rank} is not that of rank 0: {name} is {there} and "
+            f"prepare: the model of rank {rank} is unlike rank 0's: {name} is {there} and "
             f"{here}; build the same model on every rank"
         )

@@ -46,7 +46,7 @@ WAIT_S = 600.0
 
 
 def prove(trainer: Trainer, strategy: Strategy, steps: int) -> Verdict:
-    """Compare the job's own steps with plain PyTorch, and those of a run that resumes.
+    """Compare the job's own steps with plain PyTorch, and the steps of a run that resumes.
 
     In a job that others have started, its ranks take the runs, and all call this together.
 
@@ -143,7 +143,7 @@ class _Job:
             save_every_minutes=0,
             eval_every=self.middle,
             device="cpu",
-            nonfinite="skip",  # what is not finite is compared and named
+            nonfinite="skip",  # a step that is not finite is compared and named
         )
         return run_ranks(
             function, strategy.num_ranks, self.trainer, strategy, options, *args, timeout_s=WAIT_S
@@ -174,7 +174,7 @@ def _seeded(trainer: Trainer) -> nn.Module:
 
 
 def _widened(trainer: Trainer, steps: int) -> Trainer:
-    """Return the job in float64, for so many steps."""
+    """Return the job in float64, for a number of steps."""
     return dataclasses.replace(
         trainer,
         build=functools.partial(_wide_model, trainer),

@@ -72,7 +72,7 @@ class Reading:
         self._used: Batch | None = None
         self._open: Batch | None = None
         self._unused: set[RankLoader] = set()
-        self._is_warned = self._is_count_told = False
+        self._is_warned = self._is_count_reported = False
 
     def note(self, loader: RankLoader, given: Any) -> None:
         """Record that `loader` has yielded the batch `given`."""
@@ -146,11 +146,11 @@ class Reading:
     def warn_of_count(self, count: float, total: float, comm: Comm) -> None:
         """Warn once where each rank counts all rows of a batch of which it has a part."""
         batch = self.current
-        if batch is None or batch.is_gathered or self._is_count_told:
+        if batch is None or batch.is_gathered or self._is_count_reported:
             return
         is_whole = count == batch.num_rows > len(batch.rows) and count not in batch.sizes
         if is_whole and total == count * comm.size("data") and comm.coord("job") == 0:
-            self._is_count_told = True
+            self._is_count_reported = True
             warnings.warn(
                 f"backward: the count is {count:g} on every rank, the rows of the whole batch, of "
                 f"which this rank has {len(batch.rows)}; run.backward adds the counts up, so that "
@@ -210,11 +210,11 @@ class OwnRows:
             weakref.WeakKeyDictionary()
         )
         """Of each loader the pass, and this rank's rows of it."""
-        self._told: weakref.WeakSet[RankLoader] = weakref.WeakSet()
+        self._reported: weakref.WeakSet[RankLoader] = weakref.WeakSet()
 
     def note(self, loader: RankLoader) -> None:
         """Record that `loader` has yielded a batch."""
-        if self._is_watching and loader not in self._told:
+        if self._is_watching and loader not in self._reported:
             number, num_rows = self._seen.get(loader, (loader.epoch, 0))
             if number != loader.epoch:
                 num_rows = 0
@@ -228,12 +228,12 @@ class OwnRows:
     def warn(self) -> None:
         """Warn of the passes that are over."""
         for loader, (number, num_rows) in list(self._seen.items()):
-            if loader.epoch == number:  # it goes on, or was a look at the first batch
+            if loader.epoch == number:  # it is under way, or was a look at the first batch
                 continue
             del self._seen[loader]
             if loader.is_used and not loader.is_dataset_read:
                 continue
-            self._told.add(loader)
+            self._reported.add(loader)
             warnings.warn(
                 f"a pass over a prepared loader has ended, of which this rank has had {num_rows} "
                 "rows, and nothing was added up over the ranks since it began: what the script has "

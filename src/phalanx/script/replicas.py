@@ -51,7 +51,7 @@ _SEEN: Final = 2 * 3
 
 
 class OnHost:
-    """A copy of a tensor that comes to the host while its device goes on."""
+    """A copy of a tensor that comes to the host while its device computes."""
 
     def __init__(self, tensor: Tensor) -> None:
         """Begin to copy; what the device is given later is not waited for."""

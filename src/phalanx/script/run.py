@@ -38,7 +38,7 @@ from phalanx.strategy import Strategy
 
 
 class Run:
-    """A training loop's part in a job: what is split, and the step under way.
+    """A training loop's part in a job: the model that is split, and the step under way.
 
     Attributes:
         comm: the ranks.
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def is_step_end(self) -> bool:
-        """Whether the gradients are those of a whole step, so that optimizers may step."""
+        """Whether the gradients are of a whole step, so that optimizers may step."""
         return self._prepared.state is State.WHOLE
 
     @property
@@ -202,7 +202,7 @@ class Run:
             noise = run.draw(lambda rows: torch.randn(rows, 8))
 
         Args:
-            make: draws on the CPU for a number of rows, those of the batch on all ranks that was
+            make: draws on the CPU for a number of rows, all ranks' rows of the batch that was
                 read last; a tensor, or mappings, lists or tuples of tensors. Every rank calls it,
                 with torch's own generator as it is on one process.
 
@@ -227,11 +227,11 @@ class Run:
         """Give the model whole weights and buffers; every rank calls this together.
 
         Args:
-            state: what `state_dict`, or that of the plain model, has returned; the first rank's is
+            state: what `state_dict`, or the plain model's, has returned; the first rank's is
                 taken on all. Or the folder of a checkpoint, or of a run, whose latest is read.
 
         Raises:
-            ScriptError: the weights are not those of this model.
+            ScriptError: the weights are not of this model.
             CheckpointError: there is no such checkpoint, or it is of another model.
         """
         load_whole(self._prepared.need("load_state_dict")[0], state, self.comm)

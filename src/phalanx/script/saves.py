@@ -19,7 +19,7 @@ from phalanx.script.prepare import Prepared
 
 
 class Saves:
-    """Saves and resumes what is prepared and what is registered."""
+    """Saves and resumes the prepared objects and the registered ones."""
 
     def __init__(self, prepared: Prepared, strategy: str, show: Callable[[str], None]) -> None:
         """Begin; `show` prints a line on the first rank."""
@@ -75,7 +75,7 @@ class Saves:
         return True
 
     def _loop(self, model: nn.Module) -> checkpoint.Loop:
-        """Return what is saved, of which the extra state of the model's modules is registered."""
+        """Return the objects to save; the extra state of the model's modules is registered."""
         if not self._is_extra_known:
             self._is_extra_known = True
             self.registered.add_extra_state(model)

@@ -93,7 +93,7 @@ class ModuleSession(Session):
         self.comm = comm = Ranks(strategy, self.config.device)
         model = _built(trainer, self.precision)
         self.draws = Draws()
-        # Before anything is split: the FLOPs are those of one process.
+        # Before anything is split: the FLOPs are one process's.
         self._flops = flops_of_trainer(trainer, strategy, model, self.precision.of_batch)
         # BatchNorm over all ranks takes the rows of a microbatch that one process has in it. Asked
         # of the whole model: the ranks of all stages must read the same rows.
@@ -178,7 +178,7 @@ class ModuleSession(Session):
     @contextmanager
     @override
     def stepping(self) -> Generator[None]:
-        if self._is_begun or self.config.compile:  # what is compiled is not seen
+        if self._is_begun or self.config.compile:  # compiled modules are not seen
             yield
             return
         with naming_draws(self.step.model) as phase, self.step.watched(phase):
@@ -277,7 +277,7 @@ class ModuleSession(Session):
         if self.step.steps_done < self.num_steps:
             return self._stages
         done = f"nothing to do: {self.step.steps_done} steps are done"
-        return [*self._stages, f"{done}; --steps N goes on to step N"]
+        return [*self._stages, f"{done}; --steps N resumes it up to step N"]
 
     @override
     def title(self) -> str:

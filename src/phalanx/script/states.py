@@ -43,7 +43,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
         scheduler.load_state_dict(state)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"cannot go on with {kind}: its state is none of this schedule: {brief(error, 200)}"
+            f"cannot resume {kind}: its state is none of this schedule: {brief(error, 200)}"
         ) from error
 
 
@@ -72,7 +72,7 @@ def load_settings(
         _check_taken(optimizer, group, settings)
     except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(
-            f"its settings are not those of {what}: {brief(error, 200)}; make the same optimizer"
+            f"its settings are not of {what}: {brief(error, 200)}; make the same optimizer"
         ) from error
     group.update(settings)
 
@@ -120,7 +120,7 @@ def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -
             mine, theirs = cast("dict[Any, Any]", own), cast("dict[Any, Any]", saved)
             if _COUNTS[0] in mine:  # of a schedule within a schedule
                 _check_schedule(mine, theirs)
-            elif mine:  # whose names are those of the script, or steps
+            elif mine:  # whose names are the script's, or steps
                 usual = next(iter(mine.values()))
                 for name, value in theirs.items():
                     _check_alike(mine.get(name, usual), value, brief(name))

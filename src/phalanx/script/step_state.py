@@ -84,7 +84,7 @@ class StepState:
             )
 
     def refuse_step(self, optimizer: object, *, has_gradients: bool) -> None:
-        """Refuse an optimizer's step whose gradients are not those of the global batch."""
+        """Refuse an optimizer's step whose gradients are not of the global batch."""
         is_due = self.state is State.WHOLE and id(optimizer) not in self._stepped
         if self.state is State.ACCUMULATING:
             raise ScriptError(

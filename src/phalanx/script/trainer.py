@@ -7,7 +7,7 @@
     phalanx verify --script my.py:job pp2,dp2                 or job().verify("pp2,dp2")
 
 The trainer calls the forward itself, so it runs every strategy, pipelines too; a loop of one's own
-(`phalanx.init`) runs those of dp, fsdp and tp.
+(`phalanx.init`) runs dp, fsdp and tp.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Options(RunConfig):
 
 @dataclass(frozen=True)
 class Trainer:
-    """What is trained, and how; all of it importable by name, or picklable.
+    """A job: what to train, and how; all of it importable by name, or picklable.
 
     Attributes:
         build: returns the module with its first weights; torch's generator has been seeded.
@@ -83,9 +83,9 @@ class Trainer:
         optimizer: makes an optimizer from the parameters, of any kind of torch.
         scheduler: makes a schedule from the optimizer, stepped after each step; None: none.
         validation: a dataset whose mean loss is measured; None: none.
-        collate: makes a batch of samples, as that of a DataLoader.
+        collate: makes a batch of samples, as a DataLoader's.
         batch_size: samples of the global batch of a step.
-        accumulation: microbatches into which each rank cuts its share of them; pipelines need some.
+        accumulation: microbatches into which each rank cuts its rows of them; pipelines need some.
         epochs: passes over the data.
         steps: steps, in place of `epochs`.
         max_norm: the gradient is scaled to this norm where it is larger; None or 0: never.
@@ -125,8 +125,8 @@ class Trainer:
     def train(self, strategy: str | Strategy = "dp1", options: Options | None = None) -> Summary:
         """Train on as many processes of this host as the strategy needs.
 
-        A process that is a rank of a job, as under torchrun, joins it instead. The result is that
-        of the first rank. A run that fails before its first step leaves no folder behind.
+        A process that is a rank of a job, as under torchrun, joins it instead. The result is the
+        first rank's. A run that fails before its first step leaves no folder behind.
 
         Raises:
             PhalanxError: the strategy does not split the model, or the run went wrong.

@@ -95,7 +95,7 @@ def _load_checkpoint(folder: Path, model: nn.Module) -> None:
 
 
 def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
-    """Say why weights are not those of a model; None if they are."""
+    """Say why weights are not of a model; None if they are."""
     if not isinstance(given, Mapping):
         return (
             f"the state is a {type(given).__name__} on the first rank; expected what "
@@ -147,7 +147,7 @@ def of_shards(error: BaseException) -> ScriptError | None:
 
 
 def guard_shards(model: nn.Module, strategy: str) -> None:
-    """Have a script that takes shards for whole weights be told, if the model has any."""
+    """Refuse shards that a script takes for whole weights, if the model has any."""
     for module in model.modules():
         own = module.named_parameters(recurse=False)
         if names := [name for name, parameter in own if isinstance(parameter, DTensor)]:

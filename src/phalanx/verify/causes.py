@@ -1,4 +1,4 @@
-"""What a difference may come from: known patterns, told in sentences."""
+"""What a difference may come from: known patterns, in sentences."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The error of a tensor is max |a - b| / max |b|, with b from the reference. Where max |b| is small
 beside the largest gradient (or moment, or weight) of the whole model, that largest one times FLOOR
-divides instead: some gradients are zero but for rounding, such as that of the bias of attention's
+divides instead: some gradients are zero but for rounding, such as of the bias of attention's
 keys, which softmax cancels.
 
 In float64 one limit holds for all. In narrower types the limit is a tensor's own: how far it moves
@@ -28,7 +28,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 """What `verify` can run in."""
 
 EXACT = 1e-10
-"""Largest relative error in float64: what is left is the order of sums."""
+"""Largest relative error in float64: only the order of sums is left."""
 
 FACTOR = 8.0
 """How many times as far as under the perturbation a tensor may lie from the reference."""
@@ -40,7 +40,7 @@ UPDATE_EPSILONS = 4.0
 """Limit of an update whose inputs are the same on both sides, relative to the largest element."""
 
 FLOOR = {"gradient": 1e-4, "first moment": 1e-4, "second moment": 1e-8, "weight": 1e-1}
-"""Smallest divisor of an error, as a share of the largest magnitude in the whole model."""
+"""Smallest divisor of an error, as a fraction of the largest magnitude in the whole model."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Difference:
         name: name of the parameter, or p of the norm; empty for what there is one of.
         error: relative error, infinite where one side is not finite or missing.
         limit: the largest error that passes.
-        problem: what is wrong if it is no matter of size: "it is missing", "it is NaN, ...".
+        problem: the fault if it is no matter of size: "it is missing", "it is NaN, ...".
         both: "NaN" or "infinite" where both sides are so in the same elements, which are equal.
         ratio: the factor between the two sides where it is one for all elements, else None.
     """
@@ -222,7 +222,7 @@ class Beside:
     rate in the direction of its gradient's sign, however small the gradient, so one sign that turns
     is twice the rate. There each step of the reference begins with the weights, buffers and moments
     that the ranks began it with, and its update takes the gradients that the ranks made. Loss,
-    buffers and gradients may lie as far as those of several perturbed references do; the update has
+    buffers and gradients may lie as far as several perturbed references' do; the update has
     the same inputs on both sides, so that it agrees within a few epsilons.
 
     Attributes:

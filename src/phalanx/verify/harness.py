@@ -50,7 +50,7 @@ from phalanx.verify.settings import EVALUATION
 from phalanx.verify.verdict import Place, Sent, Verdict, Whereabouts, failed
 
 Report = Callable[[Verdict, float], None]
-"""Is told the verdict on a case, and how many seconds it took."""
+"""Takes the verdict on a case, and how many seconds it took."""
 
 WAIT_S = 3600.0
 """How long ranks may wait for rank 0, which computes the reference."""
@@ -79,7 +79,7 @@ def verify(
             whose first dimension is the samples.
         strategy: such as "dp2".
         objective: how a microbatch becomes a sum of losses and a number of valid tokens.
-        accumulation: microbatches each rank cuts its share into; one process never cuts.
+        accumulation: microbatches each rank cuts its rows into; one process never cuts.
         dtype: of weights, arithmetic and batches: "float64", "float32" or "bfloat16".
         optimizer: AdamW's settings; its defaults if None.
         roles: patterns of module names to roles for tp, as {"layers.*.up": "column"}, for modules
@@ -187,7 +187,7 @@ def verify_case(
 ) -> Verdict:
     """Return the verdict on a case; every rank of `comm` calls this together.
 
-    `at` is told where this rank stands.
+    `at` follows where this rank stands.
     """
     differences, unequal, facts, entries, sent, begin = _compare_steps(case, strategy, comm, at)
     replicas = [f"step {each.step}: {each.what}" for each in unequal]

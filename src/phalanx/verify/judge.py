@@ -25,7 +25,7 @@ _OF_ALL = ("loss", "norm", "learning rate", EVALUATION, VALIDATION)
 
 
 def judge(title: str, ranks: Sequence[History], expected: History) -> Verdict:
-    """Compare what the ranks of a run have done with what is expected.
+    """Compare what the ranks of a run have done with what one process does.
 
     A run that begins with another state than expected is compared no further, and any other up to
     the end of the first step that differs.
@@ -100,7 +100,7 @@ def _compare(ranks: Sequence[History], expected: History) -> tuple[list[Differen
 
 
 def _problems(title: str, ranks: Sequence[History], expected: History) -> Iterator[Place]:
-    """Yield what is wrong and needs no arithmetic to be judged."""
+    """Yield the faults that need no arithmetic to be judged."""
     for rank, history in enumerate(ranks):
         where = f"{title}, rank {rank}"
         pairs = {
@@ -145,7 +145,7 @@ def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Place]:
 
 
 def _unequal_numbers(step: int, what: str, numbers: Sequence[float]) -> list[Place]:
-    same = repr(numbers[0])  # unlike the number itself, that of NaN equals NaN's
+    same = repr(numbers[0])  # unlike the number itself, NaN's equals NaN's
     odd = [rank for rank, number in enumerate(numbers) if repr(number) != same]
     if not odd:
         return []
@@ -176,7 +176,7 @@ def _unequal_bits(step: int, facts: Sequence[RankFacts]) -> Iterator[Place]:
             if other != digest and (quantity, name) not in seen:
                 seen.add((quantity, name))
                 text = (
-                    f"the {quantity} of {name} on rank {number} is not that of its replica on rank "
+                    f"the {quantity} of {name} on rank {number} is unlike its replica on rank "
                     f"{holder}"
                 )
                 yield Place(owner(name), text, step, number)

@@ -207,7 +207,7 @@ def _first_that_differs(
 
 
 def _is_sent(before: Event, event: Event, found: Sequence[Found]) -> bool:
-    """Tell whether what one module gives the next is a message between stages of a pipeline."""
+    """Return whether what one module gives the next is a message between stages of a pipeline."""
     is_given = event.caller == "" and event.key.kind in (Kind.INPUT, Kind.OUTPUT_GRADIENT)
     one, other = before.tensor, event.tensor
     is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -239,7 +239,7 @@ def _blame(event: Event, types: Mapping[str, str]) -> tuple[str | None, str]:
             caller, f"{outer}: backward gives another gradient to the output of {own}",
         ),
         Kind.INPUT_GRADIENT: (
-            module, f"{own}: the gradient of its input differs though that of its output agrees",
+            module, f"{own}: the gradient of its input differs though its output's agrees",
         ),
     }[event.key.kind]  # fmt: skip
 
@@ -257,7 +257,7 @@ def _outside(
     limit: float,
     types: Mapping[str, str],
 ) -> Place:
-    """Say what is at fault where all modules agree, forward and backward.
+    """Name the fault where all modules agree, forward and backward.
 
     What the ranks made of a gradient adds up if it is off by at most `limit`, relative to it.
     """

@@ -1,6 +1,6 @@
 """A decoder written anew, in plain PyTorch: what `models.decoder` must compute.
 
-Names of modules and parameters, and the arguments of each forward, are those of `Decoder`, so that
+Modules, parameters and the arguments of each forward have the names that `Decoder` gives, so that
 its weights can be loaded and each module compared with its own. All arithmetic is written here.
 """
 
@@ -126,7 +126,7 @@ def _split_mix(stream: np.ndarray[Any, Any], index: Any) -> np.ndarray[Any, Any]
 
 
 class Attention(nn.Module):
-    """Attention to the positions that it is told."""
+    """Attention to the positions that it is given."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

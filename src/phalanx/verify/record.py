@@ -51,14 +51,14 @@ def loss_of(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """What is run, see `harness.verify`; every field can be pickled.
+    """A case to run, see `harness.verify`; every field can be pickled.
 
     Attributes:
         dropout_seed: of masks that belong to the sample, which nn.Dropout draws on both sides; it
             draws from the process's generator if None.
         reference: another build and objective for the reference, with the same names of parameters;
-            those of the case itself if None.
-        infer: what is compared in `eval()` after the last step, of (objective, model, batch): a sum
+            the case's own if None.
+        infer: what to compare in `eval()` after the last step, of (objective, model, batch): a sum
             over the rows, or a tensor whose first dimension they are.
         training: how the reference updates its weights, in place of `optimizer`.
     """
@@ -96,7 +96,7 @@ class Witness:
         held: Mapping[str, Mapping[str, Tensor]],
         numbers: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Take down quantities of a step, beside those of it that are taken down already."""
+        """Take down quantities of a step, beside those noted already."""
         facts = self.history.facts.setdefault(step, RankFacts())
         record = self.history.records.setdefault(step, {})
         for quantity, tensors in held.items():
@@ -173,7 +173,7 @@ class SplitRun:
             comm=comm,
             num_steps=len(case.batches),
             run=self.runner,
-            nonfinite="skip",  # what is not finite is compared and named
+            nonfinite="skip",  # a step that is not finite is compared and named
         )
 
     def evaluate(self, phase: Phase = no_phase) -> Tensor | None:
@@ -302,7 +302,7 @@ def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]
 
 
 def _brings(tensor: Tensor, comm: Comm) -> bool:
-    """Tell whether this rank is the first of its stage that holds its shard."""
+    """Return whether this rank is the first of its stage that holds its shard."""
     shards: set[str] = set()
     if isinstance(tensor, DTensor):
         assert not any(p.is_partial() for p in tensor.placements), "a sum over ranks is still owed"

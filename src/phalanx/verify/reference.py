@@ -83,7 +83,7 @@ class ReferenceRun:
         self._masks = Masks(self.model, case.dropout_seed)
 
     def steps(self, phase: Phase = no_phase) -> Iterator[StepRecord]:
-        """Take the steps one by one; `phase` is told of each forward, as the trainer does."""
+        """Take the steps one by one; `phase` surrounds each forward, as in the trainer."""
         for step in range(len(self._case.batches)):
             made = self.compute(step, phase)
             yield {**made, **self.update(step, made)}
@@ -154,7 +154,7 @@ class ReferenceRun:
 
     @torch.no_grad()
     def begin_from(self, state: StepRecord, perturbation: int = 0) -> None:
-        """Set weights, buffers and moments to those after a step, or to those of `state`.
+        """Set weights, buffers and moments to their values after a step, or to `state`'s.
 
         Above 0, `perturbation` is the seed by which each weight moves by at most the data type's
         epsilon, relative to itself.
@@ -295,7 +295,7 @@ class History:
         consumed: position in the data at each evaluation, by the steps done; text alone has it.
         idle: modules that an evaluation has left in eval mode.
         is_kept: whether all evaluations left the weights as they were.
-        dtypes: what is kept, and in which data types; text alone has it.
+        dtypes: data types by what they are of; text alone has it.
     """
 
     begin: dict[int, StepRecord] = field(default_factory=dict[int, StepRecord])

@@ -1,4 +1,4 @@
-"""What `phalanx verify` may be told; no torch."""
+"""What `phalanx verify` may be given; no torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ QUANTITIES = (
     EVALUATION,
     "validation loss",
 )
-"""What is compared of a step, and after the last."""
+"""What verify compares of a step, and after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyShape(ShapeConfig):
-    """Sizes and layers that replace those of the shape; unset ones stay."""
+    """Sizes and layers that replace the shape's; unset ones stay."""
 
     norm: Literal["rms", "rms+1", "layer"] | None = None
     """RMSNorm, the same with weights less one, or LayerNorm."""
@@ -71,15 +71,15 @@ class VerifyConfig:
     global_size: Annotated[int | None, Range(1)] = None
     """Sequences in one step; if unset, data ranks have uneven shares, and the second step more."""
     accumulation: Annotated[int | None, Range(1)] = None
-    """Microbatches that each rank cuts its share into; 3 if unset, or one more than there are
+    """Microbatches that each rank cuts its rows into; 3 if unset, or one more than there are
     ranks on pp."""
     seq_len: Annotated[int, Range(1)] = SEQ_LEN
     """Tokens of a sequence."""
     seed: Annotated[int, Range(0, 2**63 - 1, "[]")] = 0
     """Fixes weights, batches and dropout masks."""
     train: bool = False
-    """Verify a training run too: first weights, precision, data, evaluation, saving, and going on
-    with another strategy and batch. The settings are then those of `phalanx train`, see
+    """Verify a training run too: first weights, precision, data, evaluation, saving, and resuming
+    with another strategy and batch. The settings are then as for `phalanx train`, see
     `phalanx verify --train --help`."""
     three: bool = True
     """Run again with three ranks on an axis that has two; not with --model."""
@@ -89,7 +89,7 @@ class VerifyConfig:
     """Compare each collective of all ranks before it runs, and name the first two calls that do not
     match; slow."""
     shape: VerifyShape = field(default_factory=VerifyShape)
-    """Sizes and layers that replace those of the shape."""
+    """Sizes and layers that replace the shape's."""
     optimizer: OptimizerConfig = field(
         # A rate by which weights move far, and a limit that every step's gradient is cut to.
         default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=0)
@@ -101,7 +101,7 @@ class VerifyConfig:
 class VerifyTrainConfig(TrainConfig):
     """Run a strategy beside plain PyTorch as `phalanx verify` does, and then a training run.
 
-    The settings are those of `phalanx train`, from a file of a run too, and they hold for the run:
+    The settings are as for `phalanx train`, from a file of a run too, and they hold for the run:
     dropout, sequence length, optimizer, document mask and all others. The length of the runs, their
     text and what they read and write are verify's own; sizes of the model that are not given are
     small.

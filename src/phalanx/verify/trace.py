@@ -115,7 +115,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Be told the phases of a step."""
+        """Follow the phases of a step."""
         if name == "forward":
             self._calls.clear()
             self._stack.clear()  # what a stage of a pipeline has left in the midst
@@ -231,7 +231,7 @@ class Aligner:
         """
         key, local = event.key, event.tensor
         is_input = key.kind in (Kind.INPUT, Kind.INPUT_GRADIENT)
-        # A mask may be of booleans on one side, and of what is added to the scores on the other.
+        # A mask may be of booleans on one side, and of numbers added to the scores on the other.
         is_other_kind = local.is_floating_point() != reference.is_floating_point()
         # Under tp a column map is given a placeholder: its product was made before.
         if is_other_kind or (is_input and self.roles.get(key.module) == "column"):

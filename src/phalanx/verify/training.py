@@ -91,7 +91,7 @@ class _TextWitness(SessionWitness):
 
     def __init__(self, session: TextSession) -> None:
         super().__init__(session, _rows)
-        for block in session.model.blocks:  # those of other stages are never called
+        for block in session.model.blocks:  # other stages' are never called
             block.register_forward_hook(self._note_output)
 
     def keep(self, result: StepResult) -> None:
@@ -127,7 +127,7 @@ def _on_ranks(function: Any, job: Job, *args: Any) -> list[Any]:
 def _judged(jobs: Sequence[Job]) -> Verdict:
     """Take the last of the runs, compare it, and find the module at fault where that can be."""
     job = jobs[-1]
-    before = "".join(f", going on from {job.strategy}" for job in jobs[:-1])
+    before = "".join(f", resumed from {job.strategy}" for job in jobs[:-1])
     title = f"training {job.strategy}{before}"
     try:
         ranks = _on_ranks(train_rank, job)
@@ -149,7 +149,7 @@ def _judged(jobs: Sequence[Job]) -> Verdict:
 
 
 def case_of(jobs: Sequence[Job]) -> Case:
-    """Return the steps of the last job, and before them those of the job that it goes on from."""
+    """Return the steps of the last job, and before them the steps of the job that it resumes."""
     shape, config = jobs[0].shape, jobs[0].config
     batches = list(_batches(jobs))
     case = decoder_case(shape, batches, config.seed, config.optimizer, initial_decoder)
@@ -185,7 +185,7 @@ def _validation_loss(job: Job, model: nn.Module) -> float | None:
 
 
 def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
-    """Check the data types of a narrow run, and that its losses are near those of float64."""
+    """Check the data types of a narrow run, and that its losses are near float64's."""
     wrong: list[Place] = []
     for what, found in ours.dtypes.items():
         is_output = what == "output of a block"
@@ -207,7 +207,7 @@ def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
 
 
 STEPS = 2
-"""Steps after which the first run saves and the second goes on; each ends after twice as many."""
+"""Steps after which the first run saves and the second resumes; each ends after twice as many."""
 
 NARROW = ("float32", "bfloat16")
 """Precisions that the third run may have; bfloat16 stands for the others."""
@@ -234,7 +234,7 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
         "steps": 2 * STEPS,
         "epochs": None,
         "precision": "float64",
-        "nonfinite": "skip",  # what is not finite is compared and named
+        "nonfinite": "skip",  # a step that is not finite is compared and named
         "out": str(folder / "first"),
         "resume": None,
         "init": None,
@@ -277,7 +277,7 @@ def _sizes(given: TrainConfig, strategy: Strategy) -> ShapeConfig:
 
 
 def second_run(config: TrainConfig, strategy: Strategy, checkpoint: Path) -> TrainConfig:
-    """Return the settings of the run that goes on from the first run's checkpoint.
+    """Return the settings of the run that resumes the first run's checkpoint.
 
     It has another strategy and another global batch.
     """

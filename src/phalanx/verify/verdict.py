@@ -146,7 +146,7 @@ class Verdict:
         )
 
     def _not_finite(self) -> str:
-        """Say what is not finite on both sides, which is no fault of the split."""
+        """Say what both sides have that is not finite, which is no fault of the split."""
         rows = [row for row in self.differences if row.both]
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         return (
@@ -193,7 +193,7 @@ class Whereabouts:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Be told the phases of a step; the last one stays where an error leaves it."""
+        """Follow the phases of a step; the last one stays where an error leaves it."""
         self._phase = name
         self._stack.clear()
         yield
