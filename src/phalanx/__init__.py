@@ -13,7 +13,7 @@ from phalanx.launch.exit_code import watch_if_rank
 if TYPE_CHECKING:
     __version__: str
     from phalanx.config import TrainConfig as TrainConfig
-    from phalanx.hugging_face.decoder import decoder_of as decoder_of
+    from phalanx.hugging_face.convert import decoder_of as decoder_of
     from phalanx.script.average import DistributedOptimizer as DistributedOptimizer
     from phalanx.script.average import average_gradients as average_gradients
     from phalanx.script.deepspeed import from_deepspeed as from_deepspeed
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
         "TrainConfig": ("phalanx.config", "TrainConfig"),
         "DistributedOptimizer": ("phalanx.script.average", "DistributedOptimizer"),
         "average_gradients": ("phalanx.script.average", "average_gradients"),
-        "decoder_of": ("phalanx.hugging_face.decoder", "decoder_of"),
+        "decoder_of": ("phalanx.hugging_face.convert", "decoder_of"),
         "from_deepspeed": ("phalanx.script.deepspeed", "from_deepspeed"),
         "Run": ("phalanx.script.run", "Run"),
         "Options": ("phalanx.script.trainer", "Options"),

@@ -35,8 +35,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.hugging_face.compare import compare_logits
 from phalanx.hugging_face.config import config_to_hf
-from phalanx.hugging_face.convert import convert
-from phalanx.hugging_face.decoder import decoder_of
+from phalanx.hugging_face.convert import convert, decoder_of
 from phalanx.hugging_face.families import family_of
 from phalanx.hugging_face.folder import INDEX, WEIGHTS, write_folder
 from phalanx.hugging_face.names import table

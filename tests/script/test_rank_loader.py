@@ -155,19 +155,19 @@ def gone_on(num_done: int | None) -> dict[str, list[list[int]]]:
         torch.manual_seed(3)
         loader: RankLoader = run.prepare(make())
         batches: list[list[int]] = []
-        state, draws = loader.state(), run._prepared.draws.state
+        state, draws = loader.state(), run._prepared.generator.state
         while loader.epoch < (1 if num_done is None else 2) and len(batches) != num_done:
             for batch in loader:
                 batches.append(run.gather(rows_of(batch)).tolist())
-                state, draws = loader.state(), run._prepared.draws.state
+                state, draws = loader.state(), run._prepared.generator.state
                 if len(batches) == num_done:
                     break
         if num_done is None:
-            state, draws = loader.state(), run._prepared.draws.state
+            state, draws = loader.state(), run._prepared.generator.state
         again = phalanx.init()
         torch.manual_seed(77)
         other: RankLoader = again.prepare(make())
-        again._prepared.draws.state = draws
+        again._prepared.generator.state = draws
         other.set_state(state)
         while other.epoch < 2:
             batches += [again.gather(rows_of(batch)).tolist() for batch in other]
@@ -317,10 +317,10 @@ def rows_of_prepared_zips() -> list[list[int]]:
         return run.gather(rows)
 
     rows = rows_of_a_zip(loaders, run.gather) + rows_of_a_zip(loaders, used, 2)
-    states, draws = [loader.state() for loader in loaders], run._prepared.draws.state
+    states, draws = [loader.state() for loader in loaders], run._prepared.generator.state
     again = phalanx.init()
     others = list(again.prepare(*of_a_zip()))
-    again._prepared.draws.state = draws
+    again._prepared.generator.state = draws
     for other, state in zip(others, states, strict=True):
         other.set_state(state)
     return rows + rows_of_a_zip(others, again.gather)

@@ -1,8 +1,9 @@
 """Convert weights: a Hugging Face folder to a checkpoint, and a checkpoint to such a folder.
 
 Both sides are read and written one tensor at a time, in the order of the table in names.py, so
-that only the tensor under way and its parts are in memory (GPT-2's c_attn holds three).
-The result is written under another name and renamed when it is whole.
+that only the tensor under way and its parts are in memory (GPT-2's c_attn holds three). The result
+is written under another name and renamed when it is whole. A model of transformers in memory
+becomes a decoder in memory.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.manifest import Manifest
@@ -35,6 +36,7 @@ from phalanx.hugging_face.config import config_to_hf, shape_from_hf
 from phalanx.hugging_face.families import families_of, family_of
 from phalanx.hugging_face.folder import TensorFiles
 from phalanx.hugging_face.names import reader, table
+from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.storage import check_free, checksum, hint_of_missing, published
 
@@ -246,3 +248,31 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def decoder_of(model: nn.Module) -> Decoder:
+    """Return our decoder with the weights of a causal language model of transformers.
+
+    The weights are copied, in their data types; `phalanx convert` writes a trained run back.
+
+    Args:
+        model: such as `LlamaForCausalLM(config)`, whole on one device.
+
+    Raises:
+        ConfigError: its config describes what Decoder does not compute, named.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise ConfigError(
+            f"decoder_of takes a model of transformers, and this is a {type(model).__name__}; "
+            "expected one such as LlamaForCausalLM"
+        )
+    shape = shape_from_hf(config.to_dict())
+    tensors = model.state_dict()
+    sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    read = reader(shape, config.model_type, sizes, tensors.__getitem__)
+    with torch.device("meta"):
+        decoder = Decoder(shape)
+    weights = {name: read(name).detach().clone() for name, _ in decoder.named_parameters()}
+    decoder.load_state_dict(weights, assign=True)
+    return decoder

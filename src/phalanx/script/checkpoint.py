@@ -23,7 +23,7 @@ from phalanx.checkpoint.standing import ScriptStanding
 from phalanx.checkpoint.state import Together
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
-from phalanx.script.order import Draws
+from phalanx.script.order import JobGenerator
 from phalanx.script.states import load_scheduler, load_settings, settings_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Loop:
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[Any]
     loaders: Sequence[RankLoader]
-    draws: Draws
+    generator: JobGenerator
     registered: Registered
 
 
@@ -58,7 +58,7 @@ def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any)
         state.state_of(loop.model, together)
         parts = loop.registered.parts()
         script = ScriptStanding(
-            draws=to_text(loop.draws.state),
+            draws=to_text(loop.generator.state),
             loaders=tuple(loader.state() for loader in loop.loaders),
             schedulers=tuple(
                 encoded(each.state_dict(), type(each).__name__) for each in loop.schedulers
@@ -158,7 +158,7 @@ def load(folder: Path, loop: Loop) -> tuple[Path, Manifest] | None:
     for scheduler, saved in zip(loop.schedulers, script.schedulers, strict=True):
         load_scheduler(scheduler, saved)
     objects.load(registered, tensors)
-    loop.draws.state = draws
+    loop.generator.state = draws
     for loader, stood in zip(loop.loaders, script.loaders, strict=True):
         loader.set_state(stood)
     return where, about

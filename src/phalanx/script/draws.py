@@ -21,11 +21,14 @@ from phalanx.comm.comm import Comm
 from phalanx.data.rows import map_batch
 from phalanx.errors import ScriptError
 from phalanx.script.loader import RankLoader
-from phalanx.script.order import Draws
+from phalanx.script.order import JobGenerator
 
 
 def draw_rows(
-    make: Callable[[int], Any], draws: Draws, loader: RankLoader | None, device: torch.device
+    make: Callable[[int], Any],
+    generator: JobGenerator,
+    loader: RankLoader | None,
+    device: torch.device,
 ) -> Any:
     """Return this rank's rows of what `make` draws for all rows of a batch, see `Run.draw`.
 
@@ -37,7 +40,7 @@ def draw_rows(
             "are; call it within the loop"
         )
     num_rows, own = loader.num_batch_rows, loader.own_rows
-    with draws.in_place():
+    with generator.in_place():
         whole = make(num_rows)
 
     def take(tensor: Tensor) -> Tensor:

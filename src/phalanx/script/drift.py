@@ -90,50 +90,39 @@ class Facts:
 class Difference(NamedTuple):
     """How two ranks differ."""
 
-    kind: Literal["counts", "settings", "weights", "states"]
+    kind: _Kind
     words: str
 
 
 def first_difference(ranks: Sequence[Facts]) -> Difference | None:
     """Return what differs first, causes before their effects; None where all are alike."""
-    for count in _OF_COUNTS:
-        for a, b in _apart(ranks, lambda facts: facts.counts, count):
-            words = _OF_COUNTS[count].format(a.rank, a.counts[count], b.rank, b.counts[count])
-            return Difference("counts", words)
-    for setting in _names(facts.settings for facts in ranks):
-        for a, b in _apart(ranks, lambda facts: facts.settings, setting):
-            return Difference("settings", _of_setting(setting, a, b))
-    for name in _names(facts.weights for facts in ranks):
-        for a, b in _apart(ranks, lambda facts: facts.weights, name):
-            return Difference("weights", _of_weights(name, a, b))
-    for name in _names(facts.states for facts in ranks):
-        for a, b in _apart(ranks, lambda facts: facts.states, name):
-            return Difference(
-                "states",
-                f"the optimizer's {name} {_values(a.states.get(name), b.states.get(name), a, b)}; "
-                "load the state of an optimizer on every rank",
-            )
+    for kind, words in _WORDS.items():
+        for name in _names(getattr(facts, kind) for facts in ranks):
+            if apart := _apart(ranks, kind, name):
+                return Difference(kind, words(name, *apart))
     return None
 
 
-def _apart(
-    ranks: Sequence[Facts], part: Callable[[Facts], Mapping[str, Any]], name: str
-) -> list[tuple[Facts, Facts]]:
-    """Return the first rank of a place and the first that differs from it; empty without one."""
+def _apart(ranks: Sequence[Facts], kind: str, name: str) -> tuple[Facts, Facts] | None:
+    """Return the first rank of a shard and the first that differs from it; None without one."""
     first: dict[str, Facts] = {}
     for facts in ranks:
-        value = part(facts).get(name)
+        value = getattr(facts, kind).get(name)
         other = first.setdefault(value.place if isinstance(value, Digest) else "", facts)
-        theirs = part(other).get(name)
+        theirs = getattr(other, kind).get(name)
         if isinstance(value, Digest) and isinstance(theirs, Digest):
             value, theirs = value.bits, theirs.bits
         if value != theirs:
-            return [(other, facts)]
-    return []
+            return other, facts
+    return None
 
 
 def _names(parts: Any) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in part))
+
+
+def _of_count(name: str, a: Facts, b: Facts) -> str:
+    return _OF_COUNTS[name].format(a.rank, a.counts[name], b.rank, b.counts[name])
 
 
 def _of_setting(name: str, a: Facts, b: Facts) -> str:
@@ -166,7 +155,7 @@ def _of_weights(name: str, a: Facts, b: Facts) -> str:
             "all else that sets weights, on every rank, or before run.prepare"
         )
     for state in _names([a.states, b.states]):
-        for _ in _apart([a, b], lambda facts: facts.states, state):
+        if _apart([a, b], "states", state):
             return words + (
                 f"so does the optimizer's {state}: clip or change gradients, and load the state of "
                 "an optimizer, on every rank"
@@ -177,6 +166,24 @@ def _of_weights(name: str, a: Facts, b: Facts) -> str:
             "one rank alone; do it on every rank, or before run.prepare"
         )
     return words + "weights, or gradients, were changed on one rank alone; do it on every rank"
+
+
+def _of_state(name: str, a: Facts, b: Facts) -> str:
+    return (
+        f"the optimizer's {name} {_values(a.states.get(name), b.states.get(name), a, b)}; load the "
+        "state of an optimizer on every rank"
+    )
+
+
+_Kind = Literal["counts", "settings", "weights", "states"]
+
+_WORDS: Final[Mapping[_Kind, Callable[[str, Facts, Facts], str]]] = {
+    "counts": _of_count,
+    "settings": _of_setting,
+    "weights": _of_weights,
+    "states": _of_state,
+}
+"""What ranks may differ in -> the sentence of a name and two ranks."""
 
 
 def _values(here: Digest | None, there: Digest | None, a: Facts, b: Facts) -> str:

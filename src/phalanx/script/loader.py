@@ -32,7 +32,14 @@ from phalanx.models.attention import to_device
 from phalanx.script.checkpoint import from_text, to_text
 from phalanx.script.deal import shard_rows, without_rows
 from phalanx.script.drift import digest_of
-from phalanx.script.order import AT_FIRST_BATCH, Drawing, Draws, Fetcher, Order, generators_of
+from phalanx.script.order import (
+    AT_FIRST_BATCH,
+    Drawing,
+    Fetcher,
+    JobGenerator,
+    Order,
+    generators_of,
+)
 
 
 class _Fetched(NamedTuple):
@@ -74,7 +81,7 @@ class RankLoader:
         self,
         plain: DataLoader[Any],
         comm: Comm,
-        draws: Draws,
+        generator: JobGenerator,
         on_batch: Callable[[RankLoader, Any], None] | None = None,
         pieces: int = 1,
         has_spares: bool = False,
@@ -98,7 +105,7 @@ class RankLoader:
         self.num_batch_rows = 0
         self._has_spares = has_spares
         self._comm = comm
-        self._draws = draws
+        self._generator = generator
         self._on_batch = on_batch
         self._pieces = pieces
         self._first_row = self._num_rows = 0
@@ -127,11 +134,11 @@ class RankLoader:
         if self._fetcher is not None:
             # Workers that stay are seeded once.
             stay = self.plain.persistent_workers and (self.epoch or self.num_begun)
-            drawing = Drawing(self.plain, self._draws, not stay, states)
+            drawing = Drawing(self.plain, self._generator, not stay, states)
             return self._pass(self._of_dataset(self._fetcher, drawing))
         if "draws" in states:
-            self._draws.state = states["draws"]
-        with self._draws.in_place():
+            self._generator.state = states["draws"]
+        with self._generator.in_place():
             before = {"draws": torch.get_rng_state()}
             return self._pass(self._of_stream(iter(self.plain), before))
 
@@ -224,7 +231,7 @@ class RankLoader:
         self._before, self._digest = drawing.states, order.digest
         self._num_rows = order.num_rows
         wanted = (self._wanted(order, order.rows(number)) for number in range(first, len(order)))
-        with Draws(self._before["draws"]).in_place():
+        with JobGenerator(self._before["draws"]).in_place():
             # Workers of other ranks draw other numbers than the first rank's.
             skip = self._comm.coord("data")
             fetched = fetcher.iterate(wanted, self._before.get("0"), skip)
@@ -274,7 +281,7 @@ class RankLoader:
         """Return the next batch of a stream, which draws what it shuffles by as it goes."""
         if self.plain.num_workers:
             return next(stream, None)
-        with self._draws.in_place():
+        with self._generator.in_place():
             return next(stream, None)
 
     def warn_of_streams(self, how: str = "gives") -> None:

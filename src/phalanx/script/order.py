@@ -3,10 +3,10 @@
     iter(loader)        the sampler begins, and a number seeds the workers
     the first batch     a sampler that shuffles draws; where there are workers, above already
 
-What a sampler shuffles, it draws from a generator that the loaders of a job share (`Draws`), as
-torch's own is on rank 0 when the first of them is iterated. So the order is as in the
-plain script as long as only loaders draw there, and never depends on what a model or a transform
-draws. The states at both moments say how a pass was drawn.
+A sampler shuffles by a generator that the loaders of a job share (`JobGenerator`). It begins as
+torch's own generator is on rank 0 when the first of them is iterated. So the order is the plain
+script's as long as only loaders draw there, and never depends on what a model or a transform draws.
+The states at both moments say how a pass was drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AT_FIRST_BATCH: Final = "first batch: "
 """What the names of states begin with that generators have when the first batch is read."""
 
 
-class Draws:
+class JobGenerator:
     """The generator that the loaders of a job draw from, in place of torch's own.
 
     Attributes:
@@ -103,7 +103,11 @@ class Drawing:
     """
 
     def __init__(
-        self, plain: DataLoader[Any], draws: Draws, is_seeded: bool, states: Mapping[str, Tensor]
+        self,
+        plain: DataLoader[Any],
+        generator: JobGenerator,
+        is_seeded: bool,
+        states: Mapping[str, Tensor],
     ) -> None:
         """Draw what the plain loader draws when `iter` is called.
 
@@ -111,7 +115,7 @@ class Drawing:
         """
         self.states = dict(states)
         self._plain = plain
-        self._draws = Draws(states["draws"]) if states else draws
+        self._generator = JobGenerator(states["draws"]) if states else generator
         self._order: Order | None = None
         sampler = cast(Any, plain.batch_sampler)
         with self._moment(""):
@@ -154,7 +158,7 @@ class Drawing:
     def _moment(self, name: str) -> Generator[None]:
         """Draw, inside, from the generators as they are, or were in the pass that is resumed."""
         generators = generators_of(self._plain)
-        with self._draws.in_place():
+        with self._generator.in_place():
             if (state := self.states.get(f"{name}draws")) is not None:
                 torch.set_rng_state(state)
             self.states[f"{name}draws"] = torch.get_rng_state()

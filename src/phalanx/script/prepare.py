@@ -25,7 +25,7 @@ from phalanx.script.gather import add_up, gather_rows, gather_with_gradient
 from phalanx.script.hooks import refuse_lost_hooks
 from phalanx.script.loader import RankLoader
 from phalanx.script.optimizer import Names, check_schedules, rebind
-from phalanx.script.order import Draws
+from phalanx.script.order import JobGenerator
 from phalanx.script.reading import OwnRows, Reading
 from phalanx.script.step_state import State
 from phalanx.script.user_step import UserStep
@@ -40,7 +40,7 @@ class Prepared:
     def __init__(
         self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int, name: str
     ) -> None:
-        self.draws = Draws()
+        self.generator = JobGenerator()
         self.reading = Reading()
         self.own_rows = OwnRows(comm)
         self.loaders: list[RankLoader] = []
@@ -187,14 +187,14 @@ class Prepared:
         known = (self._accumulation, self.reading, self.optimizers, self._name)
         self._model, self._step = model, UserStep(model, runner, self._comm, *known)
         guard_shards(model, str(self._strategy))
-        self._step.draws = DrawWatch(self._comm, lambda: masks.num_tickets)
-        name_draws(model, self._step.draws.stop)
+        self._step.draw_watch = DrawWatch(self._comm, lambda: masks.num_tickets)
+        name_draws(model, self._step.draw_watch.stop)
 
     def _take(self, each: Any) -> Any:
         if isinstance(each, torch.optim.Optimizer):
             self._take_optimizer(each)
         elif isinstance(each, DataLoader):
-            self.loaders.append(RankLoader(each, self._comm, self.draws, self._note))
+            self.loaders.append(RankLoader(each, self._comm, self.generator, self._note))
             return self.loaders[-1]
         elif isinstance(each, nn.Module) or each is None:
             pass
@@ -237,7 +237,7 @@ class Prepared:
         self.reading.note(loader, batch)
         self.own_rows.note(loader)
         if self._step is not None and not self.reading.is_evaluation:
-            self._step.draws.mark()
+            self._step.draw_watch.mark()
 
 
 def check_model(model: nn.Module, comm: Comm) -> None:

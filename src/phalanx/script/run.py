@@ -209,7 +209,7 @@ class Run:
         Raises:
             ScriptError: no batch has been read, or a tensor has other rows than the batch.
         """
-        return draw_rows(make, self._prepared.draws, self._prepared.reading.last, self.device)
+        return draw_rows(make, self._prepared.generator, self._prepared.reading.last, self.device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole weights and buffers of the plain model on the CPU; all ranks call this.

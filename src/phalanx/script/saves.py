@@ -80,7 +80,7 @@ class Saves:
             self._is_extra_known = True
             self.registered.add_extra_state(model)
         made = self._prepared
-        fitted = (made.optimizers, made.schedulers, made.loaders, made.draws)
+        fitted = (made.optimizers, made.schedulers, made.loaders, made.generator)
         return checkpoint.Loop(model, *fitted, self.registered)
 
 

@@ -36,7 +36,7 @@ from phalanx.script.flops import cut_by_flops, flops_of_trainer
 from phalanx.script.loader import RankLoader
 from phalanx.script.loss import Sums
 from phalanx.script.microbatches import Microbatches
-from phalanx.script.order import Draws
+from phalanx.script.order import JobGenerator
 from phalanx.strategy import Strategy
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
@@ -92,7 +92,7 @@ class ModuleSession(Session):
         trainer, strategy = self.trainer, self.strategy
         self.comm = comm = Ranks(strategy, self.config.device)
         model = _built(trainer, self.precision)
-        self.draws = Draws()
+        self.generator = JobGenerator()
         # Before anything is split: the FLOPs are one process's.
         self._flops = flops_of_trainer(trainer, strategy, model, self.precision.of_batch)
         # BatchNorm over all ranks takes the rows of a microbatch that one process has in it. Asked
@@ -118,7 +118,7 @@ class ModuleSession(Session):
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle, drop_last=trainer.drop_last)
         pieces = trainer.accumulation if is_cut_first else 1
         self.loader = RankLoader(
-            plain, comm, self.draws, pieces=pieces, has_spares=self._has_spares
+            plain, comm, self.generator, pieces=pieces, has_spares=self._has_spares
         )
         self.microbatches = self._cutting(self.loader, trainer.accumulation)
         self._calls: dict[int, dict[str, int]] = {}
@@ -127,7 +127,7 @@ class ModuleSession(Session):
         self.called = Called(Extras(trainer.callbacks, trainer.log), model)
         self.called.registered.add_extra_state(model, is_whole=self.strategy.pp.degree == 1)
         schedulers = [] if self.scheduler is None else [self.scheduler]
-        fitted = ([self.optimizer], schedulers, [self.loader], self.draws)
+        fitted = ([self.optimizer], schedulers, [self.loader], self.generator)
         self._loop = checkpoint.Loop(model, *fitted, self.called.registered)
         if self._is_resumed:
             self._resume()
@@ -214,8 +214,8 @@ class ModuleSession(Session):
         if self.trainer.validation is None:
             return None
         plain = self.trainer.loader(self.trainer.validation)
-        draws = Draws(torch.get_rng_state())
-        loader = RankLoader(plain, self.comm, draws, has_spares=self._has_spares)
+        generator = JobGenerator(torch.get_rng_state())
+        loader = RankLoader(plain, self.comm, generator, has_spares=self._has_spares)
         cutting = self._cutting(loader, 1)
         return (cutting.whole(self.precision.of_batch(batch)) for batch in loader)
 

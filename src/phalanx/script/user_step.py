@@ -39,7 +39,7 @@ class UserStep(StepState):
     """The step under way of a prepared model.
 
     Attributes:
-        draws: notices what the loop draws within the step.
+        draw_watch: notices what the loop draws within the step.
         replicas: compares what must be alike on all ranks.
         parameters: those that optimizers know, by name; FSDP2 has gathered ones in the model while
             a step is under way.
@@ -63,7 +63,7 @@ class UserStep(StepState):
         self.parameters = dict(model.named_parameters())
         self._as_prepared = AsPrepared(model, self.parameters, self._reducer)
         self._name = name
-        self.draws = DrawWatch(comm, lambda: 0)
+        self.draw_watch = DrawWatch(comm, lambda: 0)
         self.replicas = Replicas(comm, self.parameters, optimizers)
         self._hooks = WholeHooks(self.parameters, comm)
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
@@ -75,7 +75,7 @@ class UserStep(StepState):
         """Add up the gradients of the global batch's loss, see `Run.backward`."""
         check_sum(loss_sum, count)
         is_pass_over = self._reading.is_pass_over()
-        self.draws.look()
+        self.draw_watch.look()
         if self.state is not State.ACCUMULATING:
             self._begin(loss_sum.detach())
         found = self._add_up(loss_sum.detach(), cast("float | Tensor", count))
@@ -104,7 +104,7 @@ class UserStep(StepState):
             if reducer is not None:
                 reducer.finish()
             self._end()
-        self.draws.mark()
+        self.draw_watch.mark()
         mean, of_step = (each[0] / _nonzero(each[1]) for each in (found, self._totals))
         return MeanLoss.of(mean, of_step, found[1], own)
 
@@ -141,7 +141,7 @@ class UserStep(StepState):
             if any(callable(each) for each in (*args[1:], *kwargs.values())):
                 return  # the closure calls run.backward within the step
             if self.state is not State.ACCUMULATING:
-                self.draws.look()
+                self.draw_watch.look()
             gradients = self.gradients()
             self.refuse_step(own, has_gradients=bool(gradients))
             self.replicas.gradient_writes += self._made.num_changed(gradients)

@@ -123,8 +123,5 @@ class WeightAverage:
 
     def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's shards of the average and of the weights, in one order."""
-        pairs = [(self._average[name], weight) for name, weight in self._weights.items()]
-        return (
-            [local_shard(average) for average, _ in pairs],
-            [local_shard(weight.detach()) for _, weight in pairs],
-        )
+        average = [local_shard(each) for each in self._average.values()]
+        return average, [local_shard(weight.detach()) for weight in self._weights.values()]

@@ -262,16 +262,14 @@ def _outside(
     What the ranks made of a gradient adds up if it is off by at most `limit`, relative to it.
     """
     agree = "every module's outputs and gradients agree"
-    if first.quantity == "loss":
-        return Place(None, f"{agree}, so it is the sum of the losses over ranks", first.step)
-    if first.quantity == EVALUATION:
-        return Place(None, f"{agree} in eval mode, so it is the sum over ranks", first.step)
-    if first.quantity == "learning rate":
-        return Place(None, "the learning rate of the step", first.step)
-    if first.quantity == "norm":
-        return Place(
-            None, "the gradients agree, so it is their norm over shards and stages", first.step
-        )
+    of_no_module = {
+        "loss": f"{agree}, so it is the sum of the losses over ranks",
+        EVALUATION: f"{agree} in eval mode, so it is the sum over ranks",
+        "learning rate": "the learning rate of the step",
+        "norm": "the gradients agree, so it is their norm over shards and stages",
+    }
+    if first.quantity in of_no_module:
+        return Place(None, of_no_module[first.quantity], first.step)
     module = owner(first.name)
     if first.quantity == "buffer":
         what = (
