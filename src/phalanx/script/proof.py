@@ -67,7 +67,8 @@ def prove(trainer: Trainer, strategy: Strategy, steps: int) -> Verdict:
 
 def case_of(trainer: Trainer) -> Case:
     """Return the job's steps as the reference takes them."""
-    is_cut = trainer.batch_norm == "global" and bool(batch_norms(_seeded(trainer)))
+    model = _seeded(trainer)  # after which the sampler draws, as in the session
+    is_cut = trainer.batch_norm == "global" and bool(batch_norms(model))
     pieces = trainer.accumulation if is_cut else 1
     batches = list(itertools.islice(_passes(trainer), trainer.steps))
     return Case(
