@@ -19,12 +19,13 @@ from typing import Any, Final
 
 import torch
 
-from phalanx.account.activations import activations, held_by
+from phalanx.account.activations import Activations, activations, held_by
 from phalanx.models.loss import chunk_rows
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.split import StateBytes
 from phalanx.planner.machine import Device
 from phalanx.planner.planned import PlannedStep, plan_of
+from phalanx.planner.software import DEFAULT, Software
 
 _LIBRARIES_BYTES: Final = 1 << 30
 """CUDA's context, kernels and workspaces of matrix products."""
@@ -61,7 +62,7 @@ class Memory:
         }
 
 
-def memory(planned: PlannedStep, device: Device) -> list[Memory]:
+def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -> list[Memory]:
     """Return what the ranks of each coordinate on pp hold.
 
     Raises:
@@ -76,6 +77,7 @@ def memory(planned: PlannedStep, device: Device) -> list[Memory]:
     schedule = plan.schedule(planned.accumulation)
     found: list[Memory] = []
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
+    kept = _kept(of_one, software.kept)
     for pp_rank in range(strategy.pp.degree):
         held = _held(plan, planned, pp_rank, alike)
         is_last = plan.cut is None or schedule is None
@@ -86,12 +88,18 @@ def memory(planned: PlannedStep, device: Device) -> list[Memory]:
             "gathered": held.gathered_bytes,
             "gradients": held.gradient_bytes + held.unreduced_bytes,
             "optimizer": held.optimizer_bytes,
-            "activations": held_by(of_one, shape.num_layers, plan.cut, schedule, pp_rank),
-            "logits": _logits_bytes(planned, where) if is_last else 0,
+            "activations": held_by(kept, shape.num_layers, plan.cut, schedule, pp_rank),
+            "logits": _logits_bytes(planned, where, software.logit_bytes) if is_last else 0,
         }
         margin = _margin(planned, sum(causes.values())) if where == "cuda" else 0
         found.append(Memory(stage=pp_rank, margin=margin, **causes))
     return found
+
+
+def _kept(of: Activations, scale: float) -> Activations:
+    """Return the activations of a program that keeps `scale` times as much in its blocks."""
+    blocks, recomputed = int(of.blocks * scale), int(of.recomputed * scale)
+    return dataclasses.replace(of, blocks=blocks, recomputed=recomputed)
 
 
 def _held(
@@ -117,14 +125,21 @@ def heaviest(stages: list[Memory]) -> Memory:
     return max(stages, key=lambda each: each.total)
 
 
-def _logits_bytes(planned: PlannedStep, where: str) -> int:
+def _logits_bytes(planned: PlannedStep, where: str, each_bytes: int) -> int:
     dtype: torch.dtype = getattr(torch, planned.precision)
     vocabulary = planned.shape.vocab_size // planned.strategy.tp.degree
     tokens = planned.microbatch * planned.seq_len // planned.strategy.sample_shards
+    if each_bytes:
+        return tokens * vocabulary * each_bytes
     rows = min(tokens, chunk_rows(vocabulary, dtype, where))
     return rows * vocabulary * dtype.itemsize
 
 
-def _margin(planned: PlannedStep, num_bytes: int) -> int:
+def of_libraries(planned: PlannedStep) -> int:
+    """Return the bytes that libraries take beside the allocator of PyTorch."""
     axes = sum(degree > 1 for degree in planned.strategy.mesh_axes().values())
-    return _LIBRARIES_BYTES + axes * _BUFFERS_BYTES + int(_UNUSABLE * num_bytes)
+    return _LIBRARIES_BYTES + axes * _BUFFERS_BYTES
+
+
+def _margin(planned: PlannedStep, num_bytes: int) -> int:
+    return of_libraries(planned) + int(_UNUSABLE * num_bytes)

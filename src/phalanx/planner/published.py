@@ -18,6 +18,7 @@ from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network
 from phalanx.planner.hardware import CLUSTERS, FABRIC
+from phalanx.planner.held import heaviest, memory, of_libraries
 from phalanx.planner.machine import Cluster, Level
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
@@ -40,6 +41,9 @@ _PROGRAMS: Final = {
     "megatron": "megatron",
 }
 """Words in a run's group or source -> the software that ran it."""
+
+_OF_THE_FIRST_STAGE: Final = ("nanotron",)
+"""Software that reports what PyTorch's allocator has given rank 0."""
 
 _LETTERS: Final = 4
 """Exchanges of tokens in a block with experts: there and back, in forward and in backward."""
@@ -90,6 +94,16 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
 def seconds(run: PublishedRun) -> float:
     """Return the predicted time of a step."""
     return price(run.planned, run.cluster, run.software).step_s + _exchange_s(run)
+
+
+def held(run: PublishedRun) -> tuple[int, bool]:
+    """Return the bytes that the software of the run would report, and whether the run fits."""
+    stages = memory(run.planned, run.cluster.device, run.software)
+    most = heaviest(stages)
+    fits = most.total <= run.cluster.device.usable_bytes
+    if run.software.name in _OF_THE_FIRST_STAGE:
+        return stages[0].total - of_libraries(run.planned), fits
+    return most.total, fits
 
 
 def _exchange_s(run: PublishedRun) -> float:
@@ -157,8 +171,9 @@ def _strategy(row: Mapping[str, Any]) -> str:
     if degree["tp"] > 1:
         is_whole = parallel.get("sequence_parallel") is False
         parts.append(f"tp{degree['tp']}{':megatron' if is_whole else ''}")
-    if row.get("recompute") == "full":
-        parts.append("recompute:full")
+    policy = (row.get("recompute") or "none").split(" ")[0]
+    if policy in ("full", "selective"):
+        parts.append(f"recompute:{policy}")
     return ",".join(parts) or "dp1"
 
 

@@ -31,6 +31,8 @@ class Software:
         inner_call_s: what a call in a unit costs beside the latency of its links.
         outer_call_s: the same between units.
         contention: how fast bandwidth between units falls: by units ** -contention.
+        kept: activations that it keeps, beside those of fused kernels.
+        logit_bytes: held of each logit of a microbatch; 0 where the loss goes by chunks.
         sends_parts: ranks of tp send each a part of what goes to the next stage.
     """
 
@@ -46,6 +48,8 @@ class Software:
     inner_call_s: float = 5e-6
     outer_call_s: float = 20e-6
     contention: float = 0.0
+    kept: float = 1.0
+    logit_bytes: int = 0
     sends_parts: bool = False
 
 
@@ -62,7 +66,7 @@ _SOFTWARE = (
     Software(name="llm-foundry", products=0.95, attention=0.95, fusion=0.96, overlap=0.82,
              inner_bandwidth=0.79),
     Software(name="nanotron", products=0.89, attention=0.81, fusion=0.44, overlap=0.35,
-             inner_bandwidth=0.98, outer_bandwidth=0.82, contention=0.66),
+             inner_bandwidth=0.98, outer_bandwidth=0.82, contention=0.66, kept=1.3, logit_bytes=10),
     Software(name="maxtext", products=1.12, attention=0.66, fusion=0.93, overlap=0.63,
              inner_bandwidth=0.98, outer_bandwidth=0.68),
 )  # fmt: skip
@@ -96,6 +100,10 @@ def on_device(software: Software, device: Device) -> tuple[float, float]:
 
 SOFTWARE: Final[Mapping[str, Software]] = MappingProxyType({each.name: each for each in _SOFTWARE})
 """Name -> software."""
+
+
+DEFAULT: Final = SOFTWARE["phalanx"]
+"""This program, its operators run one by one."""
 
 
 def software(name: str) -> Software:
