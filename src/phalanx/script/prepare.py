@@ -18,7 +18,7 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics, require_statistics
 from phalanx.parallel.dropout import Masks, name_draws
 from phalanx.parallel.plan import Plan
-from phalanx.script.buffers import refuse_max_norm
+from phalanx.script.as_prepared import refuse_max_norm
 from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import first_odd
 from phalanx.script.gather import add_up, gather_rows, gather_with_gradient

@@ -30,7 +30,7 @@ from phalanx.parallel.batch_norm import batch_norms, require_statistics
 from phalanx.parallel.dropout import Masks, Place, naming_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
-from phalanx.script.buffers import refuse_max_norm, warn_of_buffers
+from phalanx.script.as_prepared import refuse_max_norm, warn_of_buffers
 from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
 from phalanx.script.flops import cut_by_flops, flops_of_trainer
 from phalanx.script.loader import RankLoader

@@ -21,8 +21,7 @@ from phalanx.launch.attach import at_end
 from phalanx.launch.heartbeat import PULSE
 from phalanx.models.attention import to_device
 from phalanx.parallel.accumulate import Runner
-from phalanx.script.as_prepared import AsPrepared, MadeGradients
-from phalanx.script.buffers import warn_of_buffers
+from phalanx.script.as_prepared import AsPrepared, MadeGradients, warn_of_buffers
 from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import AHEAD, BATCHES, STEPS
 from phalanx.script.hooks import WholeHooks

@@ -37,10 +37,16 @@ from phalanx.verify.compare import Difference, compare_values
 from phalanx.verify.judge import judge, located, once
 from phalanx.verify.plain import PlainNextToken, plain_batch
 from phalanx.verify.record import Case, gradients_of, loss_of, state_of
-from phalanx.verify.reference import MOMENTS, History, reference_history
+from phalanx.verify.reference import MOMENTS, History, evaluating, reference_history
 from phalanx.verify.settings import SEQ_LEN
 from phalanx.verify.verdict import Place, Verdict, failed
 from phalanx.verify.witness import SessionWitness, find, take_down
+
+STEPS = 2
+"""Steps after which the first run saves and the second resumes; each ends after twice as many."""
+
+NARROW = ("float32", "bfloat16")
+"""Precisions that the third run may have; bfloat16 stands for the others."""
 
 NARROW_ERROR = 5e-3
 """Largest relative error of the losses of the narrow run, beside float64."""
@@ -178,10 +184,8 @@ def _validation_loss(job: Job, model: nn.Module) -> float | None:
         return None
     batch = plain_batch(job.tokens.validation, rows, rows, corpus)
     objective = PlainNextToken(job.config.seed, 0.0)
-    model.eval()
-    loss = float(objective.loss_sum(model, batch, 0)) / objective.num_valid(batch)
-    model.train()
-    return loss
+    with evaluating(model):
+        return float(objective.loss_sum(model, batch, 0)) / objective.num_valid(batch)
 
 
 def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
@@ -204,13 +208,6 @@ def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
     if place is None and (first := verdict.first) is not None:
         place = Place(None, f"{first.what} is the first that differs", first.step)
     return dataclasses.replace(verdict, place=place)
-
-
-STEPS = 2
-"""Steps after which the first run saves and the second resumes; each ends after twice as many."""
-
-NARROW = ("float32", "bfloat16")
-"""Precisions that the third run may have; bfloat16 stands for the others."""
 
 
 def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConfig:

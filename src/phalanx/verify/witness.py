@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.comm.ledger import Phase, no_phase
 from phalanx.data.rows import count_rows
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.loop import Watcher, take_steps
@@ -85,17 +86,13 @@ def take_down(session: Callable[[], Session], witness: Callable[[Any], SessionWi
     return seen.history
 
 
-def evaluate(
-    session: Session, microbatches: Sequence[Any], recorder: Recorder | None = None
-) -> Tensor:
+def evaluate(session: Session, microbatches: Sequence[Any], phase: Phase = no_phase) -> Tensor:
     """Return the sum of the losses of all ranks in eval mode; every rank calls this together."""
     step = session.step
     total = torch.zeros((), dtype=torch.float64, device=session.comm.device)
 
     def forward(batch: Any) -> Tensor:
-        if recorder is None:
-            return step.objective.loss_sum(step.model, batch, 0)
-        with recorder.phase("forward"):
+        with phase("forward"):
             return step.objective.loss_sum(step.model, batch, 0)
 
     with evaluating(step.model):
@@ -119,7 +116,7 @@ def _record(run: Session, rows: Rows, case: Case, first: Difference) -> Recorded
         take_steps(run, pointer)
     if first.quantity == EVALUATION:
         pointer.recorder.restart()
-        evaluate(run, pointer.last, pointer.recorder)
+        evaluate(run, pointer.last, pointer.recorder.phase)
     begin = sum(count_rows(batch) for batch in case.batches[: first.step])
     return pointer.recorder, [each.cpu() - begin for each in pointer.rows]
 
