@@ -24,7 +24,7 @@ from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network
 from phalanx.planner.held import Memory, heaviest, memory
-from phalanx.planner.machine import Cluster
+from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
 from phalanx.planner.software import Software, on_device
@@ -47,7 +47,7 @@ _STATE_BYTES: Final = 16
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned.
+    """A question to the search.
 
     Attributes:
         num_sequences: of the global batch.
@@ -125,18 +125,22 @@ def search(question: Question, wanted: int = 10) -> Found:
         if bound_s(question, planned) > limit_s:
             break
         name = str(planned.strategy)
+        if (failed := too_large(planned, question.cluster.device)) is not None:
+            rejected.setdefault(name, failed)
+            continue
         try:
+            num_priced += 1
+            cost = price(planned, question.cluster, question.software)
+            if cost.step_s > limit_s:  # whether it fits does not matter
+                continue
             if (failed := fails(planned, question.cluster)) is not None:
                 rejected.setdefault(name, failed)
                 continue
-            num_priced += 1
-            cost = price(planned, question.cluster, question.software)
-            if cost.step_s < limit_s:
-                held = heaviest(memory(planned, question.cluster.device))
-                found.append(Candidate(planned, cost, held))
-                found.sort(key=lambda each: each.price.step_s)
-        except StrategyError:
+        except StrategyError:  # the model has parts that the strategy does not split
             continue
+        held = heaviest(memory(planned, question.cluster.device))
+        found.append(Candidate(planned, cost, held))
+        found.sort(key=lambda each: each.price.step_s)
     names = {str(each.planned.strategy) for each in found}
     kept = tuple(each for name, each in rejected.items() if name not in names)
     return Found(tuple(found[:wanted]), kept, len(planneds), num_priced)
@@ -159,11 +163,9 @@ def fails(planned: PlannedStep, cluster: Cluster) -> Inequality | None:
     Raises:
         StrategyError: the strategy does not split the model.
     """
-    room = cluster.device.usable_bytes
-    name = str(planned.strategy)
-    least = least_bytes(planned)
-    if least > room:
-        return Inequality(name, "of weights, gradients and moments alone", least, room)
+    if (failed := too_large(planned, cluster.device)) is not None:
+        return failed
+    room, name = cluster.device.usable_bytes, str(planned.strategy)
     stages = memory(planned, cluster.device)
     most = heaviest(stages)
     if most.total > room:
@@ -171,6 +173,15 @@ def fails(planned: PlannedStep, cluster: Cluster) -> Inequality | None:
         where = f"{where}, with {planned.microbatch} x {planned.seq_len} tokens"
         return Inequality(name, where, most.total, room)
     return None
+
+
+def too_large(planned: PlannedStep, device: Device) -> Inequality | None:
+    """Return why the trained state alone does not fit; None if it does."""
+    least, room = least_bytes(planned), device.usable_bytes
+    if least <= room:
+        return None
+    what = "of weights, gradients and moments alone"
+    return Inequality(str(planned.strategy), what, least, room)
 
 
 def least_bytes(planned: PlannedStep) -> float:

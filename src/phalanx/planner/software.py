@@ -31,7 +31,7 @@ class Software:
         inner_call_s: what a call in a unit costs beside the latency of its links.
         outer_call_s: the same between units.
         contention: how fast bandwidth between units falls: by units ** -contention.
-        kept: activations that it keeps, beside those of fused kernels.
+        kept: activations that it keeps, beside fused kernels.
         logit_bytes: held of each logit of a microbatch; 0 where the loss goes by chunks.
         sends_parts: ranks of tp send each a part of what goes to the next stage.
     """

@@ -30,15 +30,12 @@ def traffic(
     num_ranks = strategy.cp.degree
     num_blocks = sum(len(names) for names in skeleton.blocks.values())
     rows = (
-        (phase, "cp", entry.op, times * entry.calls, times * entry.payload_bytes)
+        (phase, "cp", entry.op, times * entry.calls, times * scale * entry.payload_bytes)
         for (num_rows, length), number in Counter(microbatches).items()
         for times in (number * num_blocks,)
-        for entry in _entries(
-            type(attention),
-            num_ranks,
-            _of_attention(target, num_rows, attention.order.held(length)),
-            target.compute_dtype,
-        )
+        for shape in (_of_attention(target, num_rows, attention.order.held(length)),)
+        for one, scale in (_of_two_positions(shape),)
+        for entry in _entries(type(attention), num_ranks, one, target.compute_dtype)
         for phase in phases_of(entry.phase, strategy.recompute.kind, isinstance(attention, Ring))
     )
     return entries_of(rows, lambda _: num_ranks)
@@ -53,6 +50,17 @@ def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
         for number in (shape.num_heads, shape.num_kv_heads)
     )
     return rows, positions, num_heads, num_groups, shape.head_dim
+
+
+def _of_two_positions(shape: Shape) -> tuple[Shape, int]:
+    """Return one row of two positions, a chunk each, and how often the shape has it.
+
+    All that is sent is as many times as large, in as many calls.
+    """
+    rows, positions, heads, groups, width = shape
+    if positions % 2:
+        return shape, 1
+    return (1, 2, heads, groups, width), rows * positions // 2
 
 
 @functools.lru_cache(maxsize=1 << 12)

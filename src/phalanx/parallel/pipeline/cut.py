@@ -73,7 +73,7 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
             f"layers: {layers}; the most stages are {num_links}"
         )
     if not strategy.cut:
-        return tuple(partition(costs, stages))
+        return _best_of(tuple(costs), stages)
     if (len(strategy.cut), sum(strategy.cut)) != (stages, num_links):
         best = "+".join(str(len(links)) for links in partition(costs, stages))
         raise StrategyError(
@@ -82,6 +82,12 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
             f"{layers}; cut:{best} is the best by their cost"
         )
     return ranges_of(strategy.cut)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _best_of(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
+    """Return the best cut, which strategies of one model ask for again and again."""
+    return tuple(partition(costs, num_stages))
 
 
 def ranges_of(cut: Sequence[int]) -> tuple[range, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
     for row in parameters:
         if row.weight.ndim == 0:
             continue  # has no rows, which fsdp refuses itself
-        num_rows, sizes = row.weight.shape[0], row.degrees(0)
+        num_rows, sizes = row.weight.shape[0], tuple(row.degrees(0))
         num_maps = len(row.binding.parts)
         if num_maps > 1 and sizes:
             raise StrategyError(
@@ -69,7 +70,8 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
         )
 
 
-def dtensor_shards_agree(num_rows: int, tp_sizes: Sequence[int], fsdp: int) -> bool:
+@functools.lru_cache(maxsize=1 << 12)
+def dtensor_shards_agree(num_rows: int, tp_sizes: tuple[int, ...], fsdp: int) -> bool:
     """Return whether each rank holds the rows that DTensor says it does.
 
     FSDP2 shards the local shard of tp; DTensor's `_StridedShard` reads the placement as if fsdp had
