@@ -16,17 +16,15 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from phalanx.account.count import Case, kind_of
 from phalanx.account.flops import step_flops
-from phalanx.account.work import Work, work_of
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
 from phalanx.planner import network, roofline, stages
 from phalanx.planner.machine import Cluster
+from phalanx.planner.parts import PartSeconds, part_seconds
 from phalanx.planner.planned import PlannedStep, plan_of
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
@@ -125,16 +123,6 @@ def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
     )
 
 
-class _Seconds(NamedTuple):
-    """Seconds of the parts of `Work`."""
-
-    inputs: float
-    block: float
-    backward: float
-    again: float
-    head: float
-
-
 @dataclass(frozen=True)
 class _OfStage:
     compute_forward_s: float
@@ -159,12 +147,12 @@ class _Costs:
         planned = self._planned
         shape, last = planned.shape, planned.shape.num_layers + 1
         windows = {shape.window_of(number) for number in range(shape.num_layers)}
-        of = {window: self._work(window) for window in windows}
-        works = {window: self._seconds(work) for window, work in of.items()}
-        self._attention_s = min(self._in_attention(work) for work in of.values())
+        device, software = self._job.device, self._software
+        parts = {each: part_seconds(planned, device, software, each) for each in windows}
+        self._attention_s = min(of.attention for of in parts.values())
         times: list[StageTimes] = []
         for links in self.plan.cut or [range(last + 1)]:
-            self.per_stage.append(self._of_stage(links, works))
+            self.per_stage.append(self._of_stage(links, parts))
             of = self.per_stage[-1]
             comm_s = of.tensor_s + of.ring_s
             forward_part = comm_s / 2 if planned.strategy.recompute.kind == "none" else comm_s / 3
@@ -177,52 +165,23 @@ class _Costs:
             )
         return times
 
-    def _of_stage(self, links: Iterable[int], works: dict[int | None, _Seconds]) -> _OfStage:
+    def _of_stage(self, links: Iterable[int], parts: dict[int | None, PartSeconds]) -> _OfStage:
         shape, last = self._planned.shape, self._planned.shape.num_layers + 1
         forward = backward = 0.0
         blocks = 0
-        any_work = next(iter(works.values()))
+        any_part = next(iter(parts.values()))
         for link in links:
             if link == 0:
-                forward += any_work.inputs
+                forward += any_part.inputs
             elif link == last:  # the loss makes its gradients with it
-                forward += any_work.head
+                forward += any_part.head
             else:
-                work = works[shape.window_of(link - 1)]
-                forward += work.block
-                backward += work.backward + work.again
+                of = parts[shape.window_of(link - 1)]
+                forward += of.block
+                backward += of.backward + of.again
                 blocks += 1
         tensor_s, ring_s = (blocks * seconds for seconds in self._of_axes)
         return _OfStage(forward, backward, tensor_s, ring_s, self._message_s)
-
-    def _seconds(self, work: Work) -> _Seconds:
-        device, software = self._job.device, self._software
-        return _Seconds(*(roofline.seconds(part, device, software) for part in work))
-
-    def _in_attention(self, work: Work) -> float:
-        """Return the seconds of a block in attention, both ways."""
-        operations = [each for part in work for each in part if each.scores]
-        launch_s = self._software.launch_s
-        return roofline.seconds(operations, self._job.device, self._software) - launch_s
-
-    def _work(self, window: int | None) -> Work:
-        planned = self._planned
-        strategy = planned.strategy
-        kept = strategy.recompute
-        if kept.segment_size(planned.shape.num_layers) is not None:
-            kept = dataclasses.replace(kept, kind="full", option=None)
-        is_cuda = self._job.device.kind != "cpu"
-        return work_of(
-            Case(
-                shape=kind_of(planned.shape, window, planned.seq_len),
-                strategy=dataclasses.replace(strategy.of_block, recompute=kept),
-                seq_len=planned.seq_len,
-                num_sequences=planned.microbatch,
-                precision=planned.precision,
-                device="cuda" if is_cuda else "cpu",
-                has_casts=strategy.tp.degree == strategy.fsdp.degree == 1,
-            )
-        )
 
     @functools.cached_property
     def _of_axes(self) -> tuple[float, float]:

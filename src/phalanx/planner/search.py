@@ -11,23 +11,22 @@ the largest messages. So the best that is found is the best there is among the c
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from phalanx.account.flops import step_flops
 from phalanx.account.parameters import num_parameters
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network
 from phalanx.planner.held import Memory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
+from phalanx.planner.parts import model_seconds
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
-from phalanx.planner.software import Software, on_device
+from phalanx.planner.software import Software
 from phalanx.strategy import AXES, Axis, Recompute, Strategy
 
 _MICROBATCHES: Final = (1, 2, 4, 8)
@@ -37,9 +36,6 @@ _MOST_TP: Final = 64
 _MOST_PP: Final = 64
 _LEAST_TOKENS: Final = 1024
 """Of a sequence on a rank: with fewer, a ring waits for its messages."""
-
-_LEAST_CALLS: Final = 40
-"""Operations of a block, forward and backward: there are never fewer."""
 
 _STATE_BYTES: Final = 16
 """Of a parameter: it, its gradient and two moments, 32 bits each."""
@@ -111,8 +107,8 @@ def search(question: Question, wanted: int = 10) -> Found:
         ConfigError: the batch is smaller than one sequence, or no strategy is legal.
     """
     check(question)
-    planneds = sorted(_planneds(question), key=lambda planned: bound_s(question, planned))
-    if not planneds:
+    steps = _by_bound(question)
+    if not steps:
         raise ConfigError(
             f"no strategy splits {question.num_sequences} sequences of {question.seq_len} tokens "
             f"over {question.cluster.num_devices} devices; take a batch that is a multiple of them"
@@ -120,14 +116,14 @@ def search(question: Question, wanted: int = 10) -> Found:
     found: list[Candidate] = []
     rejected: dict[str, Inequality] = {}
     num_priced = 0
-    for planned in planneds:
+    for least_s, planned in steps:
         limit_s = found[wanted - 1].price.step_s if len(found) >= wanted else math.inf
-        if bound_s(question, planned) > limit_s:
-            break
         name = str(planned.strategy)
         if (failed := too_large(planned, question.cluster.device)) is not None:
             rejected.setdefault(name, failed)
             continue
+        if least_s > limit_s:
+            break
         try:
             num_priced += 1
             cost = price(planned, question.cluster, question.software)
@@ -143,7 +139,19 @@ def search(question: Question, wanted: int = 10) -> Found:
         found.sort(key=lambda each: each.price.step_s)
     names = {str(each.planned.strategy) for each in found}
     kept = tuple(each for name, each in rejected.items() if name not in names)
-    return Found(tuple(found[:wanted]), kept, len(planneds), num_priced)
+    return Found(tuple(found[:wanted]), kept, len(steps), num_priced)
+
+
+def _by_bound(question: Question) -> list[tuple[float, PlannedStep]]:
+    """Return the legal steps by their bounds; the bound is 0 where the state is too large."""
+    found: list[tuple[float, PlannedStep]] = []
+    for planned in _legal_steps(question):
+        try:
+            is_large = too_large(planned, question.cluster.device) is not None
+            found.append((0.0 if is_large else bound_s(question, planned), planned))
+        except StrategyError:  # the model has parts that the strategy does not split
+            continue
+    return sorted(found, key=lambda each: each[0])
 
 
 def check(question: Question) -> None:
@@ -200,17 +208,15 @@ def least_bytes(planned: PlannedStep) -> float:
 
 
 def bound_s(question: Question, planned: PlannedStep) -> float:
-    """Return a time that no step of the planned is below: of its products and its large messages.
+    """Return a time that no step is below: of its operations and its large messages.
 
     Sent at least are the weights, in 16 bits, and as many bytes of gradients: by zero3 for each
     microbatch, by zero2 the gradients; and what tp gathers and scatters around each block.
     """
     strategy, software = planned.strategy, question.software
     device, axes = question.cluster.device, strategy.mesh_axes()
-    products, _ = on_device(software, device)
-    flops = _flops(question.shape, question.seq_len, question.num_sequences)
-    run_again = 1 / 3 if strategy.recompute.kind == "full" else 0.0
-    compute_s = flops * (1 + 0.9 * run_again) / (device.flops * products * strategy.num_ranks)
+    of_one = model_seconds(planned, device, software)
+    compute_s = planned.accumulation * of_one / strategy.pp.degree
     bubble = (strategy.pp.degree - 1) / planned.accumulation / (strategy.pp.option or 1)
     sent_s = tensor_s = 0.0
     num_times = {"zero3": (planned.accumulation,) * 2, "zero2": (1, planned.accumulation)}
@@ -228,18 +234,11 @@ def bound_s(question: Question, planned: PlannedStep) -> float:
         sent_bytes = 8 * 2 * tokens * question.shape.hidden * blocks * (1 - 1 / strategy.tp.degree)
         group = network.group_of(axes, ("tp",))
         tensor_s = network.seconds(group, sent_bytes, 1, question.cluster, software)
-    called_s = software.launch_s * _LEAST_CALLS * question.shape.num_layers / strategy.pp.degree
-    compute_s = max(compute_s, called_s * planned.accumulation)
     exposed_s = max(sent_s - software.overlap * 1.5 * compute_s, 0.0)
     return (compute_s + tensor_s) * (1 + bubble) + exposed_s
 
 
-@functools.lru_cache(maxsize=64)
-def _flops(shape: ModelShape, seq_len: int, num_sequences: int) -> int:
-    return step_flops(shape, seq_len, num_sequences).linear_forward * 3
-
-
-def _planneds(question: Question) -> Iterator[PlannedStep]:
+def _legal_steps(question: Question) -> Iterator[PlannedStep]:
     """Yield every legal step over all devices of the cluster."""
     num_devices = question.cluster.num_devices
     for base in _splits(question):
