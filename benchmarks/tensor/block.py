@@ -93,8 +93,9 @@ PATTERNS: Patterns = {
     name.replace("blocks.*", "block"): role
     for name, role in DECODER.items()
     if name.startswith("blocks.") and role not in ("dropout", "local")
+    if not name.endswith("_output_norm")
 }
-"""Roles of a block of the Llama family, which has no norms of queries and keys."""
+"""Roles of a block of Llama, which has no norms of queries and keys, nor after its branches."""
 
 
 class OneBlock(nn.Module):

@@ -29,7 +29,7 @@ class PartSeconds(NamedTuple):
 def part_seconds(
     planned: PlannedStep, device: Device, software: Software, window: int | None
 ) -> PartSeconds:
-    """Return the seconds of the parts of a step, of its blocks those of `window`.
+    """Return the seconds of the parts of a step, with blocks of one `window`.
 
     Raises:
         StrategyError: the strategy does not split the model.
