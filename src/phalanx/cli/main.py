@@ -35,6 +35,7 @@ VERBS: Final[Mapping[str, str]] = {
     "run": "run a training script of your own, which calls phalanx.init, on many processes",
     "verify": "prove that a strategy computes what one process computes",
     "bench": "measure this machine: matmul ceiling, MFU, scaling, the time of each layer",
+    "plan": "find the fastest strategies that fit a model on a cluster, by pricing them",
     "show": "show devices and clusters of the catalogue: peaks, memory, links, their sources",
     "doctor": "show versions, devices and backends, and let two processes meet",
     "convert": "turn Hugging Face weights into a checkpoint, or back",
@@ -42,8 +43,6 @@ VERBS: Final[Mapping[str, str]] = {
 """The verbs that are built, each in phalanx.cli.<verb> with `run(argv) -> exit code`."""
 
 NOT_BUILT: Final[Mapping[str, str]] = {
-    "plan": "phalanx train refuses before it starts what cannot fit, and phalanx bench scaling "
-    "times strategies in turns",
     "report": "phalanx train --report prints where time, bytes and memory went",
     "generate": "phalanx convert writes a folder from which transformers generates",
     "serve": "phalanx convert writes a folder that servers of transformers models load",

@@ -29,7 +29,7 @@ from phalanx.planner.price import Price, price
 from phalanx.planner.software import Software
 from phalanx.strategy import AXES, Axis, Recompute, Strategy
 
-_MICROBATCHES: Final = (1, 2, 4, 8)
+MICROBATCHES: Final = (1, 2, 4, 8)
 _RECOMPUTE: Final = ("none", "selective", "full")
 _PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
 _MOST_TP: Final = 64
@@ -246,7 +246,7 @@ def _legal_steps(question: Question) -> Iterator[PlannedStep]:
         if num_devices % base.num_ranks or question.num_sequences % replicas:
             continue
         rows = question.num_sequences // replicas
-        for microbatch in _MICROBATCHES:
+        for microbatch in MICROBATCHES:
             if rows % microbatch == 0:
                 batch = microbatch, rows // microbatch
                 yield from _strategies(question, base, replicas, batch)

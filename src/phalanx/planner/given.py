@@ -1,0 +1,67 @@
+"""Price one strategy that a user names, at a microbatch that fits."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.errors import BatchError, StrategyError
+from phalanx.planner.held import heaviest, memory
+from phalanx.planner.planned import PlannedStep
+from phalanx.planner.price import price
+from phalanx.planner.search import MICROBATCHES, Candidate, Inequality, Question, check, fails
+from phalanx.strategy import Strategy, require_built
+
+
+def priced_strategy(
+    question: Question, strategy: Strategy, microbatch: int | None = None
+) -> Candidate | Inequality:
+    """Return the price of a strategy, or why it does not fit.
+
+    Args:
+        microbatch: sequences of one forward pass of a rank; the fastest that fits if None.
+
+    Raises:
+        StrategyError: the strategy does not split the model.
+        BatchError: the data ranks, or the microbatch, do not divide the batch.
+    """
+    check(question)
+    require_built(strategy)
+    _check_length(question, strategy)
+    unit = strategy.data_ranks * (microbatch or 1)
+    rows, rest = divmod(question.num_sequences, strategy.data_ranks)
+    if question.num_sequences % unit:
+        legal = max(1, round(question.num_sequences / unit)) * unit
+        each = f"microbatch {microbatch} x " if microbatch else ""
+        raise BatchError(
+            f"the batch of {question.num_sequences} sequences is not a multiple of {each}"
+            f"{strategy.data_ranks} data ranks = {unit}; the nearest batch is {legal}"
+        )
+    assert not rest, "the unit is a multiple of the data ranks"
+    sizes = [microbatch] if microbatch else [n for n in MICROBATCHES if rows % n == 0]
+    answers = [_priced(question, strategy, size, rows // size) for size in sizes]
+    fitting = [each for each in answers if isinstance(each, Candidate)]
+    return min(fitting, key=lambda each: each.price.step_s) if fitting else answers[0]
+
+
+def _check_length(question: Question, strategy: Strategy) -> None:
+    """Refuse a sequence whose positions the ranks of cp and tp cannot divide."""
+    degrees = strategy.sample_shards, strategy.tp.degree
+    unit = math.lcm(2 * degrees[0] if degrees[0] > 1 else 1, math.prod(degrees))
+    if question.seq_len % unit:
+        legal = max(1, round(question.seq_len / unit)) * unit
+        raise StrategyError(
+            f"{strategy} does not divide {question.seq_len} tokens, of which each rank of cp and "
+            f"tp has as many; the nearest sequence has {legal}"
+        )
+
+
+def _priced(
+    question: Question, strategy: Strategy, microbatch: int, accumulation: int
+) -> Candidate | Inequality:
+    planned = PlannedStep(
+        question.shape, strategy, question.seq_len, microbatch, accumulation, question.precision
+    )
+    if (failed := fails(planned, question.cluster)) is not None:
+        return failed
+    cost = price(planned, question.cluster, question.software)
+    return Candidate(planned, cost, heaviest(memory(planned, question.cluster.device)))
