@@ -24,7 +24,9 @@ from phalanx.planner.search import Candidate, Inequality, Question, search
 from phalanx.planner.software import software
 from phalanx.strategy import Strategy
 
-EXAMPLE: Final = "phalanx plan --model llama3-8b --cluster h100:64 --sequence 8192 --global-batch 128"
+EXAMPLE: Final = (
+    "phalanx plan --model llama3-8b --cluster h100:64 --sequence 8192 --global-batch 128"
+)
 
 BAR: Final = 8
 """Characters of a bar of memory."""
@@ -83,7 +85,9 @@ def question_of(config: PlanConfig) -> Question:
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing; expected, for example: {EXAMPLE}")
     if config.microbatch is not None and config.strategy is None:
-        raise ConfigError("--microbatch belongs to a strategy; give --strategy TEXT, or leave it out")
+        raise ConfigError(
+            "--microbatch belongs to a strategy; give --strategy TEXT, or leave it out"
+        )
     assert config.model and config.cluster and config.sequence and config.global_batch
     shape = with_sizes(shape_of(config.model), config.shape)
     if config.sequence > shape.max_seq_len:
@@ -92,9 +96,7 @@ def question_of(config: PlanConfig) -> Question:
             f"{shape.max_seq_len}; take at most {shape.max_seq_len}, or set --shape.max-seq-len"
         )
     cluster = hardware.cluster(config.cluster)
-    return Question(
-        shape, cluster, software(config.software), config.sequence, config.global_batch
-    )
+    return Question(shape, cluster, software(config.software), config.sequence, config.global_batch)
 
 
 def _question_values(question: Question, num_devices: int) -> dict[str, Any]:

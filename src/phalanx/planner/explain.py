@@ -36,7 +36,7 @@ class Figures:
 
     Attributes:
         causes_s: cause -> its seconds of the step.
-        sent_s: seconds in which dp and fsdp send, of which `causes_s` has what is exposed.
+        sent_s: seconds in which dp and fsdp send, of which `causes_s` has the exposed part.
         memory: cause -> bytes on the heaviest stage.
         devices: numbers of devices on which the run can resume with this microbatch: fewer or as
             many replicas, which divide the batch and fit.
