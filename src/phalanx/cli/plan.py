@@ -85,9 +85,7 @@ def question_of(config: PlanConfig) -> Question:
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing; expected, for example: {EXAMPLE}")
     if config.microbatch is not None and config.strategy is None:
-        raise ConfigError(
-            "--microbatch belongs to a strategy; give --strategy TEXT, or leave it out"
-        )
+        raise ConfigError("--microbatch belongs to a strategy; give --strategy TEXT with it")
     assert config.model and config.cluster and config.sequence and config.global_batch
     shape = with_sizes(shape_of(config.model), config.shape)
     if config.sequence > shape.max_seq_len:

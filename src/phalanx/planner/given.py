@@ -15,10 +15,7 @@ from phalanx.strategy import Strategy, require_built
 def priced_strategy(
     question: Question, strategy: Strategy, microbatch: int | None = None
 ) -> Candidate | Inequality:
-    """Return the price of a strategy, or why it does not fit.
-
-    Args:
-        microbatch: sequences of one forward pass of a rank; the fastest that fits if None.
+    """Return the price of a strategy, or why it does not fit; at the fastest microbatch if None.
 
     Raises:
         StrategyError: the strategy does not split the model.
