@@ -15,13 +15,16 @@ from phalanx.errors import StrategyError
 from phalanx.planner import network
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.search import Candidate, Inequality, Question, fails
-from phalanx.strategy import Axis, Recompute, Strategy
+from phalanx.strategy import AXES, Axis, Recompute, Strategy
 
 GRADES: Final = ((0.4, "excellent"), (0.3, "good"))
 """An MFU above the number -> its grade; `low` below all."""
 
 NUM_REJECTED: Final = 8
 """Rejected strategies that are shown: the nearest to the best."""
+
+RING: Final = next(name for name in AXES if name not in ("pp", "dp", "fsdp", "tp"))
+"""The axis that splits positions, whose ranks form a ring."""
 
 _BOUND: Final = 0.7
 """Part of a step above which compute alone bounds it."""
@@ -84,7 +87,7 @@ def figures(question: Question, candidate: Candidate) -> Figures:
         causes_s={
             "compute": cost.compute_s,
             "tp": cost.tensor_s,
-            "cp": cost.ring_s,
+            RING: cost.ring_s,
             "pp": cost.bubble_s,
             _of_data(planned.strategy): cost.exposed_s,
             "optimizer": cost.optimizer_s,
@@ -184,7 +187,7 @@ def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
     data = _of_data(strategy)
     levers = {
         "tp": "that compute does not hide; a lower degree sends less",
-        "cp": "in rings that attention does not hide; a lower degree or longer sequences hide more",
+        RING: "in rings that attention does not hide; a lower degree or longer sequences hide more",
         "pp": f"in its bubble of {of.accumulation} microbatches on {strategy.pp.degree} stages; "
         "more microbatches shorten it",
         data: f"of {time(of.sent_s)} sent, which compute does not hide; a larger batch hides more",

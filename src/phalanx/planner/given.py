@@ -41,14 +41,14 @@ def priced_strategy(
 
 
 def _check_length(question: Question, strategy: Strategy) -> None:
-    """Refuse a sequence whose positions the ranks of cp and tp cannot divide."""
+    """Refuse a sequence whose positions the ranks of a sample and of tp cannot divide."""
     degrees = strategy.sample_shards, strategy.tp.degree
     unit = math.lcm(2 * degrees[0] if degrees[0] > 1 else 1, math.prod(degrees))
     if question.seq_len % unit:
         legal = max(1, round(question.seq_len / unit)) * unit
         raise StrategyError(
-            f"{strategy} does not divide {question.seq_len} tokens, of which each rank of cp and "
-            f"tp has as many; the nearest sequence has {legal}"
+            f"{strategy} does not divide a sequence of {question.seq_len} tokens evenly; the "
+            f"nearest sequence has {legal}"
         )
 
 
