@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from phalanx.account.parameters import num_parameters
 from phalanx.errors import PhalanxError
 from phalanx.planner import published
 from phalanx.planner.software import SOFTWARE
@@ -41,25 +40,6 @@ class Priced(NamedTuple):
     fits: bool
 
 
-def measured_s(row: dict[str, Any], shape: Any) -> float | None:
-    """Return the measured time of a step: as printed, or from tokens or FLOPs a second."""
-    measured, derived = row["measured"], row.get("derived") or {}
-    if step_s := measured.get("step_time_s") or derived.get("step_time_s"):
-        return step_s
-    tokens = row["global_batch_seqs"] * row["seq_len"]
-    if rate := measured.get("tokens_per_s_per_gpu") or derived.get("tokens_per_s_per_gpu"):
-        return tokens / rate / row["num_gpus"]
-    if rate := measured.get("tflops_per_gpu"):
-        return _flops(shape, row["seq_len"]) * tokens / row["num_gpus"] / rate / 1e12
-    return None
-
-
-def _flops(shape: Any, seq_len: int) -> float:
-    """Return 6 N + 12 L H T, the convention of MaxText, for a token."""
-    width = shape.num_heads * shape.head_dim
-    return 6 * num_parameters(shape).matmul + 12 * shape.num_layers * width * seq_len
-
-
 def priced(row: dict[str, Any]) -> Priced | None:
     """Price a run; None where nothing was measured.
 
@@ -68,7 +48,7 @@ def priced(row: dict[str, Any]) -> Priced | None:
     """
     run = published.read(row)
     shape = run.planned.shape
-    if (step_s := measured_s(row, shape)) is None:
+    if (step_s := published.measured_s(row, shape)) is None:
         return None
     unknown = dataclasses.replace(run, software=SOFTWARE["compiled"])
     gigabytes, fits = published.held(run)
@@ -80,7 +60,7 @@ def priced(row: dict[str, Any]) -> Priced | None:
         measured_s=step_s,
         predicted_s=published.seconds(run),
         alone_s=published.seconds(unknown),
-        peak_s=_flops(shape, row["seq_len"]) * tokens / peak,
+        peak_s=published.flops_of_token(shape, row["seq_len"]) * tokens / peak,
         measured_gb=row["measured"].get("memory_gb"),
         held_gb=gigabytes / 1e9,
         fits=fits,

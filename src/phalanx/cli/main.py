@@ -36,6 +36,7 @@ VERBS: Final[Mapping[str, str]] = {
     "verify": "prove that a strategy computes what one process computes",
     "bench": "measure this machine: matmul ceiling, MFU, scaling, the time of each layer",
     "plan": "find the fastest strategies that fit a model on a cluster, by pricing them",
+    "predict": "predict time and memory of published runs, of which a file has one a line",
     "show": "show devices and clusters of the catalogue: peaks, memory, links, their sources",
     "doctor": "show versions, devices and backends, and let two processes meet",
     "convert": "turn Hugging Face weights into a checkpoint, or back",

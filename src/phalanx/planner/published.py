@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from phalanx.account.parameters import num_parameters
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network
@@ -104,6 +105,25 @@ def held(run: PublishedRun) -> tuple[int, bool]:
     if run.software.name in _OF_THE_FIRST_STAGE:
         return stages[0].total - of_libraries(run.planned), fits
     return most.total, fits
+
+
+def measured_s(row: Mapping[str, Any], shape: ModelShape) -> float | None:
+    """Return the measured time of a step: as printed, or from tokens or FLOPs a second."""
+    measured, derived = row["measured"], row.get("derived") or {}
+    if step_s := measured.get("step_time_s") or derived.get("step_time_s"):
+        return step_s
+    tokens = row["global_batch_seqs"] * row["seq_len"]
+    if rate := measured.get("tokens_per_s_per_gpu") or derived.get("tokens_per_s_per_gpu"):
+        return tokens / rate / row["num_gpus"]
+    if rate := measured.get("tflops_per_gpu"):
+        return flops_of_token(shape, row["seq_len"]) * tokens / row["num_gpus"] / rate / 1e12
+    return None
+
+
+def flops_of_token(shape: ModelShape, seq_len: int) -> float:
+    """Return 6 N + 12 L H T, the convention of MaxText, for a token."""
+    width = shape.num_heads * shape.head_dim
+    return 6 * num_parameters(shape).matmul + 12 * shape.num_layers * width * seq_len
 
 
 def _exchange_s(run: PublishedRun) -> float:

@@ -1,0 +1,144 @@
+"""`phalanx predict`: the price of published runs, a JSON object for each, or their error."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.cli.screen import Preparation, print_json, screen
+from phalanx.config.command_line import read_command_line
+from phalanx.errors import ConfigError
+from phalanx.planner import published
+
+NEEDED: Final = ("id", "hardware", "num_gpus", "model", "seq_len", "parallel")
+"""Fields of a run without which it is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """Predict time and memory of published runs, of which a file has one JSON object a line.
+
+    Without --json, the table has the error of each group of runs whose time was measured.
+    """
+
+    runs: str | None = None
+    """The file of the runs."""
+    json: bool = False
+    """Print one JSON object a run: id, step_time_s, tokens_per_s_per_device, memory_bytes, fits; or
+    id and error."""
+
+
+def run(argv: list[str]) -> int:
+    """Price the runs of a file and return the exit code.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not one JSON object a line.
+    """
+    config = read_command_line(argv, PredictConfig, prog="phalanx predict")
+    if config.runs is None:
+        raise ConfigError("--runs is missing; expected: phalanx predict --runs FILE.jsonl")
+    rows = rows_of(Path(config.runs))
+    if config.json:
+        for row in rows:
+            print_json(predicted(row))
+        return 0
+    console = screen()
+    with Preparation(console) as preparation:
+        found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for number, row in enumerate(rows):
+            preparation.report("pricing runs", number, len(rows))
+            found.append((row, predicted(row)))
+    console.print(table(found))
+    return 0
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the runs of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is no run.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"cannot read {path}: {why}") from None
+    return [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}, line {number} is no JSON: {error}; expected one object a line"
+        ) from None
+    if not isinstance(row, dict) or "id" not in row:
+        raise ConfigError(f"{path}, line {number} has no id; expected an object with {_fields()}")
+    return row
+
+
+def _fields() -> str:
+    return ", ".join(NEEDED)
+
+
+def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer on a run, or why it has none."""
+    missing = [name for name in NEEDED if row.get(name) is None]
+    if missing:
+        return {"id": row["id"], "error": f"the run lacks {', '.join(missing)}"}
+    try:
+        run = published.read(row)
+        step_s = published.seconds(run)
+        memory_bytes, fits = published.held(run)
+    # A field may have any value, and what follows from it may not be a number.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return {"id": row["id"], "error": str(error) or type(error).__name__}
+    tokens = run.planned.num_sequences * run.planned.seq_len
+    return {
+        "id": row["id"],
+        "step_time_s": step_s,
+        "tokens_per_s_per_device": tokens / step_s / row["num_gpus"],
+        "memory_bytes": memory_bytes,
+        "fits": fits,
+    }
+
+
+def table(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> Table:
+    """Return the number of runs and the mean error of time of each group."""
+    groups: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
+    for pair in found:
+        groups[str(pair[0].get("group", "no group"))].append(pair)
+    drawn = Table()
+    for head in ("group", "runs", "errors", "measured", "mean error", "fit"):
+        drawn.add_column(head, justify="left" if head == "group" else "right", no_wrap=True)
+    for name, pairs in [*groups.items(), ("all", found)]:
+        drawn.add_row(*map(Text, _cells(name, pairs)))
+    return drawn
+
+
+def _cells(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[str]:
+    answers = [answer for _, answer in pairs if "error" not in answer]
+    errors = [
+        abs(answer["step_time_s"] / measured_s - 1)
+        for row, answer in pairs
+        if "error" not in answer and (measured_s := _measured_s(row)) is not None
+    ]
+    yield from (name, f"{len(pairs):,}", f"{len(pairs) - len(answers):,}", f"{len(errors):,}")
+    yield f"{statistics.mean(errors):.1%}" if errors else ""
+    yield f"{sum(answer['fits'] for answer in answers):,}"
+
+
+def _measured_s(row: dict[str, Any]) -> float | None:
+    """Return the measured time of a step of a run that can be read, if it has one."""
+    if not row.get("measured"):
+        return None
+    return published.measured_s(row, published.read(row).planned.shape)
