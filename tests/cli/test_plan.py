@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.planner.several import numbers_of
 
 SMALL = "--model llama3-1b --sequence 1024 --global-batch 4 --shape.num-layers 4"
 ON_TWO = f"{SMALL} --cluster h100:2"
@@ -73,7 +77,14 @@ def test_a_strategy_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture
         (f"{ON_TWO} --strategy tp3", "not 3"),
         (f"{ON_TWO} --strategy pp2,cut:1+1", "cut:1+1"),
         (f"{ON_TWO} --strategy cp2 --sequence 1023", "the nearest sequence has 1024"),
-        (f"{ON_TWO} --microbatch 1", "--microbatch belongs to a strategy"),
+        (f"{ON_TWO} --microbatch 1", "--microbatch belongs to --strategy"),
+        (f"{ON_TWO} --svg x.svg", "--svg belongs to --scale"),
+        (f"{ON_TWO} --scale 2 --compare a100", "--compare and --scale are different questions"),
+        (f"{ON_TWO} --scale 2,1", "expected rising numbers of devices"),
+        (f"{ON_TWO} --scale 1,4", "1 to 2 devices, not 4"),
+        (f"{ON_TWO} --compare a100,h10", "'h10' is no cluster"),
+        (f"{ON_TWO} --strategy dp2 --trace x.json", "--trace has no pipeline to show"),
+        (f"{ON_TWO} --strategy pp2 --trace no/x.json", "cannot write no/x.json"),
     ],
 )
 def test_a_question_without_an_answer(
@@ -82,3 +93,53 @@ def test_a_question_without_an_answer(
     assert main(["plan", *words.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("phalanx: ") and said in error and "Traceback" not in error
+
+
+def test_the_trace_has_a_lane_a_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    _, found = planned(capsys, f"{ON_TWO} --strategy pp2 --microbatch 1 --trace {path}")
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [each for each in events if each["ph"] == "X"]
+    assert {each["tid"] for each in events} == {each["tid"] for each in spans} == {0, 1}
+    # 4 microbatches, forward and backward on each of 2 ranks, none at the same time on one rank.
+    assert len(spans) == 4 * 2 * 2
+    for lane in (0, 1):
+        own = sorted((each["ts"], each["dur"]) for each in spans if each["tid"] == lane)
+        assert all(b + d <= after + 1e-6 for (b, d), (after, _) in pairwise(own))
+    best = found["candidates"][0]
+    pipeline_s = best["causes_s"]["compute"] + best["causes_s"]["pp"]
+    length_s = max(each["ts"] + each["dur"] for each in spans) / 1e6
+    assert length_s == pytest.approx(pipeline_s)
+
+
+def test_clusters_are_compared_by_as_many_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    text, found = planned(capsys, f"{ON_TWO} --compare a100,h100")
+    slow, fast = found["compare"]
+    assert [each["num_devices"] for each in (slow, fast)] == [2, 2]
+    # The peak of an A100 is 312 TFLOP/s, of an H100 989.
+    ratio = slow["figures"]["t_theoretical_s"] / fast["figures"]["t_theoretical_s"]
+    assert ratio == pytest.approx(989.4 / 312, rel=0.01)
+    for each in (slow, fast):
+        assert f"{1000 * each['figures']['step_time_s']:.3g} ms" in text
+
+
+def test_devices_are_scaled_with_a_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "scale.svg"
+    text, found = planned(capsys, f"{SMALL} --cluster h100:3 --scale 1,2,3 --svg {path}")
+    one, two, three = found["scale"]
+    assert one["speed_up"] == one["efficiency"] == 1
+    ratio = one["figures"]["step_time_s"] / two["figures"]["step_time_s"]
+    assert two["speed_up"] == pytest.approx(ratio)
+    assert two["efficiency"] == pytest.approx(ratio / 2) and f"{ratio:.2f}" in text
+    # 3 divides neither 4 sequences, nor the heads; 4 layers are split in 3 stages.
+    assert three["figures"] is None or three["figures"]["strategy"].startswith("pp3")
+    words = " ".join(ElementTree.parse(path).getroot().itertext())
+    assert one["figures"]["strategy"] in words and "efficiency" in words
+
+
+def test_numbers_of_devices_double_where_dots_stand() -> None:
+    assert numbers_of("8,16,...,128") == [8, 16, 32, 64, 128]
+    assert numbers_of("1,2,...,6") == [1, 2, 4, 6] and numbers_of("4") == [4]

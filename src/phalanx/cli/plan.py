@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Final
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from phalanx.account.parameters import num_parameters
+from phalanx.cli.plan_text import show_answer, show_several
 from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import ShapeConfig
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Range
-from phalanx.errors import ConfigError, wrapped
+from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.planner import explain, hardware
-from phalanx.planner.explain import Figures
+from phalanx.planner.chart import check_picture, draw_scaling
 from phalanx.planner.given import priced_strategy
+from phalanx.planner.perfetto import write_trace
+from phalanx.planner.price import timeline
 from phalanx.planner.search import Candidate, Inequality, Question, search
+from phalanx.planner.several import Best, best_on, numbers_of, scaled
 from phalanx.planner.software import software
 from phalanx.strategy import Strategy
 
 EXAMPLE: Final = (
     "phalanx plan --model llama3-8b --cluster h100:64 --sequence 8192 --global-batch 128"
 )
-
-BAR: Final = 8
-"""Characters of a bar of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,14 @@ class PlanConfig:
     """Price this strategy alone."""
     microbatch: Annotated[int | None, Range(1)] = None
     """Its sequences in one forward pass of a rank; the fastest of 1, 2, 4, 8 if unset."""
+    compare: str | None = None
+    """Clusters, joined by commas, such as a100,h100: the best on as many devices of each."""
+    scale: str | None = None
+    """Numbers of devices, such as 8,16,64 or 8,16,...,128: the best on each, of the same batch."""
+    svg: str | None = None
+    """Draw speed-up and efficiency of --scale into this file."""
+    trace: str | None = None
+    """Write the timeline of the fastest pipeline into this JSON file, which Perfetto opens."""
     software: str = "phalanx"
     """The training program whose constants are used."""
     json: bool = False
@@ -63,15 +72,43 @@ def run(argv: list[str]) -> int:
         ConfigError: the question has no answer.
     """
     config = read_command_line(argv, PlanConfig, prog="phalanx plan")
+    _check_together(config)
     console = screen()
     question = question_of(config)
     with Preparation(console) as preparation:
-        preparation.report("pricing strategies", 0, 0)
-        document = _given(config, question) if config.strategy else _found(question)
-    _show(console, document)
+
+        def report(what: str) -> None:
+            preparation.report(f"pricing strategies{what}", 0, 0)
+
+        report("")
+        if config.compare or config.scale:
+            document = _several(config, question, report)
+        else:
+            document = _given(config, question) if config.strategy else _found(config, question)
+    if config.compare or config.scale:
+        show_several(console, document)
+    else:
+        show_answer(console, document)
+    for path in (config.svg, config.trace):
+        if path is not None:
+            console.print(Text(f"wrote {path}"), soft_wrap=True)
     if config.json:
         print_json(document)
     return 0
+
+
+def _check_together(config: PlanConfig) -> None:
+    """Refuse options that do not belong together, before anything is priced."""
+    modes = [f"--{n}" for n in ("strategy", "compare", "scale") if getattr(config, n) is not None]
+    if len(modes) > 1:
+        raise ConfigError(f"{' and '.join(modes)} are different questions; give one of them")
+    for name, other in (("microbatch", "strategy"), ("svg", "scale")):
+        if getattr(config, name) is not None and getattr(config, other) is None:
+            raise ConfigError(f"--{name} belongs to --{other}; give both, or neither")
+    if config.trace is not None and (config.compare or config.scale):
+        raise ConfigError(f"--trace has no single timeline with {modes[0]}; leave one of them out")
+    if config.svg is not None:
+        check_picture(Path(config.svg))
 
 
 def question_of(config: PlanConfig) -> Question:
@@ -84,8 +121,6 @@ def question_of(config: PlanConfig) -> Question:
     missing = [f"--{n.replace('_', '-')}" for n in needed if getattr(config, n) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing; expected, for example: {EXAMPLE}")
-    if config.microbatch is not None and config.strategy is None:
-        raise ConfigError("--microbatch belongs to a strategy; give --strategy TEXT with it")
     assert config.model and config.cluster and config.sequence and config.global_batch
     shape = with_sizes(shape_of(config.model), config.shape)
     if config.sequence > shape.max_seq_len:
@@ -111,9 +146,10 @@ def _question_values(question: Question, num_devices: int) -> dict[str, Any]:
     }
 
 
-def _found(question: Question) -> dict[str, Any]:
+def _found(config: PlanConfig, question: Question) -> dict[str, Any]:
     """Return the answer of a search."""
     found = search(question)
+    _write_trace(config, question, found.candidates)
     best = found.candidates[0] if found.candidates else None
     name = None if best is None else str(best.planned.strategy)
     document = _answer(question, found.candidates, explain.neighbours(name, found.rejected))
@@ -127,6 +163,7 @@ def _given(config: PlanConfig, question: Question) -> dict[str, Any]:
     question.cluster.of(strategy.num_ranks)  # there are as many devices
     answer = priced_strategy(question, strategy, config.microbatch)
     if isinstance(answer, Candidate):
+        _write_trace(config, question, [answer])
         return _answer(question, [answer], [])
     return _answer(question, [], [answer])
 
@@ -143,97 +180,49 @@ def _answer(
     }
 
 
-def _show(console: Console, document: dict[str, Any]) -> None:
-    """Print an answer."""
-    asked, candidates = document["question"], document["candidates"]
-    _say(
-        console,
-        f"{asked['parameters'] / 1e9:.3g} B parameters on {asked['num_devices']:,} x "
-        f"{asked['device']} ({asked['cluster']}), {asked['global_batch']:,} sequences of "
-        f"{asked['sequence']:,} tokens a step, by {asked['software']}",
-        "bold",
+def _write_trace(config: PlanConfig, question: Question, candidates: Sequence[Candidate]) -> None:
+    """Write the timeline of the fastest pipeline, if it is asked for."""
+    if config.trace is None:
+        return
+    for each in candidates:
+        lanes = timeline(each.planned, question.cluster, question.software)
+        if lanes is not None:
+            with _written(config.trace):
+                write_trace(lanes, Path(config.trace))
+            return
+    raise ConfigError(
+        "--trace has no pipeline to show: no strategy that was found has pp; give one by --strategy"
     )
-    if candidates:
-        _show_best(console, candidates)
+
+
+def _several(
+    config: PlanConfig, question: Question, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return the best strategies on several clusters, or numbers of devices."""
+    num_devices = question.cluster.num_devices
+    found: list[Best] = []
+    if config.compare is not None:
+        clusters = [hardware.cluster(n).of(num_devices) for n in config.compare.split(",")]
+        for cluster in clusters:
+            report(f" on {cluster.name}")
+            found.append(best_on(question, cluster))
     else:
-        _say(console, "no strategy fits", "bold")
-    if document["rejected"]:
-        _say(console, "\nrejected, the nearest first:" if candidates else "\nrejected:", "bold")
-        for each in document["rejected"]:
-            _say(console, f"  {each['text']}")
-    if document["advice"]:
-        _say(console, "\nadvice", "bold")
-        for line in document["advice"]:
-            _say(console, f"  {line}")
+        numbers = numbers_of(config.scale or "")
+        question.cluster.of(max(numbers))  # there are as many devices
+        for best in scaled(question, numbers):
+            found.append(best)
+            report(f" after {best.num_devices:,} devices")
+    if config.svg is not None:
+        with _written(config.svg):
+            draw_scaling(found, Path(config.svg))
+    name = "compare" if config.compare is not None else "scale"
+    return {"question": _question_values(question, num_devices), name: found}
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(wrapped(text, console.width), style), soft_wrap=True)
-
-
-def _show_best(console: Console, candidates: Sequence[Figures]) -> None:
-    best = candidates[0]
-    _say(
-        console,
-        f"t_theoretical {explain.time(best.t_theoretical_s)} a step: model FLOPs / peak of all "
-        "devices, for every strategy\n",
-    )
-    console.print(table(candidates))
-    _say(console, f"\n{best.strategy}: {best.mesh}", "bold")
-    causes = (
-        f"{name} {explain.time(s)} ({s / best.step_time_s:.0%})"
-        for name, s in best.causes_s.items()
-        if s
-    )
-    _say(console, f"  time: {', '.join(causes)}")
-    held = (f"{name} {num / 2**30:.1f}" for name, num in best.memory.items())
-    _say(
-        console,
-        f"  memory of stage {best.stage}, the heaviest, in GiB: {', '.join(held)}; "
-        f"{best.memory_bytes / 2**30:.1f} of {best.usable_bytes / 2**30:.1f}",
-    )
-    _say(console, f"  can resume on {_numbers(best.devices)} devices")
-
-
-def table(rows: Iterable[Figures], widest: int = 34) -> Table:
-    """Return strategies as a table of at most 100 columns."""
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    heads = ("strategy", "batch", "step", "tokens/s", "MFU, %", "", "memory")
-    for head in heads:
-        right = head in ("batch", "step", "tokens/s", "MFU, %")
-        drawn.add_column(head, justify="right" if right else "left", no_wrap=True)
-    for each in rows:
-        drawn.add_row(Text(_in_lines(each.strategy, widest)), *map(Text, cells(each)))
-    return drawn
-
-
-def cells(of: Figures) -> tuple[str, ...]:
-    """Return batch, time, rate, MFU, grade and memory of a strategy."""
-    part = of.memory_bytes / of.usable_bytes
-    full = round(BAR * part)
-    return (
-        f"{of.microbatch} x {of.accumulation}",
-        explain.time(of.step_time_s),
-        f"{of.tokens_per_s_per_device:,.0f}",
-        f"{100 * of.mfu_causal:.1f} / {100 * of.mfu_full:.1f}",
-        of.grade,
-        f"{'#' * full}{'.' * (BAR - full)} {part:.0%}",
-    )
-
-
-def _in_lines(strategy: str, widest: int) -> str:
-    """Return the text of a strategy in lines that end between its parts."""
-    lines = [""]
-    for part in strategy.split(","):
-        joined = f"{lines[-1]},{part}" if lines[-1] else part
-        if len(joined) < widest or not lines[-1]:
-            lines[-1] = joined
-        else:
-            lines[-1] += ","
-            lines.append(part)
-    return "\n".join(lines)
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    shown = [f"{number:,}" for number in numbers]
-    return ", ".join([*shown[:4], "...", *shown[-4:]] if len(shown) > 9 else shown)
+@contextmanager
+def _written(path: str) -> Generator[None]:
+    """Name the file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

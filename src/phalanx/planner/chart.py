@@ -1,14 +1,19 @@
-"""Draw the hardware catalogue as SVG. Needs matplotlib, the `plot` extra."""
+"""Draw the hardware catalogue, and plans over devices, as SVG. Needs the `plot` extra."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import ConfigError
 from phalanx.planner.machine import Device
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from phalanx.planner.several import Best
 
 COLOURS = {"NVIDIA": "#4d7c0f", "AMD": "#b04a2f", "TPU": "#1f5a99", "AWS": "#8a6d1a"}
 
@@ -34,17 +39,7 @@ def draw_devices(devices: Sequence[Device], path: Path) -> None:
     Raises:
         ConfigError: the file is no SVG, or matplotlib is missing.
     """
-    if path.suffix != ".svg":
-        raise ConfigError(f"{path} is no name of an SVG; the nearest is {path.with_suffix('.svg')}")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib draws, and is missing; pip install 'phalanx-train[plot]'")
-    # Not pyplot: it keeps every figure in a global register.
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(path, (11, 5.2))
     panels = [
         ("dense 16-bit peak, TFLOP/s", [one.flops / 1e12 for one in devices], PEAK_TICKS),
         ("memory bandwidth, TB/s", [one.bandwidth / 1e12 for one in devices], SPEED_TICKS),
@@ -73,7 +68,73 @@ def draw_devices(devices: Sequence[Device], path: Path) -> None:
         axes.set_xlim(min(years) - 0.5, max(years) + 4.5)
         axes.set_xticks(range(min(years), max(years) + 1, 2))
         axes.spines[["top", "right"]].set_visible(False)
-    # A fixed salt and no date: the same catalogue gives the same file.
+    _write(figure, path)
+
+
+def draw_scaling(several: Sequence[Best], path: Path) -> None:
+    """Draw speed-up and efficiency over devices, a panel each.
+
+    Raises:
+        ConfigError: the file is no SVG, or matplotlib is missing.
+    """
+    figure = _figure(path, (10, 4.4))
+    points = [each for each in several if each.figures is not None]
+    numbers = [each.num_devices for each in points]
+    left, right = figure.subplots(1, 2)
+    ideal = [number / numbers[0] for number in numbers] if numbers else []
+    left.plot(numbers, ideal, color="#888888", linestyle="--", linewidth=1, label="linear")
+    left.plot(numbers, [each.speed_up for each in points], marker="o", color="#1f5a99",
+              label="best strategy")  # fmt: skip
+    left.set_yscale("log", base=2)
+    left.set_ylabel(f"speed-up over {numbers[0] if numbers else 0:,} devices")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.legend(loc="upper left", frameon=False)
+    efficiency = [100 * (each.efficiency or 0) for each in points]
+    right.plot(numbers, efficiency, marker="o", color="#1f5a99")
+    for each, height in zip(points, efficiency, strict=True):
+        assert each.figures is not None, "only these are drawn"
+        text = each.figures.strategy.replace(",", ",\n")
+        right.annotate(text, (each.num_devices, height), xytext=(0, -8), fontsize=6, va="top",
+                       ha="center", textcoords="offset points")  # fmt: skip
+    right.set_ylim(0, 1.1 * max([100.0, *efficiency]))
+    right.set_ylabel("efficiency, %")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.margins(x=0.12)
+        axes.set_xticks(numbers, [f"{number:,}" for number in numbers], fontsize=8)
+        axes.minorticks_off()
+        axes.set_xlabel("devices")
+        axes.spines[["top", "right"]].set_visible(False)
+    _write(figure, path)
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before anything is worked out for it.
+
+    Raises:
+        ConfigError: the file is no SVG, or matplotlib is missing.
+    """
+    if path.suffix != ".svg":
+        raise ConfigError(f"{path} is no name of an SVG; the nearest is {path.with_suffix('.svg')}")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib draws, and is missing; pip install 'phalanx-train[plot]'")
+
+
+def _figure(path: Path, size: tuple[float, float]) -> Figure:
+    check_picture(path)
+    # Not pyplot: it keeps every figure in a global register.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _write(figure: Figure, path: Path) -> None:
+    from matplotlib import rc_context
+
+    # A fixed salt and no date: the same values give the same file.
     with rc_context({"svg.hashsalt": "phalanx", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
 

@@ -1,0 +1,152 @@
+"""What `phalanx plan` prints, from the document that is its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.errors import wrapped
+from phalanx.planner import explain
+from phalanx.planner.explain import Figures
+from phalanx.planner.several import Best
+
+BAR: Final = 8
+"""Characters of a bar of memory."""
+
+
+def show_answer(console: Console, document: dict[str, Any]) -> None:
+    """Print an answer."""
+    candidates = document["candidates"]
+    _show_question(console, document["question"])
+    if candidates:
+        _show_best(console, candidates)
+    else:
+        _say(console, "no strategy fits", "bold")
+    if document["rejected"]:
+        _say(console, "\nrejected, the nearest first:" if candidates else "\nrejected:", "bold")
+        for each in document["rejected"]:
+            _say(console, f"  {each['text']}")
+    if document["advice"]:
+        _say(console, "\nadvice", "bold")
+        for line in document["advice"]:
+            _say(console, f"  {line}")
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(wrapped(text, console.width), style), soft_wrap=True)
+
+
+def _show_best(console: Console, candidates: Sequence[Figures]) -> None:
+    best = candidates[0]
+    _say(
+        console,
+        f"t_theoretical {explain.time(best.t_theoretical_s)} a step: model FLOPs / peak of all "
+        "devices, for every strategy\n",
+    )
+    console.print(table(candidates))
+    _say(console, f"\n{best.strategy}: {best.mesh}", "bold")
+    causes = (
+        f"{name} {explain.time(s)} ({s / best.step_time_s:.0%})"
+        for name, s in best.causes_s.items()
+        if s
+    )
+    _say(console, f"  time: {', '.join(causes)}")
+    held = (f"{name} {num / 2**30:.1f}" for name, num in best.memory.items())
+    _say(
+        console,
+        f"  memory of stage {best.stage}, the heaviest, in GiB: {', '.join(held)}; "
+        f"{best.memory_bytes / 2**30:.1f} of {best.usable_bytes / 2**30:.1f}",
+    )
+    _say(console, f"  can resume on {_numbers(best.devices)} devices")
+
+
+def table(rows: Iterable[Figures], widest: int = 34) -> Table:
+    """Return strategies as a table of at most 100 columns."""
+    drawn = _columns(("strategy", "batch", "step", "tokens/s", "MFU, %", "", "memory"))
+    for each in rows:
+        drawn.add_row(Text(_in_lines(each.strategy, widest)), *map(Text, cells(each)))
+    return drawn
+
+
+def cells(of: Figures) -> tuple[str, ...]:
+    """Return batch, time, rate, MFU, grade and memory of a strategy."""
+    part = of.memory_bytes / of.usable_bytes
+    full = round(BAR * part)
+    return (
+        f"{of.microbatch} x {of.accumulation}",
+        explain.time(of.step_time_s),
+        f"{of.tokens_per_s_per_device:,.0f}",
+        f"{100 * of.mfu_causal:.1f} / {100 * of.mfu_full:.1f}",
+        of.grade,
+        f"{'#' * full}{'.' * (BAR - full)} {part:.0%}",
+    )
+
+
+def _in_lines(strategy: str, widest: int) -> str:
+    """Return the text of a strategy in lines that end between its parts."""
+    lines = [""]
+    for part in strategy.split(","):
+        joined = f"{lines[-1]},{part}" if lines[-1] else part
+        if len(joined) < widest or not lines[-1]:
+            lines[-1] = joined
+        else:
+            lines[-1] += ","
+            lines.append(part)
+    return "\n".join(lines)
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    shown = [f"{number:,}" for number in numbers]
+    return ", ".join([*shown[:4], "...", *shown[-4:]] if len(shown) > 9 else shown)
+
+
+def _show_question(console: Console, asked: dict[str, Any]) -> None:
+    _say(
+        console,
+        f"{asked['parameters'] / 1e9:.3g} B parameters on {asked['num_devices']:,} x "
+        f"{asked['device']} ({asked['cluster']}), {asked['global_batch']:,} sequences of "
+        f"{asked['sequence']:,} tokens a step, by {asked['software']}",
+        "bold",
+    )
+
+
+def show_several(console: Console, document: dict[str, Any]) -> None:
+    """Print the best strategies on several clusters, or numbers of devices."""
+    _show_question(console, document["question"])
+    several: list[Best] = document.get("compare") or document["scale"]
+    is_scale = "scale" in document
+    heads = ["devices"] if is_scale else ["cluster"]
+    heads += ["strategy", "batch", "step", "tokens/s", "MFU, %", ""]
+    heads += ["speed-up", "efficiency"] if is_scale else ["memory"]
+    drawn = _columns(heads)
+    for each in several:
+        if each.figures is None:
+            continue
+        first = f"{each.num_devices:,}" if is_scale else each.cluster
+        *values, memory = cells(each.figures)
+        last = (f"{each.speed_up:.2f}", f"{each.efficiency:.0%}") if is_scale else (memory,)
+        drawn.add_row(
+            first, Text(_in_lines(each.figures.strategy, 22)), *map(Text, [*values, *last])
+        )
+    console.print()
+    console.print(drawn)
+    for each in several:
+        if each.figures is None:
+            _say(console, f"{each.cluster}:{each.num_devices}: {each.why_not}")
+    if not is_scale:
+        for each in several:
+            if each.figures is not None:
+                seconds = explain.time(each.figures.t_theoretical_s)
+                _say(console, f"t_theoretical on {each.cluster}: {seconds}")
+
+
+def _columns(heads: Iterable[str]) -> Table:
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in heads:
+        is_left = head in ("cluster", "strategy", "", "memory")
+        drawn.add_column(head, justify="left" if is_left else "right", no_wrap=True)
+    return drawn

@@ -1,0 +1,80 @@
+"""The best strategies of several questions: on several clusters, or numbers of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import ConfigError
+from phalanx.planner.explain import Figures, figures
+from phalanx.planner.machine import Cluster
+from phalanx.planner.search import Question, search
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best strategy on a cluster, or why there is none.
+
+    Attributes:
+        speed_up: over the smallest number of devices that has a strategy.
+        efficiency: the speed-up over the ratio of the numbers of devices.
+    """
+
+    cluster: str
+    num_devices: int
+    figures: Figures | None = None
+    why_not: str = ""
+    speed_up: float | None = None
+    efficiency: float | None = None
+
+
+def best_on(question: Question, cluster: Cluster) -> Best:
+    """Return the best strategy on a cluster."""
+    asked = dataclasses.replace(question, cluster=cluster)
+    here = Best(cluster=cluster.name, num_devices=cluster.num_devices)
+    try:
+        found = search(asked, wanted=1)
+    except ConfigError as error:
+        return dataclasses.replace(here, why_not=str(error))
+    if not found.candidates:
+        least = min(found.rejected, key=lambda each: each.left, default=None)
+        why = "no strategy splits the model" if least is None else f"none fits; {least}"
+        return dataclasses.replace(here, why_not=why)
+    return dataclasses.replace(here, figures=figures(asked, found.candidates[0]))
+
+
+def scaled(question: Question, numbers: Iterable[int]) -> Iterator[Best]:
+    """Yield the best strategy at each number of devices, the global batch fixed."""
+    first: tuple[int, float] | None = None
+    for number in numbers:
+        best = best_on(question, question.cluster.of(number))
+        if best.figures is not None:
+            first = first or (number, best.figures.step_time_s)
+            speed_up = first[1] / best.figures.step_time_s
+            efficiency = speed_up * first[0] / number
+            best = dataclasses.replace(best, speed_up=speed_up, efficiency=efficiency)
+        yield best
+
+
+def numbers_of(text: str) -> Sequence[int]:
+    """Read numbers of devices, in rising order: `8,16,64`, or `8,16,...,128` by their ratio.
+
+    Raises:
+        ConfigError: the text is no such list.
+    """
+    found: list[int] = []
+    words = text.split(",")
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word == "..." and len(found) > 1 and after.isdecimal():
+            ratio = found[-1] / found[-2]
+            while found[-1] * ratio < int(after):
+                found.append(round(found[-1] * ratio))
+        elif word.isdecimal() and int(word) > (found[-1] if found else 0):
+            found.append(int(word))
+        else:
+            raise ConfigError(
+                f"--scale is {text!r}; expected rising numbers of devices, such as 8,16,64 or "
+                "8,16,...,128"
+            )
+    return found
