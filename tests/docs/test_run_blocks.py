@@ -35,7 +35,7 @@ SMALLER = (
     (r"phalanx bench (ceiling|mfu)", "--budget-s 1 --threads 1"),
     (r"phalanx bench comm", "--ranks 2 --max-mib 1"),
     (r"phalanx bench", "--rounds 1 --seq-len 16 --shape.num-layers 2"),
-    (r"phalanx (run|doctor|convert|show)", ""),
+    (r"phalanx (run|doctor|convert|show|plan)", ""),
     (r"python |torchrun ", ""),
 )
 """Beginnings of commands that a test knows how to run, and words that make the run shorter."""

@@ -24,7 +24,7 @@ from phalanx.planner.given import priced_strategy
 from phalanx.planner.perfetto import write_trace
 from phalanx.planner.price import timeline
 from phalanx.planner.search import Candidate, Inequality, Question, search
-from phalanx.planner.several import Best, best_on, numbers_of, scaled
+from phalanx.planner.several import BestPlan, best_on, numbers_of, scaled
 from phalanx.planner.software import software
 from phalanx.strategy import Strategy
 
@@ -200,7 +200,7 @@ def _several(
 ) -> dict[str, Any]:
     """Return the best strategies on several clusters, or numbers of devices."""
     num_devices = question.cluster.num_devices
-    found: list[Best] = []
+    found: list[BestPlan] = []
     if config.compare is not None:
         clusters = [hardware.cluster(n).of(num_devices) for n in config.compare.split(",")]
         for cluster in clusters:

@@ -12,7 +12,7 @@ from rich.text import Text
 from phalanx.errors import wrapped
 from phalanx.planner import explain
 from phalanx.planner.explain import Figures
-from phalanx.planner.several import Best
+from phalanx.planner.several import BestPlan
 
 BAR: Final = 8
 """Characters of a bar of memory."""
@@ -117,7 +117,7 @@ def _show_question(console: Console, asked: dict[str, Any]) -> None:
 def show_several(console: Console, document: dict[str, Any]) -> None:
     """Print the best strategies on several clusters, or numbers of devices."""
     _show_question(console, document["question"])
-    several: list[Best] = document.get("compare") or document["scale"]
+    several: list[BestPlan] = document.get("compare") or document["scale"]
     is_scale = "scale" in document
     heads = ["devices"] if is_scale else ["cluster"]
     heads += ["strategy", "batch", "step", "tokens/s", "MFU, %", ""]

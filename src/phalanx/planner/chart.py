@@ -13,7 +13,7 @@ from phalanx.planner.machine import Device
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from phalanx.planner.several import Best
+    from phalanx.planner.several import BestPlan
 
 COLOURS = {"NVIDIA": "#4d7c0f", "AMD": "#b04a2f", "TPU": "#1f5a99", "AWS": "#8a6d1a"}
 
@@ -71,7 +71,7 @@ def draw_devices(devices: Sequence[Device], path: Path) -> None:
     _write(figure, path)
 
 
-def draw_scaling(several: Sequence[Best], path: Path) -> None:
+def draw_scaling(several: Sequence[BestPlan], path: Path) -> None:
     """Draw speed-up and efficiency over devices, a panel each.
 
     Raises:

@@ -13,7 +13,7 @@ from phalanx.planner.search import Question, search
 
 
 @dataclass(frozen=True, kw_only=True)
-class Best:
+class BestPlan:
     """The best strategy on a cluster, or why there is none.
 
     Attributes:
@@ -29,10 +29,10 @@ class Best:
     efficiency: float | None = None
 
 
-def best_on(question: Question, cluster: Cluster) -> Best:
+def best_on(question: Question, cluster: Cluster) -> BestPlan:
     """Return the best strategy on a cluster."""
     asked = dataclasses.replace(question, cluster=cluster)
-    here = Best(cluster=cluster.name, num_devices=cluster.num_devices)
+    here = BestPlan(cluster=cluster.name, num_devices=cluster.num_devices)
     try:
         found = search(asked, wanted=1)
     except ConfigError as error:
@@ -44,7 +44,7 @@ def best_on(question: Question, cluster: Cluster) -> Best:
     return dataclasses.replace(here, figures=figures(asked, found.candidates[0]))
 
 
-def scaled(question: Question, numbers: Iterable[int]) -> Iterator[Best]:
+def scaled(question: Question, numbers: Iterable[int]) -> Iterator[BestPlan]:
     """Yield the best strategy at each number of devices, the global batch fixed."""
     first: tuple[int, float] | None = None
     for number in numbers:
