@@ -61,6 +61,14 @@ def test_a_strategy_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture
     assert failed["text"] in text
 
 
+def test_where_nothing_fits_the_nearest_is_first(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model llama3-70b --cluster h100:2 --sequence 1024 --global-batch 2"
+    text, found = planned(capsys, words)
+    lefts = [each["left"] for each in found["rejected"]]
+    assert "no strategy fits" in text and found["candidates"] == []
+    assert lefts == sorted(set(lefts)) and len(lefts) > 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

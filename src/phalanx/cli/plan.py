@@ -85,6 +85,7 @@ def run(argv: list[str]) -> int:
             document = _several(config, question, report)
         else:
             document = _given(config, question) if config.strategy else _found(config, question)
+    document["question"]["model"] = config.model
     if config.compare or config.scale:
         show_several(console, document)
     else:

@@ -143,11 +143,12 @@ def sizes(question: Question, planned: PlannedStep) -> list[int]:
 
 
 def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequality]:
-    """Return the rejected strategies that are nearest to the best."""
+    """Return the rejected strategies that are nearest to the best; without one, to fitting."""
     if best is None:
-        return list(rejected[:NUM_REJECTED])
-    own = Strategy.parse(best)
-    nearest = sorted(rejected, key=lambda each: _distance(own, Strategy.parse(each.strategy)))
+        nearest = sorted(rejected, key=lambda each: each.left / each.right)
+    else:
+        own = Strategy.parse(best)
+        nearest = sorted(rejected, key=lambda each: _distance(own, Strategy.parse(each.strategy)))
     # Kinds of one axis often hold the same: one of them is enough.
     alike = {(each.what, each.left): each for each in reversed(nearest)}
     return [each for each in nearest if alike[each.what, each.left] is each][:NUM_REJECTED]
