@@ -107,8 +107,8 @@ def _numbers(numbers: Sequence[int]) -> str:
 def _show_question(console: Console, asked: dict[str, Any]) -> None:
     _say(
         console,
-        f"{asked['model']}, {asked['parameters'] / 1e9:.3g} B parameters, on {asked['num_devices']:,} x "
-        f"{asked['device']} ({asked['cluster']}), {asked['global_batch']:,} sequences of "
+        f"{asked['model']}, {asked['parameters'] / 1e9:.3g} B parameters, on "
+        f"{asked['num_devices']:,} x {asked['device']} ({asked['cluster']}), {asked['global_batch']:,} sequences of "
         f"{asked['sequence']:,} tokens a step, by {asked['software']}",
         "bold",
     )
