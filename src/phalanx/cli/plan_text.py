@@ -109,7 +109,8 @@ def _show_question(console: Console, asked: dict[str, Any]) -> None:
         console,
         f"{asked['model']}, {asked['parameters'] / 1e9:.3g} B parameters, on "
         f"{asked['num_devices']:,} x {asked['device']} ({asked['cluster']}), "
-        f"{asked['global_batch']:,} sequences of {asked['sequence']:,} tokens a step, by {asked['software']}",
+        f"{asked['global_batch']:,} sequences of {asked['sequence']:,} tokens a step, "
+        f"by {asked['software']}",
         "bold",
     )
 
