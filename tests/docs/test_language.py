@@ -111,6 +111,12 @@ def test_no_further_name_stands_for_two_files_or_classes() -> None:
     assert {name for name, number in names.items() if number > 1} <= NAMED_TWICE
 
 
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    # The folders are no packages: pytest imports two files of one name as one module, and stops.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
+
+
 def test_retired_words_are_found() -> None:
     text = "The rank is\n# told so many\nthings, and `tell` is a name; run.share(x) too."
     assert found_in(text) == {r"(tell|tells|told|telling)": 1, r"so many": 1}
