@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.axes import flattened
+from phalanx.comm.fork import fork_asleep
 from phalanx.errors import ConfigError, within_limits
 
 STORE_CONNECTIONS = 3
@@ -70,6 +71,7 @@ def join(
             device_id=device_id,
         )
     sys.excepthook = hook
+    fork_asleep()
     dist.barrier()  # see [Note: Connections]
 
 
