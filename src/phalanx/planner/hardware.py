@@ -9,6 +9,7 @@ that no link is counted for both: of a 3-D torus a host gets two links and the p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
@@ -16,7 +17,7 @@ from typing import Final
 from phalanx.errors import ConfigError, nearest
 from phalanx.measure.peaks import sheet_of
 from phalanx.planner.calibration import THIS, as_cluster, path_of, read, this_machine
-from phalanx.planner.machine import Chip, Cluster, Device, Level, Link, Unit
+from phalanx.planner.machine import Chip, Cluster, Device, Level, Link, Strain, Unit
 
 _MIB, _GIB = 2**20, 2**30
 _KIB = 2**10
@@ -213,6 +214,13 @@ _NEURONLINK = _link("NeuronLink v3 in an instance", 512, _HOP_S,
                     f"{_TRN2}: 1,024 GB/s a chip both ways", "2025-12")  # fmt: skip
 _NEURONLINK_OUT = _link("NeuronLink v3 between instances", 128, _HOP_S,
                         f"{_TRN2}: 256 GB/s a chip both ways", "2025-12")  # fmt: skip
+_EFA_P5 = dataclasses.replace(
+    _network("32x EFA 100 Gb/s a server", 50, "AWS EC2 P5 instances", "2023-07"),
+    latency_s=45e-6,
+    strain=Strain(units=64, bandwidth=32.9 / 361.7, late_s=0.5),
+    source="AWS EC2 P5 instances; a hop, and what is left over 64 nodes: the Ultra-Scale Playbook, "
+    "collectives on 1 to 64 nodes, and pipelines on 64 nodes",
+)
 _EFA3 = _network("16x EFA v3 200 Gb/s an instance", 25, "AWS EC2 Trn2 instances", "2024-12")
 
 FABRIC: Final = 65_536
@@ -268,6 +276,8 @@ _CLUSTERS = (
              ("cluster", 24576, _META_TOP)),
     _cluster("a100-p4d", "NVIDIA A100 SXM 40GB, an EC2 P4d UltraCluster", "a100-40",
              ("server", 8, _NVLINK3), ("cluster", 4096, _EFA)),
+    _cluster("h100-p5", "NVIDIA H100 SXM 80GB, EC2 P5 instances", "h100",
+             ("server", 8, _NVLINK4), ("cluster", FABRIC, _EFA_P5)),
     _cluster("gb200-nvl72", "NVIDIA GB200 in one NVL72 rack", "gb200", ("rack", 72, _NVLINK5)),
     _cluster("tpu-v5p-pod", "TPU v5p, a pod that is a torus of 16 x 20 x 28", "tpu-v5p",
              ("server", 4, _ici(2, 90)), ("pod", 8960, _ici(4, 90))),

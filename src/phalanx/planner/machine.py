@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 
 from phalanx.errors import ConfigError
 
@@ -104,6 +104,24 @@ class OpCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Strain:
+    """What a fabric does between ranks that lie far apart.
+
+    Attributes:
+        units: how far, in servers, from which on it does.
+        bandwidth: part of the bandwidth that is left.
+        late_s: by which a message to another stage of a pipeline comes late.
+    """
+
+    units: int
+    bandwidth: float
+    late_s: float
+
+
+_UNSTRAINED: Final = Strain(units=1, bandwidth=1.0, late_s=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Link:
     """What joins devices.
 
@@ -111,6 +129,7 @@ class Link:
         bandwidth: bytes/s of one device in one direction.
         latency_s: of one hop.
         measured: collective -> its own latency and bandwidth, where they were measured.
+        strain: what is measured of it over many units; None where nothing is known.
     """
 
     name: str
@@ -119,6 +138,13 @@ class Link:
     source: str
     date: str
     measured: Mapping[str, OpCost] = field(default_factory=dict, hash=False)
+    strain: Strain | None = None
+
+    def over(self, num_units: int) -> Strain:
+        """Return what is left of it between ranks that lie `num_units` apart."""
+        if self.strain is None or num_units < self.strain.units:
+            return _UNSTRAINED
+        return self.strain
 
 
 def ring(op: str, num_ranks: int, num_bytes: float) -> tuple[int, float]:

@@ -3,13 +3,13 @@
 Ranks are numbered as `Strategy` orders axes, outer to inner: neighbours on the innermost axis are
 neighbours on a host. So the ranks of an axis lie `stride` devices apart.
 
-    t = calls x hops x latency  +  bytes sent / bandwidth
+    t = calls x (hops x latency of a hop + call)  +  bytes sent / bandwidth
 
 A ring enters and leaves a unit (a server, a pod) once, and its traffic there is carried by the
 links of all its ranks inside that unit: of 8 neighbours, 8 links carry it. The bandwidth is the
-lowest over the levels that a group crosses; the latency of each level counts once for each time
-the group doubles there (Thakur et al., Optimization of collective communication operations in
-MPICH, 2005).
+lowest over the levels that a group crosses. Gathers and scatters go round the ring, each hop as
+late as the slowest; sums of all go up and down a tree (NCCL; Thakur et al., Optimization of
+collective communication operations in MPICH, 2005).
 """
 
 from __future__ import annotations
@@ -50,32 +50,51 @@ class Reach:
 
     Attributes:
         bandwidth: bytes/s of one rank, the lowest over the levels.
-        latency_s: of one call.
+        latency_s: of one hop.
         level: name of the outermost unit that it needs.
+        late_s: by which a message to another stage of a pipeline comes later.
     """
 
     bandwidth: float
     latency_s: float
     level: str
+    late_s: float
 
 
 def reach(group: Members, cluster: Cluster, software: Software) -> Reach:
     """Return the bandwidth and latency of a collective over a group."""
-    bandwidth, latency_s, inside, level = math.inf, 0.0, 1, cluster.levels[0]
+    bandwidth, latency_s, late_s, inside, level = math.inf, 0.0, 0.0, 1, cluster.levels[0]
+    apart = group.size * group.stride // level.devices
     for number, level in enumerate(cluster.levels):
         is_last = number == len(cluster.levels) - 1
         members = group.size if is_last else min(group.size, max(1, level.devices // group.stride))
         if members > inside:
-            is_inner = number == 0
-            part = software.inner_bandwidth if is_inner else software.outer_bandwidth
-            lost = 1.0 if is_inner else _contention(cluster, software)
-            bandwidth = min(bandwidth, level.link.bandwidth * part * lost * inside)
-            hop_s = software.inner_call_s if is_inner else software.outer_call_s
-            latency_s += (level.link.latency_s + hop_s) * math.log2(members / inside)
+            part = software.outer_bandwidth if number else software.inner_bandwidth
+            strain = level.link.over(apart)
+            bandwidth = min(bandwidth, level.link.bandwidth * part * strain.bandwidth * inside)
+            latency_s, late_s = max(latency_s, level.link.latency_s), max(late_s, strain.late_s)
             inside = members
         if inside == group.size:
             break
-    return Reach(bandwidth, latency_s, level.name)
+    return Reach(bandwidth, latency_s, level.name, late_s)
+
+
+def hops(op: str, size: int) -> float:
+    """Return how many ranks pass a message on, one after another, until a call has ended."""
+    if op == "send":
+        return 1
+    return 2 * math.log2(size) if op == "all_reduce" else size - 1
+
+
+def seconds(
+    op: str, group: Members, sent_bytes: float, calls: int, cluster: Cluster, software: Software
+) -> float:
+    """Return the time of `calls` collectives in which a rank sends `sent_bytes` altogether."""
+    if group.size == 1 or not calls:
+        return 0.0
+    found = reach(group, cluster, software)
+    call_s = hops(op, group.size) * found.latency_s + software.call_s
+    return calls * call_s + sent_bytes / found.bandwidth
 
 
 def exchange_s(group: Members, sent_bytes: float, cluster: Cluster, software: Software) -> float:
@@ -87,27 +106,12 @@ def exchange_s(group: Members, sent_bytes: float, cluster: Cluster, software: So
     inside = min(group.size, max(1, first.devices // group.stride))
     inner_s = sent_bytes * inside / group.size / (first.link.bandwidth * software.inner_bandwidth)
     if inside == group.size:
-        return inner_s + first.link.latency_s + software.inner_call_s
+        return inner_s + first.link.latency_s + software.call_s
     link = cluster.levels[1].link
-    bandwidth = link.bandwidth * software.outer_bandwidth * _contention(cluster, software)
-    outer_s = sent_bytes * (1 - inside / group.size) / bandwidth
-    return max(inner_s, outer_s) + link.latency_s + software.outer_call_s
+    outer_s = sent_bytes * (1 - inside / group.size) / (link.bandwidth * software.outer_bandwidth)
+    return max(inner_s, outer_s) + link.latency_s + software.call_s
 
 
-def _num_units(cluster: Cluster) -> float:
-    return max(1.0, cluster.num_devices / cluster.levels[0].devices)
-
-
-def _contention(cluster: Cluster, software: Software) -> float:
-    """Return the part of the bandwidth between units that is left in a job of many of them."""
-    return min(1.0, (2 / _num_units(cluster)) ** software.contention)
-
-
-def seconds(
-    group: Members, sent_bytes: float, calls: float, cluster: Cluster, software: Software
-) -> float:
-    """Return the time of `calls` collectives in which a rank sends `sent_bytes` altogether."""
-    if group.size == 1 or not calls:
-        return 0.0
-    found = reach(group, cluster, software)
-    return calls * found.latency_s + sent_bytes / found.bandwidth
+def num_units(cluster: Cluster) -> int:
+    """Return how many innermost units (servers) the devices of a cluster fill."""
+    return -(-cluster.num_devices // cluster.levels[0].devices)

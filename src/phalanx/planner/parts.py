@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from phalanx.account.count import Case, kind_of
 from phalanx.account.work import work_of
@@ -15,15 +15,39 @@ from phalanx.planner.planned import PlannedStep
 from phalanx.planner.software import Software
 
 
-class PartSeconds(NamedTuple):
-    """Seconds of the parts of `Work`, and of attention in a block, forward and backward."""
+class Spent(NamedTuple):
+    """Seconds of operations: of the device, and of the processor, which runs ahead of it."""
 
-    inputs: float
-    block: float
-    backward: float
-    again: float
-    head: float
+    device: float
+    host: float
+
+    def beside(self, comm: Spent) -> float:
+        """Return the seconds that these take with collectives: of the busier of the two."""
+        return max(self.device + comm.device, self.host + comm.host)
+
+    @property
+    def alone(self) -> float:
+        """Seconds without collectives."""
+        return max(self)
+
+
+NOTHING: Final = Spent(0.0, 0.0)
+
+
+class PartSeconds(NamedTuple):
+    """Times of the parts of `Work`; seconds of attention in a block, forward and backward."""
+
+    inputs: Spent
+    block: Spent
+    backward: Spent
+    again: Spent
+    head: Spent
     attention: float
+
+    @property
+    def again_and_backward(self) -> Spent:
+        """What backward runs of a block."""
+        return Spent(*map(sum, zip(self.again, self.backward, strict=True)))
 
 
 def part_seconds(
@@ -54,8 +78,8 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     work = work_of(case)
     attention = [each for part in work for each in part if each.scores]
     return PartSeconds(
-        *(roofline.seconds(part, device, software) for part in work),
-        attention=sum(roofline.seconds([each], device, software) for each in attention),
+        *(Spent(*roofline.seconds(part, device, software)) for part in work),
+        attention=roofline.seconds(attention, device, software)[0],
     )
 
 
@@ -70,6 +94,6 @@ def model_seconds(planned: PlannedStep, device: Device, software: Software) -> f
     total = 0.0
     for number, (window, num_blocks) in enumerate(windows.items()):
         of = part_seconds(planned, device, software, window)
-        total += num_blocks * (of.block + of.backward + of.again)
-        total += of.inputs + of.head if number == 0 else 0.0
+        total += num_blocks * (of.block.alone + of.again_and_backward.alone)
+        total += of.inputs.alone + of.head.alone if number == 0 else 0.0
     return total

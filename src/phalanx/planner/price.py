@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from phalanx.account.flops import step_flops
 from phalanx.comm.axes import axes_of
@@ -24,13 +23,16 @@ from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
 from phalanx.planner import network, roofline, stages
 from phalanx.planner.machine import Cluster
-from phalanx.planner.parts import PartSeconds, part_seconds
+from phalanx.planner.parts import NOTHING, Spent, part_seconds
 from phalanx.planner.planned import PlannedStep, plan_of
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
 
 _ADAM_BYTES = 7
 """Words of 32 bits that AdamW reads and writes of a parameter: it, its gradient and two moments."""
+
+_CALL_LAUNCHES: Final = 5
+"""What a collective takes of the processor beside an operator."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,16 @@ def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
     strategy, shape = planned.strategy, planned.shape
     job = cluster.of(strategy.num_ranks)
     costs = _Costs(planned, job, software)
-    times = costs.of_stages()
-    pp = strategy.pp.degree
-    busy = stages.busiest(times, costs.schedule)
-    compute_s = planned.accumulation * sum(times[s].forward + times[s].backward for s in busy)
-    of_axes = [costs.per_stage[s] for s in busy]
-    tensor_s = planned.accumulation * sum(each.tensor_s for each in of_axes)
-    ring_s = planned.accumulation * sum(each.ring_s for each in of_axes)
-    pipeline_s = (
-        compute_s if pp == 1 else stages.step_s(strategy, planned.accumulation, tuple(times))
-    )
+    of_stages = costs.of_stages()
+    times = tuple(of.times for of in of_stages)
+    busy = [of_stages[stage] for stage in stages.busiest(times, costs.schedule)]
+    num = planned.accumulation
+    compute_s = num * sum(of.times.forward + of.times.backward for of in busy)
+    tensor_s = num * sum(of.tensor_s for of in busy)
+    ring_s = num * sum(of.ring_s for of in busy)
+    pipeline_s = compute_s
+    if strategy.pp.degree > 1:
+        pipeline_s = stages.step_s(strategy, num, times)
     sent_s = costs.sent_s()
     hidden_s = min(software.overlap * (compute_s - tensor_s - ring_s), sent_s)
     flops = {
@@ -125,11 +127,20 @@ def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
 
 @dataclass(frozen=True)
 class _OfStage:
-    compute_forward_s: float
-    compute_backward_s: float
+    """Seconds of a stage for one microbatch, and the part of them that tp and a ring send."""
+
+    times: StageTimes
     tensor_s: float
     ring_s: float
-    message_s: float
+
+
+class _AroundBlock(NamedTuple):
+    """Times of what one block sends: beside forward and backward, and seconds by axis."""
+
+    forward: Spent
+    backward: Spent
+    tensor_s: float
+    ring_s: float
 
 
 class _Costs:
@@ -139,58 +150,58 @@ class _Costs:
         self._planned, self._job, self._software = planned, job, software
         self.plan = plan_of(planned)
         self.schedule: Schedule | None = self.plan.schedule(planned.accumulation)
-        self.per_stage: list[_OfStage] = []
-        self._attention_s = 0.0
 
-    def of_stages(self) -> list[StageTimes]:
+    def of_stages(self) -> list[_OfStage]:
         """Return the times of each stage of the pipeline, or of the one there is."""
-        planned = self._planned
-        shape, last = planned.shape, planned.shape.num_layers + 1
-        windows = {shape.window_of(number) for number in range(shape.num_layers)}
-        device, software = self._job.device, self._software
-        parts = {each: part_seconds(planned, device, software, each) for each in windows}
-        self._attention_s = min(of.attention for of in parts.values())
-        times: list[StageTimes] = []
-        for links in self.plan.cut or [range(last + 1)]:
-            self.per_stage.append(self._of_stage(links, parts))
-            of = self.per_stage[-1]
-            comm_s = of.tensor_s + of.ring_s
-            forward_part = comm_s / 2 if planned.strategy.recompute.kind == "none" else comm_s / 3
-            times.append(
-                StageTimes(
-                    of.compute_forward_s + forward_part,
-                    of.compute_backward_s + comm_s - forward_part,
-                    of.message_s,
-                )
-            )
-        return times
-
-    def _of_stage(self, links: Iterable[int], parts: dict[int | None, PartSeconds]) -> _OfStage:
         shape, last = self._planned.shape, self._planned.shape.num_layers + 1
-        forward = backward = 0.0
-        blocks = 0
+        windows = {shape.window_of(number) for number in range(shape.num_layers)}
+        parts = {
+            each: part_seconds(self._planned, self._job.device, self._software, each)
+            for each in windows
+        }
+        around = self._around_block(min(of.attention for of in parts.values()))
+        blocks = {
+            window: (of.block.beside(around.forward), of.again_and_backward.beside(around.backward))
+            for window, of in parts.items()
+        }
         any_part = next(iter(parts.values()))
-        for link in links:
-            if link == 0:
-                forward += any_part.inputs
-            elif link == last:  # the loss makes its gradients with it
-                forward += any_part.head
-            else:
-                of = parts[shape.window_of(link - 1)]
-                forward += of.block
-                backward += of.backward + of.again
-                blocks += 1
-        tensor_s, ring_s = (blocks * seconds for seconds in self._of_axes)
-        return _OfStage(forward, backward, tensor_s, ring_s, self._message_s)
+        found: list[_OfStage] = []
+        for links in self.plan.cut or [range(last + 1)]:
+            windows_of = [shape.window_of(link - 1) for link in links if 0 < link < last]
+            forward = sum(blocks[window][0] for window in windows_of)
+            backward = sum(blocks[window][1] for window in windows_of)
+            forward += any_part.inputs.alone if 0 in links else 0.0
+            forward += any_part.head.alone if last in links else 0.0  # it makes its gradients too
+            times = StageTimes(forward, backward, self._message_s)
+            num = len(windows_of)
+            found.append(_OfStage(times, num * around.tensor_s, num * around.ring_s))
+        return found
+
+    def _around_block(self, attention_s: float) -> _AroundBlock:
+        """Return what one block sends for one microbatch: collectives of tp, and a ring's."""
+        num_blocks = max(1, self._blocks_of_first)
+        tensor = {name: NOTHING for name in ("forward", "backward")}
+        ring_s = 0.0
+        for entry in self._of_microbatch:
+            if entry.axis.startswith("tp") and entry.phase in tensor:
+                device, host = tensor[entry.phase]
+                device += self._entry_s(entry) / num_blocks
+                host += entry.calls * self._host_call_s / num_blocks
+                tensor[entry.phase] = Spent(device, host)
+            elif _is_of_ring(entry):
+                ring_s += self._entry_s(entry) / num_blocks
+        # What a ring sends travels while attention computes.
+        ring_s = max(0.0, ring_s - attention_s)
+        forward, backward = (Spent(of.device + ring_s / 2, of.host) for of in tensor.values())
+        return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
 
     @functools.cached_property
-    def _of_axes(self) -> tuple[float, float]:
-        """Seconds around one block, for one microbatch: of tp's collectives and of a ring."""
-        num_blocks = max(1, self._blocks_of_first)
-        tensor_s = sum(self._entry_s(e) for e in self._of_microbatch if e.axis.startswith("tp"))
-        sent_s = sum(self._entry_s(e) for e in self._of_microbatch if _is_of_ring(e))
-        # What a ring sends travels while attention computes.
-        return tensor_s / num_blocks, max(0.0, sent_s / num_blocks - self._attention_s)
+    def _host_call_s(self) -> float:
+        """What a collective of tp takes of the processor."""
+        software, strategy = self._software, self._planned.strategy
+        is_between = strategy.pp.degree > 1 and network.num_units(self._job) > 1
+        entered_s = software.entry_s * strategy.tp.degree if is_between else 0.0
+        return _CALL_LAUNCHES * software.launch_s + entered_s
 
     @functools.cached_property
     def _blocks_of_first(self) -> int:
@@ -218,10 +229,8 @@ class _Costs:
         strategy = self._planned.strategy
         axes = strategy.mesh_axes()
         group = network.group_of(axes, axes_of(entry.axis, axes))
-        calls = float(entry.calls)
-        if entry.op == "send":  # to a neighbour: one hop
-            calls /= max(1.0, math.log2(group.size))
-        return network.seconds(group, entry.sent_bytes, calls, self._job, self._software)
+        of = entry.op, group, entry.sent_bytes, entry.calls
+        return network.seconds(*of, self._job, self._software)
 
     @functools.cached_property
     def _message_s(self) -> float:
@@ -235,7 +244,8 @@ class _Costs:
             each_bytes /= strategy.tp.degree
         axes = strategy.mesh_axes()
         group = network.group_of(axes, ("pp",))
-        return network.seconds(group, each_bytes, 1, self._job, self._software)
+        late_s = network.reach(group, self._job, self._software).late_s
+        return late_s + network.seconds("send", group, each_bytes, 1, self._job, self._software)
 
     def sent_s(self) -> float:
         """Return the time in which the step sends gradients and weights, over dp and fsdp."""
@@ -279,5 +289,5 @@ def timeline(planned: PlannedStep, cluster: Cluster, software: Software) -> Time
     strategy = planned.strategy
     if strategy.pp.degree == 1:
         return None
-    times = tuple(_Costs(planned, cluster.of(strategy.num_ranks), software).of_stages())
-    return stages.timeline(strategy, planned.accumulation, times)
+    of_stages = _Costs(planned, cluster.of(strategy.num_ranks), software).of_stages()
+    return stages.timeline(strategy, planned.accumulation, tuple(of.times for of in of_stages))

@@ -43,6 +43,9 @@ _PROGRAMS: Final = {
 }
 """Words in a run's group or source -> the software that ran it."""
 
+_CLUSTERS: Final = {"ultrascale-playbook": "h100-p5"}
+"""Words in a run's group -> the cluster of the catalogue on which it ran."""
+
 _OF_THE_FIRST_STAGE: Final = ("nanotron",)
 """Software that reports what PyTorch's allocator has given rank 0."""
 
@@ -67,7 +70,7 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
     Raises:
         PhalanxError: it has no such strategy here, or lacks what decides its cost.
     """
-    model, parallel, hardware = row["model"], row["parallel"], row["hardware"]
+    model, parallel = row["model"], row["parallel"]
     for name in ("layers", "hidden", "heads"):
         if not model.get(name):
             raise ConfigError(f"run {row['id']}: model.{name} is {model.get(name)}; it is needed")
@@ -85,7 +88,7 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
     )
     return PublishedRun(
         planned,
-        _cluster(hardware, row["num_gpus"]),
+        _cluster(row, row["num_gpus"]),
         software,
         model.get("moe"),
         parallel.get("ep") or 1,
@@ -197,9 +200,10 @@ def _strategy(row: Mapping[str, Any]) -> str:
     return ",".join(parts) or "dp1"
 
 
-def _cluster(hardware: Mapping[str, Any], num_devices: int) -> Cluster:
+def _cluster(row: Mapping[str, Any], num_devices: int) -> Cluster:
     """Return the catalogue's cluster of the device, with the links that the run states."""
-    found = _nearest(hardware)
+    hardware, known = row["hardware"], _CLUSTERS.get(row.get("group", ""))
+    found = _nearest(hardware) if known is None else CLUSTERS[known]
     first, *others = found.levels
     inner = hardware.get("nvlink_domain") or hardware.get("gpus_per_node") or first.devices
     device = found.device

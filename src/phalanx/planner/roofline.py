@@ -3,7 +3,7 @@
     product     max(FLOPs / (peak x products x shape), bytes / bandwidth)
     attention   FLOPs / (peak x attention); where its scores lie in memory, as products and bytes
     others      fusion x bytes / bandwidth
-    all         at least launch_s each: the processor runs ahead of the device
+    launch      launch_s each of the processor, which runs ahead of the device
 
     shape = k / (k + K0) x sqrt(tiles / (waves x SMs)) x UNALIGNED, where no multiple of 64 is cut
 
@@ -43,15 +43,12 @@ _UNMASKED: Final = {False: 2.0, True: 1.6}
 """FLOPs of such attention beside the fused kernel's, which skips what the mask hides."""
 
 
-def seconds(operations: Sequence[Operation], device: Device, software: Software) -> float:
-    """Return how long operations of one microbatch take one after another on a device."""
-    compute_s = sum(_seconds(each, device, software) for each in operations)
-    return max(compute_s, software.launch_s * len(operations))
-
-
-def flops(operations: Sequence[Operation]) -> int:
-    """Return the FLOPs of products and of attention."""
-    return sum(each.flops for each in operations)
+def seconds(
+    operations: Sequence[Operation], device: Device, software: Software
+) -> tuple[float, float]:
+    """Return how long operations take a device one after another, and their launch the host."""
+    of_device = sum(_seconds(each, device, software) for each in operations)
+    return of_device, software.launch_s * len(operations)
 
 
 def _seconds(of: Operation, device: Device, software: Software) -> float:

@@ -225,7 +225,7 @@ def bound_s(question: Question, planned: PlannedStep) -> float:
     if group.size > 1:
         weights = 2 * num_parameters(question.shape).total / strategy.tp.degree / strategy.pp.degree
         sent_bytes = weights * (gathers + reduces) * (group.size - 1) / group.size
-        sent_s = network.seconds(group, sent_bytes, 1, question.cluster, software)
+        sent_s = sent_bytes / network.reach(group, question.cluster, software).bandwidth
     if strategy.tp.degree > 1:
         tokens = (
             planned.microbatch * planned.accumulation * planned.seq_len / strategy.sample_shards
@@ -233,7 +233,7 @@ def bound_s(question: Question, planned: PlannedStep) -> float:
         blocks = question.shape.num_layers / strategy.pp.degree
         sent_bytes = 8 * 2 * tokens * question.shape.hidden * blocks * (1 - 1 / strategy.tp.degree)
         group = network.group_of(axes, ("tp",))
-        tensor_s = network.seconds(group, sent_bytes, 1, question.cluster, software)
+        tensor_s = sent_bytes / network.reach(group, question.cluster, software).bandwidth
     exposed_s = max(sent_s - software.overlap * 1.5 * compute_s, 0.0)
     return (compute_s + tensor_s) * (1 + bubble) + exposed_s
 

@@ -28,9 +28,9 @@ class Software:
         overlap: part of a compute's time in which gradients and weights can be sent.
         inner_bandwidth: part of the links' bandwidth that collectives reach in a unit.
         outer_bandwidth: the same between units.
-        inner_call_s: what a call in a unit costs beside the latency of its links.
-        outer_call_s: the same between units.
-        contention: how fast bandwidth between units falls: by units ** -contention.
+        call_s: what a collective takes beside the latency of its links.
+        entry_s: what each rank of a collective of tp adds of the processors' time, while messages
+            of a pipeline are under way between units: ranks enter one after another.
         kept: activations that it keeps, beside fused kernels.
         logit_bytes: held of each logit of a microbatch; 0 where the loss goes by chunks.
         sends_parts: ranks of tp send each a part of what goes to the next stage.
@@ -45,9 +45,8 @@ class Software:
     overlap: float = 0.8
     inner_bandwidth: float = 0.8
     outer_bandwidth: float = 0.7
-    inner_call_s: float = 5e-6
-    outer_call_s: float = 20e-6
-    contention: float = 0.0
+    call_s: float = 10e-6
+    entry_s: float = 0.0
     kept: float = 1.0
     logit_bytes: int = 0
     sends_parts: bool = False
@@ -60,13 +59,14 @@ _SOFTWARE = (
              inner_bandwidth=0.91, outer_bandwidth=0.14, sends_parts=True),
     Software(name="megatron-deepspeed", products=0.87, fusion=0.63, launch_s=42e-6,
              has_scores=True, overlap=0.98, inner_bandwidth=0.45, outer_bandwidth=0.78,
-             inner_call_s=13e-6, sends_parts=True),
+             sends_parts=True),
     Software(name="megatron-core", products=0.59, attention=1.18, fusion=0.72, overlap=0.29,
              inner_bandwidth=0.89, outer_bandwidth=0.76),
     Software(name="llm-foundry", products=0.95, attention=0.95, fusion=0.96, overlap=0.82,
              inner_bandwidth=0.79),
-    Software(name="nanotron", products=0.89, attention=0.81, fusion=0.44, overlap=0.35,
-             inner_bandwidth=0.98, outer_bandwidth=0.82, contention=0.66, kept=1.3, logit_bytes=10),
+    Software(name="nanotron", products=0.89, attention=0.81, fusion=0.44, launch_s=42e-6,
+             overlap=0.35, inner_bandwidth=0.98, outer_bandwidth=0.90, entry_s=215e-6, kept=1.3,
+             logit_bytes=10),
     Software(name="maxtext", products=1.12, attention=0.66, fusion=0.93, overlap=0.63,
              inner_bandwidth=0.98, outer_bandwidth=0.68),
 )  # fmt: skip
