@@ -218,7 +218,7 @@ _EFA_P5 = dataclasses.replace(
     _network("32x EFA 100 Gb/s a server", 50, "AWS EC2 P5 instances", "2023-07"),
     latency_s=45e-6,
     strain=Strain(units=64, bandwidth=32.9 / 361.7, late_s=0.5),
-    source="AWS EC2 P5 instances; a hop, and what is left over 64 nodes: the Ultra-Scale Playbook, "
+    source="AWS EC2 P5 instances; a hop, and the strain over 64 nodes: the Ultra-Scale Playbook, "
     "collectives on 1 to 64 nodes, and pipelines on 64 nodes",
 )
 _EFA3 = _network("16x EFA v3 200 Gb/s an instance", 25, "AWS EC2 Trn2 instances", "2024-12")

@@ -129,7 +129,7 @@ class Link:
         bandwidth: bytes/s of one device in one direction.
         latency_s: of one hop.
         measured: collective -> its own latency and bandwidth, where they were measured.
-        strain: what is measured of it over many units; None where nothing is known.
+        strain: how it does over many units; None where nothing is known.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Link:
     strain: Strain | None = None
 
     def over(self, num_units: int) -> Strain:
-        """Return what is left of it between ranks that lie `num_units` apart."""
+        """Return how it does between ranks that lie `num_units` apart."""
         if self.strain is None or num_units < self.strain.units:
             return _UNSTRAINED
         return self.strain
