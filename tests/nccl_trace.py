@@ -13,10 +13,12 @@ there, until it is sent to a device.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -124,6 +126,7 @@ class Trace(Watch):
         self.events: list[Event] = []
         self._numbers = itertools.count()
         self._works: list[_Awaited] = []
+        self._batch: FrameType | None = None
 
     def check(self) -> None:
         """Hold the calls of all ranks against the rules of NCCL; every rank calls this.
@@ -146,8 +149,17 @@ class Trace(Watch):
         call = calls.read_call(func, args, kwargs)
         if call is None or len(call.ranks) == 1:
             return func(*args, **kwargs)
-        number = next(self._numbers)
-        self.events.append(_noted(number, call))
+        batch = _batch()
+        if batch is not None and batch is self._batch:
+            last = self.events[-1]
+            assert isinstance(last, Call)
+            number = last.number
+            messages = last.messages + _noted(number, call).messages
+            self.events[-1] = dataclasses.replace(last, messages=messages)
+        else:
+            number = next(self._numbers)
+            self.events.append(_noted(number, call))
+        self._batch = batch
         result = func(*args, **kwargs)
         if func.namespace == "phalanx_comm":
             # Whoever begins an exchange takes it over by its number, and waits for it.
@@ -182,6 +194,14 @@ def traced(function: Callable[..., Any], *args: Any) -> Any:
         result = function(*args)
     trace.check()
     return result
+
+
+def _batch() -> FrameType | None:
+    """Return the call of `batch_isend_irecv` under way, which gloo takes message by message."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not dist.batch_isend_irecv.__code__:
+        frame = frame.f_back
+    return frame
 
 
 def _noted(number: int, call: calls.Call) -> Call:

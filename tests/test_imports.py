@@ -20,7 +20,7 @@ ROWS = [
     ["config"],
     ["models"],
     ["comm"],
-    ["debug"],
+    ["debug", "collectives"],
     ["launch"],
     ["parallel", "server"],
     ["account"],

@@ -1,0 +1,1 @@
+"""Collectives written over point-to-point messages: lists of steps, and what runs them."""

@@ -1,0 +1,78 @@
+"""Recursive halving and doubling: few steps, and no more bytes than a ring.
+
+With P a power of two, ranks r and r XOR d exchange: halves of the tensor, then quarters, and so on;
+back, they double what they have (Thakur, Rabenseifner, Gropp 2005). An all-reduce so takes 2 log2 P
+steps and 2 (P-1)/P of the tensor. With any other P a rank sends to r - d and receives from r + d,
+and the last step moves the rest: 2 ceil(log2 P) steps, as many bytes (Bruck et al., Efficient
+algorithms for all-to-all communications, 1997; Traff, arXiv 2410.14234, 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.comm.algorithms import by_tree
+from phalanx.comm.algorithms.steps import Move, Steps, backward, moves_of, steps_of
+
+
+def all_gather(num_ranks: int) -> Steps:
+    """Double what each rank has."""
+    return steps_of("all-gather", map(list, _doublings(num_ranks)))
+
+
+def reduce_scatter(num_ranks: int) -> Steps:
+    """Halve what each rank still reduces."""
+    return backward(all_gather(num_ranks), "reduce-scatter", reduces=True)
+
+
+def all_reduce(num_ranks: int) -> Steps:
+    """Reduce-scatter by halving, then all-gather by doubling."""
+    return reduce_scatter(num_ranks) + all_gather(num_ranks)
+
+
+def broadcast(num_ranks: int, root: int) -> Steps:
+    """Scatter by halving, then all-gather by doubling."""
+    return by_tree.scatter(num_ranks, root) + all_gather(num_ranks)
+
+
+def reduce(num_ranks: int, root: int) -> Steps:
+    """Reduce-scatter by halving, then gather."""
+    return reduce_scatter(num_ranks) + by_tree.gather(num_ranks, root)
+
+
+def all_to_all(num_ranks: int) -> Steps:
+    """Send what is an odd number of ranks from home 1 on, then by twos, fours: log2 P steps."""
+    ranks, spans = range(num_ranks), (1 << bit for bit in range((num_ranks - 1).bit_length()))
+    return steps_of(
+        "all-to-all",
+        (
+            [
+                Move(here, (here + span) % num_ranks, range(chunk, chunk + 1))
+                for origin in ranks
+                for distance in ranks
+                if distance & span
+                for here in [(origin + distance % span) % num_ranks]
+                for chunk in [origin * num_ranks + (origin + distance) % num_ranks]
+            ]
+            for span in spans
+        ),
+    )
+
+
+def _doublings(num_ranks: int) -> Iterator[Iterator[Move]]:
+    span = 1
+    while span < num_ranks:
+        yield _exchange(num_ranks, span)
+        span *= 2
+
+
+def _exchange(num_ranks: int, span: int) -> Iterator[Move]:
+    for rank in range(num_ranks):
+        if num_ranks & (num_ranks - 1) == 0:
+            begin = rank // span * span
+            yield Move(rank, rank ^ span, range(begin, begin + span))
+        else:
+            held = range(rank, rank + min(span, num_ranks - span))
+            yield from moves_of(
+                rank, (rank - span) % num_ranks, [chunk % num_ranks for chunk in held]
+            )

@@ -1,0 +1,87 @@
+"""Hierarchical collectives: inside each host, then across the hosts, then inside again.
+
+One rank a host, its leader, speaks to other hosts: so 2 (H-1)/H of the tensor crosses the slow link
+of each of H hosts in an all-reduce, whatever number of ranks a host has. Inside, a tree; across, a
+ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from phalanx.comm.algorithms import by_ring, by_tree
+from phalanx.comm.algorithms.steps import Steps, among, backward, cut, side_by_side
+
+Rooted = Callable[[int, int], Steps]
+
+
+def all_reduce(num_ranks: int, host_size: int) -> Steps:
+    """Reduce to each leader, all-reduce among leaders, broadcast inside each host."""
+    hosts = _hosts(num_ranks, host_size)
+    across = among(by_ring.all_reduce(len(hosts)), _leaders(hosts), cut(num_ranks, len(hosts)))
+    return _inside(by_tree.reduce, hosts) + across + _inside(by_tree.broadcast, hosts)
+
+
+def all_gather(num_ranks: int, host_size: int) -> Steps:
+    """Gather on each leader, all-gather among leaders, broadcast inside each host."""
+    hosts = _hosts(num_ranks, host_size)
+    across = among(by_ring.all_gather(len(hosts)), _leaders(hosts), hosts)
+    inside = _inside(by_tree.gather, hosts, own_chunks=True)
+    return inside + across + _inside(by_tree.broadcast, hosts)
+
+
+def reduce_scatter(num_ranks: int, host_size: int) -> Steps:
+    """Reduce to each leader, reduce-scatter among leaders, scatter inside each host."""
+    hosts = _hosts(num_ranks, host_size)
+    across = among(by_ring.reduce_scatter(len(hosts)), _leaders(hosts), hosts)
+    inside = _inside(by_tree.scatter, hosts, own_chunks=True)
+    return _inside(by_tree.reduce, hosts) + across + inside
+
+
+def broadcast(num_ranks: int, root: int, host_size: int) -> Steps:
+    """Broadcast among leaders, the root one of them, then inside each host."""
+    hosts = _hosts(num_ranks, host_size)
+    pieces = cut(num_ranks, len(hosts))
+    across = by_tree.broadcast(len(hosts), root // host_size)
+    return among(across, _leaders(hosts, root), pieces) + _inside(by_tree.broadcast, hosts, root)
+
+
+def reduce(num_ranks: int, root: int, host_size: int) -> Steps:
+    """Reduce inside each host, then among leaders."""
+    return backward(broadcast(num_ranks, root, host_size), "reduce", reduces=True)
+
+
+def scatter(num_ranks: int, root: int, host_size: int) -> Steps:
+    """Scatter the chunks of whole hosts among leaders, then inside each host."""
+    hosts = _hosts(num_ranks, host_size)
+    across = among(by_tree.scatter(len(hosts), root // host_size), _leaders(hosts, root), hosts)
+    return across + _inside(by_tree.scatter, hosts, root, own_chunks=True)
+
+
+def gather(num_ranks: int, root: int, host_size: int) -> Steps:
+    """Gather inside each host, then among leaders."""
+    return backward(scatter(num_ranks, root, host_size), "gather", reduces=False)
+
+
+def _hosts(num_ranks: int, host_size: int) -> list[range]:
+    begins = range(0, num_ranks, host_size)
+    return [range(begin, min(begin + host_size, num_ranks)) for begin in begins]
+
+
+def _leaders(hosts: Sequence[range], root: int = 0) -> list[int]:
+    return [root if root in host else host.start for host in hosts]
+
+
+def _inside(
+    collective: Rooted, hosts: Sequence[range], root: int = 0, *, own_chunks: bool = False
+) -> Steps:
+    """Run a collective on each host, from or to its leader, with all chunks or its ranks' own."""
+    num_ranks = hosts[-1].stop
+    return side_by_side(
+        among(
+            collective(len(host), leader - host.start),
+            host,
+            [range(r, r + 1) for r in host] if own_chunks else cut(num_ranks, len(host)),
+        )
+        for host, leader in zip(hosts, _leaders(hosts, root), strict=True)
+    )

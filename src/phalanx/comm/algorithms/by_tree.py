@@ -1,0 +1,78 @@
+"""Collectives down and up a binomial tree: in each step twice as many ranks have it.
+
+ceil(log2 P) steps each way, with the whole tensor in each; so they suit small tensors (Thakur,
+Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, 2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.comm.algorithms.steps import Move, Steps, backward, moves_of, steps_of
+
+
+def broadcast(num_ranks: int, root: int) -> Steps:
+    """Send the tensor to half a tree away, then a quarter, and so on."""
+    whole = range(num_ranks)
+    return steps_of(
+        "broadcast",
+        (
+            [Move((root + at) % num_ranks, (root + at + span) % num_ranks, whole) for at in senders]
+            for span, senders in _spans(num_ranks)
+        ),
+    )
+
+
+def reduce(num_ranks: int, root: int) -> Steps:
+    """Reduce pairs, then pairs of pairs."""
+    return backward(broadcast(num_ranks, root), "reduce", reduces=True)
+
+
+def scatter(num_ranks: int, root: int) -> Steps:
+    """Send the chunks of the other half of the tree, then of the other quarter."""
+    return steps_of(
+        "scatter",
+        (
+            [
+                move
+                for at in senders
+                for move in moves_of(
+                    (root + at) % num_ranks,
+                    (root + at + span) % num_ranks,
+                    [
+                        (root + goal) % num_ranks
+                        for goal in range(at + span, min(at + 2 * span, num_ranks))
+                    ],
+                )
+            ]
+            for span, senders in _spans(num_ranks)
+        ),
+    )
+
+
+def gather(num_ranks: int, root: int) -> Steps:
+    """Collect the chunks of the own half of each subtree."""
+    return backward(scatter(num_ranks, root), "gather", reduces=False)
+
+
+def all_reduce(num_ranks: int) -> Steps:
+    """Reduce to rank 0, then broadcast."""
+    return reduce(num_ranks, 0) + broadcast(num_ranks, 0)
+
+
+def all_gather(num_ranks: int) -> Steps:
+    """Gather on rank 0, then broadcast."""
+    return gather(num_ranks, 0) + broadcast(num_ranks, 0)
+
+
+def reduce_scatter(num_ranks: int) -> Steps:
+    """Reduce to rank 0, then scatter."""
+    return reduce(num_ranks, 0) + scatter(num_ranks, 0)
+
+
+def _spans(num_ranks: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield how far a step sends, and the distances from the root of the ranks that send."""
+    span = 1 << max(0, num_ranks - 1).bit_length() >> 1
+    while span:
+        yield span, [at for at in range(0, num_ranks, 2 * span) if at + span < num_ranks]
+        span //= 2
