@@ -232,7 +232,7 @@ def _joined(how: How) -> dist.ProcessGroup | None:
     """Return the group; None if this rank is not in it.
 
     Raises:
-        ScriptError: this process has not joined a job, or does not know what is asked by name.
+        ScriptError: this process has not joined a job, or the call names an unknown option.
     """
     for name in how:
         if name not in How.__annotations__:

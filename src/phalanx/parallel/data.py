@@ -33,7 +33,13 @@ from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
 from phalanx.errors import TrainingError
-from phalanx.parallel.reduce import GradientReducer, Parameters, buckets, make_equal
+from phalanx.parallel.reduce import (
+    BUCKET_BYTES,
+    GradientReducer,
+    Parameters,
+    buckets,
+    make_equal,
+)
 from phalanx.parallel.sparse import SparseReducer, sparse_tables
 from phalanx.parallel.split import Split, StateBytes, Target, entries_of
 from phalanx.strategy import Strategy
@@ -167,8 +173,11 @@ class BucketedReducer(GradientReducer):
     A buffer lives as long as the gradients in it: forward holds none, as in one process.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], comm: Comm) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], comm: Comm, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         super().__init__([], comm)
+        self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._num_started = 0
@@ -187,7 +196,7 @@ class BucketedReducer(GradientReducer):
     def _add(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = self.parameters + parameters
         sizes = [local_shard(parameter).nbytes for parameter in parameters]
-        for indices in buckets(sizes):
+        for indices in buckets(sizes, self._bucket_bytes):
             self._add_bucket([parameters[index] for index in indices])
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)

@@ -41,7 +41,7 @@ def reduce(num_ranks: int, root: int) -> Steps:
 
 
 def all_to_all(num_ranks: int) -> Steps:
-    """Send what is an odd number of ranks from home 1 on, then by twos, fours: log2 P steps."""
+    """Send chunks at an odd distance from home by 1, then by twos, by fours: log2 P steps."""
     ranks, spans = range(num_ranks), (1 << bit for bit in range((num_ranks - 1).bit_length()))
     return steps_of(
         "all-to-all",

@@ -139,8 +139,10 @@ class Collective(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Complete this collective and those before it; gloo's own timeout holds."""
         while self in _UNDER_WAY:
-            for _ in _UNDER_WAY[0].remaining():
+            first = _UNDER_WAY[0]
+            for _ in first.remaining():
                 pass
+            first._finish()
             _UNDER_WAY.popleft()
         return True
 
@@ -161,7 +163,6 @@ class Collective(dist.Work):
             self._messages, self._works = [], []
             self.num_done += 1
             yield self.steps[self.num_done - 1]
-        self._finish()
 
     def _begin_step(self) -> None:
         """Begin to send and receive what the next step has for this rank."""
