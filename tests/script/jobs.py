@@ -44,6 +44,12 @@ def perceptron_of_doubles() -> nn.Module:
     return perceptron().double()
 
 
+def with_nan() -> nn.Module:
+    model = perceptron_of_doubles()
+    nn.init.constant_(next(model.parameters()), float("nan"))
+    return model
+
+
 class Rows(nn.Module):
     """Takes no batch of no rows, as many models do that reshape it."""
 
@@ -72,6 +78,28 @@ def job() -> phalanx.Trainer:
         perceptron_of_doubles, Classes(), Numbers(), adagrad, halving, Numbers(),
         batch_size=8, accumulation=2, epochs=2, max_norm=0.5,
     )  # fmt: skip
+
+
+class Named(Numbers):
+    """Has the class of each row as a name, too."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (*super().__getitem__(index), f"class {self.y[index]}")
+
+
+class ClassesByName(Classes):
+    """Takes the classes from the names of the rows, which are cut as the rows are."""
+
+    def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> Tensor:
+        x, _, names = microbatch
+        y = torch.tensor([int(name.removeprefix("class ")) for name in names], dtype=torch.long)
+        return cross_entropy(model(x), y, reduction="sum")
+
+
+def named() -> phalanx.Trainer:
+    return dataclasses.replace(
+        of_few_rows(), objective=ClassesByName(), data=Named(), validation=Named()
+    )
 
 
 def of_few_rows() -> phalanx.Trainer:

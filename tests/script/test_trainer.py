@@ -75,6 +75,11 @@ def test_the_steps_are_those_of_plain_pytorch(tmp_path: Path, strategy: str) -> 
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+def test_names_in_a_batch_stay_with_their_rows(tmp_path: Path) -> None:
+    trainer = jobs.named()
+    check(trainer.train("dp2", phalanx.Options(out=tmp_path, threads=1)), 0, trainer)
+
+
 @pytest.mark.parametrize(("steps", "before", "after"), [(3, "pp2", "fsdp2"), (5, "dp1", "dp1")])
 def test_a_run_goes_on_under_another_strategy(
     tmp_path: Path, steps: int, before: str, after: str
@@ -112,6 +117,12 @@ def test_a_stream_that_ends_too_early_is_told(tmp_path: Path) -> None:
     options = phalanx.Options(out=tmp_path, threads=1)
     with pytest.raises(DataError, match="the data ended after step 5 of 7"):
         trainer.train("dp1", options)
+
+
+def test_weights_that_are_nan_are_kept_by_an_evaluation() -> None:
+    trainer = dataclasses.replace(jobs.job(), build=jobs.with_nan, scheduler=None)
+    verdict = trainer.verify("dp2", steps=1)
+    assert verdict.is_equal, str(verdict)
 
 
 @pytest.mark.parametrize("strategy", [by_hand("dp2"), by_hand("fsdp2"), "pp2"])

@@ -108,6 +108,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
     "scheduler": ({"scheduler": 3}, "scheduler is 3; expected a function"),
     "collate": ({"collate": 3}, "collate is 3; expected a function"),
     "build": ({"build": perceptron_of_doubles().children()}, "expected a function"),
+    "build is a module": ({"build": perceptron_of_doubles()}, "expected a function that returns a"),
     "objective": ({"objective": None}, "objective is None, without loss_sum"),
     "objective of a function": ({"objective": frozen}, "objective is a function, without loss"),
     "objective of a class": ({"objective": Classes}, "objective is the class Classes; expected"),

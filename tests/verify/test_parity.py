@@ -463,7 +463,7 @@ def test_batches_are_cast_and_keep_their_form() -> None:
 @pytest.mark.parametrize(
     "batch, words",
     [
-        ({"x": torch.ones(4), "name": "text"}, "a batch holds a str"),
+        ({"name": ["a", "b"]}, "a batch is a dict without a tensor"),
         ({"x": torch.ones(4), "y": torch.ones(5)}, "have \\[4, 5\\] rows"),
     ],
 )

@@ -1,13 +1,14 @@
 """Batches of any form: a tensor, or mappings, lists, tuples and dataclasses of tensors.
 
-The first dimension of every tensor is the samples, which are called rows.
+The first dimension of every tensor is the samples, which are called rows. A list of as many strings
+or numbers has one for each row, as default_collate makes it of names; any other value is of all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -17,21 +18,27 @@ from phalanx.errors import ConfigError
 
 
 def map_tensors(
-    batch: Any, function: Callable[[Tensor], Tensor], otherwise: Callable[[Any], Any] = lambda x: x
+    batch: Any,
+    function: Callable[[Tensor], Tensor],
+    otherwise: Callable[[Any], Any] = lambda x: x,
+    is_value: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Apply a function to every tensor of a batch, `otherwise` to other values; keep its form."""
+    """Apply a function to every tensor of a batch, `otherwise` to other values; keep its form.
+
+    `is_value` tells of a list or tuple whether it is one value.
+    """
 
     def mapped(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, Tensor):
             return None if leaf is None else function(leaf)
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
-            return dataclasses.replace(leaf, **map_tensors(values, function, otherwise))
+            return dataclasses.replace(leaf, **map_tensors(values, function, otherwise, is_value))
         if isinstance(leaf, Mapping):  # that is no dict, such as a BatchEncoding of transformers
-            return map_tensors(dict(cast("Mapping[str, Any]", leaf)), function, otherwise)
+            return map_tensors(dict(cast("Mapping[str, Any]", leaf)), function, otherwise, is_value)
         return otherwise(leaf)
 
-    return tree_map(mapped, batch)
+    return tree_map(mapped, batch, is_leaf=is_value)
 
 
 def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -52,13 +59,32 @@ def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def cast_batch(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the batch on a device, with its floating-point tensors in `dtype`."""
-    return map_batch(batch, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
+    return map_tensors(batch, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
+
+
+def take_rows(batch: Any, rows: Tensor | slice) -> Any:
+    """Return some rows of a batch, by their numbers or by a slice."""
+    num_rows = count_rows(batch)
+    numbers = range(num_rows)[rows] if isinstance(rows, slice) else rows.tolist()
+
+    def has_rows(part: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+        if not isinstance(part, list | tuple) or hasattr(part, "_fields"):
+            return False
+        values = cast("Sequence[Any]", part)
+        return len(values) == num_rows and all(isinstance(v, str | int | float) for v in values)
+
+    return map_tensors(
+        batch,
+        lambda tensor: tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)],
+        lambda part: type(part)(part[at] for at in numbers) if has_rows(part) else part,
+        has_rows,
+    )
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch."""
     found: list[Tensor] = []
-    map_batch(batch, lambda tensor: (found.append(tensor), tensor)[1])
+    map_tensors(batch, lambda tensor: (found.append(tensor), tensor)[1])
     return found
 
 
@@ -66,10 +92,15 @@ def count_rows(batch: Any) -> int:
     """Return the first dimension of the tensors of a batch.
 
     Raises:
-        ConfigError: there is no tensor in it, or something else is, or they differ.
+        ConfigError: there is no tensor in it, or they differ.
     """
     sizes = {len(tensor) for tensor in tensors_of(batch)}
-    if len(sizes) != 1:
+    if not sizes:
+        raise ConfigError(
+            f"a batch is a {type(batch).__name__} without a tensor; expected one at least, whose "
+            "first dimension is the samples"
+        )
+    if len(sizes) > 1:
         raise ConfigError(
             f"the tensors of a batch have {sorted(sizes)} rows; expected one number for all, "
             "the samples"

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from phalanx.checkpoint.standing import LoaderStanding
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
-from phalanx.data.rows import count_rows, map_batch, map_tensors, tensors_of
+from phalanx.data.rows import count_rows, map_tensors, take_rows, tensors_of
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.models.attention import to_device
 from phalanx.script.checkpoint import from_text, to_text
@@ -272,8 +272,7 @@ class RankLoader:
             if not is_skipped:
                 places = [at - begin for piece in own for at in piece]
                 here = torch.tensor(places or [0] * self._has_spares).long()
-                rows = map_batch(batch, lambda t, here=here: t[here.to(t.device)])
-                yield _Fetched(rows, own, following is None, end - begin)
+                yield _Fetched(take_rows(batch, here), own, following is None, end - begin)
             batch = following
         self._num_rows = end
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.data.rows import count_rows, map_batch
+from phalanx.data.rows import count_rows, take_rows
 from phalanx.script.deal import Spare
 from phalanx.script.loader import RankLoader
 
@@ -47,8 +47,8 @@ class Microbatches:
 
     def _piece(self, batch: Any, rows: slice) -> Any:
         if rows.stop > rows.start or not self._has_spares:
-            return map_batch(batch, lambda tensor: tensor[rows])
-        return Spare(map_batch(batch, lambda tensor: tensor[:1]))
+            return take_rows(batch, rows)
+        return Spare(take_rows(batch, slice(1)))
 
     def _pieces(self, num_rows: int) -> list[slice]:
         """Return where each microbatch stands among this rank's rows of a batch."""

@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from phalanx.comm.comm import Comm
-from phalanx.data.rows import map_tensors
+from phalanx.data.rows import tensors_of
 from phalanx.errors import ScriptError
 from phalanx.parallel.dropout import Place
 from phalanx.script.loader import RankLoader
@@ -42,8 +42,7 @@ class Batch:
         self.is_last, self.rows, self.num_rows = loader.is_last, loader.rows, loader.num_batch_rows
         self.is_gathered = False
         self.calls: dict[str, int] = {}
-        tensors: list[torch.Tensor] = []
-        map_tensors(given, lambda t: (tensors.append(t), t)[1])
+        tensors = tensors_of(given)
         self.sizes = {tensor.numel() for tensor in tensors}
         self._tensors = [TensorWeakRef(tensor) for tensor in tensors]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.batch import Batch
-from phalanx.data.rows import count_rows, map_batch
+from phalanx.data.rows import count_rows, take_rows
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape
 
@@ -66,4 +66,4 @@ def rows_of(batch: Any, data_rank: int, num_data_ranks: int, accumulation: int) 
 def split(batch: Any, data_rank: int, num_data_ranks: int, accumulation: int) -> list[Any]:
     """Return the microbatches of a data rank, see `rows_of`."""
     microbatches = rows_of(batch, data_rank, num_data_ranks, accumulation)
-    return [map_batch(batch, lambda tensor, rows=rows: tensor[rows]) for rows in microbatches]
+    return [take_rows(batch, rows) for rows in microbatches]

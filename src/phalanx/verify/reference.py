@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
-from phalanx.data.rows import cast_batch, count_rows, map_batch
+from phalanx.data.rows import cast_batch, count_rows, take_rows
 from phalanx.verify.plain import Masks
 from phalanx.verify.settings import STATE
 
@@ -99,7 +99,7 @@ class ReferenceRun:
         first = sum(count_rows(each) for each in batches[:step]) if own else 0
         loss = torch.zeros((), dtype=torch.float64)
         for rows in torch.arange(count_rows(batch)).tensor_split(own.pieces if own else 1):
-            piece = map_batch(moved, lambda tensor, rows=rows: tensor[rows.to(tensor.device)])
+            piece = take_rows(moved, rows)
             self._masks.begin(step, first + rows)
             with phase("forward"):
                 loss_sum = self._objective.loss_sum(self.model, piece, step)
