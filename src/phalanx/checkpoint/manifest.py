@@ -48,6 +48,9 @@ REMOVED = ".removed"
 LOCK = ".lock"
 """Name of the file beside the checkpoints that is locked by the process that saves them."""
 
+EARLIER_LENGTHS = "earlier lengths"
+"""Name in the stream of a run that changed the length of its samples within an epoch."""
+
 NUM_NAMED = 3
 """How many older checkpoints the message of a damaged one names."""
 
@@ -189,8 +192,10 @@ def _decode(values: dict[str, Any]) -> Manifest:
         found = brief(values["format"])
         raise ValueError(f"it is of format {found}; this version reads format {FORMAT}")
     sha256, expected = values.pop("sha256"), _sha256(values)
-    if "parts" in values:  # an earlier version kept each length of samples; each began an epoch
-        values["first_epoch"] = len(values.pop("parts"))
+    # An earlier version kept the lengths of the samples before, and read the rest of the epoch in
+    # which they changed before whole ones.
+    if values.pop("parts", None) and isinstance(values.get("stream"), dict):
+        values["stream"][EARLIER_LENGTHS] = True
     manifest: Manifest = decode(Manifest, values)
     for name in manifest.files:
         if not is_plain_name(name):

@@ -185,10 +185,15 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
         if before.get(name) != value and name != "corpus.seq_len"
     ]
     run = manifest.run_of(start.folder) or start.folder
+    gone = ""
     if before.get("corpus.shuffle_len") is not None:
+        gone = f"was made with corpus.shuffle_len {before['corpus.shuffle_len']}"
+    elif manifest.EARLIER_LENGTHS in before:
+        gone = "changed the length of its samples within an epoch"
+    if gone:
         raise CheckpointError(
-            f"this run was made with corpus.shuffle_len {before['corpus.shuffle_len']}, an order "
-            f"that this version does not have; begin another run with its weights: --init {run}"
+            f"this run {gone}, an order that this version does not have; begin another run with "
+            f"its weights: --init {run}"
         )
     if not differing:
         return
