@@ -31,7 +31,9 @@ from phalanx.config.fields import (
 from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.launch.agreement import check_same
+from phalanx.parallel.pipeline.cut import strategy_facts
 from phalanx.script.optimizer import HELD, check_kind, unheld
+from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
 
 _FOREIGN = ("objective", "data", "validation", "callbacks", "log")
@@ -51,9 +53,9 @@ def check_settings(config: Any) -> None:
                 raise ConfigError(f"phalanx.{type(config).__name__}: {error}") from None
 
 
-def check_same_job(trainer: Any, strategy: Any, options: Any) -> None:
+def check_same_job(trainer: Any, strategy: Strategy, options: Any) -> None:
     """Refuse ranks to which torchrun gave other settings on another host; all ranks call this."""
-    facts = {"strategy": str(strategy)}
+    facts: dict[str, Any] = dict(strategy_facts(strategy))
     for config in (trainer, options):
         values = {each.key: value_at(config, each.key) for each in settings(type(config))}
         plain = {key: v for key, v in values.items() if isinstance(v, (int, float, str, NoneType))}

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.errors import StrategyError
-from phalanx.parallel.pipeline.cut import schedule_of
+from phalanx.errors import ConfigError, StrategyError
+from phalanx.launch.agreement import check_same
+from phalanx.parallel.pipeline.cut import schedule_of, strategy_facts
 from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.schedule import KINDS, build_schedule
 from phalanx.parallel.pipeline.schedule_file import read_schedule, text_of
@@ -63,6 +64,24 @@ def test_a_step_of_fewer_microbatches_leaves_out_the_others(folder: Path) -> Non
         schedule_of(strategy, 4)
     whole = schedule_of(Strategy.parse(f"pp2,fsdp2,schedule:{path}"), 3)
     assert {action.op for order in whole.orders for action in order} == {"F", "B"}
+
+
+def test_ranks_whose_files_differ_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host reads the file of a strategy by itself."""
+    texts = (BY_HAND, BY_HAND.replace("\n\n", "\n"), "\n".join(text_of(build_schedule("zb", 2, 2))))
+    of_hosts: list[dict[str, str]] = []
+    for number, text in enumerate(texts):
+        (host := tmp_path / str(number)).mkdir()
+        (host / "mine.csv").write_text(text)
+        monkeypatch.chdir(host)
+        read_schedule.cache_clear()
+        of_hosts.append(strategy_facts(Strategy.parse("pp2,schedule:mine.csv")))
+    check_same(of_hosts[:2])  # of the same actions
+    with pytest.raises(ConfigError, match=r"rank 2 would .* sha256 of the schedule in mine\.csv"):
+        check_same(of_hosts)
+    read_schedule.cache_clear()
 
 
 @pytest.mark.parametrize(

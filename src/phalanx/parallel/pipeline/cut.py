@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from phalanx.parallel.pipeline.schedule import (
     with_microbatches,
     with_whole_backwards,
 )
-from phalanx.parallel.pipeline.schedule_file import read_schedule
+from phalanx.parallel.pipeline.schedule_file import read_schedule, text_of
 from phalanx.strategy import Axis, Strategy
 
 
@@ -40,6 +41,19 @@ def _schedule(pp: Axis, path: str, num_microbatches: int, is_split: bool) -> Sch
     else:
         schedule = build_schedule(pp.kind, pp.degree, num_microbatches, pp.option or 1)
     return schedule if is_split else with_whole_backwards(schedule)
+
+
+def strategy_facts(strategy: Strategy) -> dict[str, str]:
+    """Return what must be the same of a strategy on every rank, each of which reads its file.
+
+    Raises:
+        StrategyError: the file has no legal schedule.
+    """
+    facts = {"strategy": str(strategy)}
+    if path := strategy.schedule:
+        text = "\n".join(text_of(read_schedule(path, strategy.pp.degree)))
+        facts[f"sha256 of the schedule in {path}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return facts
 
 
 def num_stages(strategy: Strategy) -> int:

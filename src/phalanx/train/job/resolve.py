@@ -21,6 +21,7 @@ from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.parallel.pipeline.cut import strategy_facts
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resume import check_stream, first_epoch, stream_of, to_keep, tokenizer_of
 from phalanx.train.job.run_folder import (
@@ -215,7 +216,7 @@ def facts_of(job: Job) -> dict[str, Any]:
     return {
         **stream_of(job.config, job.tokens),
         "device": job.device,
-        "strategy": str(job.strategy),
+        **strategy_facts(job.strategy),
         **{f"shape.{name}": value for name, value in dataclasses.asdict(job.shape).items()},
         "precision": resolve_precision(job.config.precision, job.device).name,
         "batch": str(job.batch),
