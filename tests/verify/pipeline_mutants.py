@@ -155,10 +155,18 @@ def _mean_of_means(right: Any) -> Any:
 def _one_buffer(right: Any) -> Any:
     """What comes is written over what came before."""
 
-    def wrong(self: Any, receive: Action, source: int) -> Any:
-        buffer = right(self, receive, source)
+    def wrong(self: Any, action: Action) -> None:
+        if action.op != "RECV_B":
+            right(self, action)
+            return
         held = vars(self).setdefault("held", {})
-        return held.setdefault((receive.op, receive.stage, buffer.shape), buffer.detach())
+        ranks, start = self.runner.comm, self.runner.comm.recv_start
+
+        def start_anew(buffer: Any, *rest: Any) -> Any:
+            return start(held.setdefault(buffer.shape, buffer), *rest)
+
+        with mutants.planted((ranks, "recv_start", lambda _: start_anew)):
+            right(self, action)
 
     return wrong
 
@@ -236,8 +244,8 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
         ),
     },
     "pp2:gpipe": {
-        "one buffer for all that is received": (
-            "gpt2", [(runtime._Step, "buffer_for", _one_buffer)],
+        "one buffer for all gradients that are received": (
+            "gpt2", [(runtime._Step, "receive", _one_buffer)],
             "", "to the output of blocks.1 (Block); it comes from another stage",
         ),
     },
