@@ -330,3 +330,30 @@ def test_a_pipe_that_broke_elsewhere_silences_no_error(
         torchrun.leave_failed(error)
     assert left.value.args == (exit_code,)
     assert ("rank 0: no such text" in capsys.readouterr().err) == (exit_code == 2)
+
+
+def test_a_host_that_does_not_recognise_itself_serves_the_endpoint_where_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The advice of docs/quick_start.md on a line `127.0.1.1 NAME`: `--rdzv-conf is_host=1`."""
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+
+    monkeypatch.setattr(
+        "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend._matches_machine_hostname",
+        lambda _: False,
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    said = {"read_timeout": 1}
+    params = [
+        RendezvousParameters("c10d", endpoint, "job", 2, 2, **said, **more)
+        for more in ({}, {"is_host": "1"})
+    ]
+    with pytest.raises(RendezvousConnectionError):
+        create_backend(params[0])
+    serving = create_backend(params[1])
+    create_backend(params[0])  # of the other host, now that somebody serves it
+    del serving

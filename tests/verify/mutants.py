@@ -433,7 +433,7 @@ SLOW = frozenset(
         "labels in another order than tokens",
         "dropout of a block by its number in the stage",
         "gradients times the microbatches",
-        "one buffer for all gradients that are received",
+        "one buffer for all that is received",
         "gradients of a stage that stay a data rank's own",
         "first weights that begin anew on each rank",
         "evaluation that leaves the model in eval mode",

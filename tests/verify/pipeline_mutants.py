@@ -155,18 +155,9 @@ def _mean_of_means(right: Any) -> Any:
 def _one_buffer(right: Any) -> Any:
     """What comes is written over what came before."""
 
-    def wrong(self: Any, action: Action) -> None:
-        if action.op != "RECV_B":
-            right(self, action)
-            return
+    def wrong(self: Any, buffer: Any, *rest: Any) -> Any:
         held = vars(self).setdefault("held", {})
-        ranks, start = self.runner.comm, self.runner.comm.recv_start
-
-        def start_anew(buffer: Any, *rest: Any) -> Any:
-            return start(held.setdefault(buffer.shape, buffer), *rest)
-
-        with mutants.planted((ranks, "recv_start", lambda _: start_anew)):
-            right(self, action)
+        return right(self, held.setdefault((buffer.shape, buffer.dtype), buffer).detach(), *rest)
 
     return wrong
 
@@ -244,9 +235,9 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
         ),
     },
     "pp2:gpipe": {
-        "one buffer for all gradients that are received": (
-            "gpt2", [(runtime._Step, "receive", _one_buffer)],
-            "", "to the output of blocks.1 (Block); it comes from another stage",
+        "one buffer for all that is received": (
+            "gpt2", [(comm.Comm, "recv_start", _one_buffer)],
+            "blocks.2.attention_norm", "its sum over ranks or microbatches",
         ),
     },
     "pp2:zb/1": {
