@@ -185,12 +185,7 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
         if before.get(name) != value and name != "corpus.seq_len"
     ]
     run = manifest.run_of(start.folder) or start.folder
-    gone = ""
-    if before.get("corpus.shuffle_len") is not None:
-        gone = f"was made with corpus.shuffle_len {before['corpus.shuffle_len']}"
-    elif manifest.EARLIER_LENGTHS in before:
-        gone = "changed the length of its samples within an epoch"
-    if gone:
+    if gone := _gone_order(before):
         raise CheckpointError(
             f"this run {gone}, an order that this version does not have; begin another run with "
             f"its weights: --init {run}"
@@ -226,6 +221,14 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
             f"{name} is {ours[name]}, but this run was made with {before.get(name)}; leave it out"
         )
     raise CheckpointError(f"{said}, or begin another run with its weights: --init {run}")
+
+
+def _gone_order(stream: dict[str, Any]) -> str:
+    """Say how an earlier version ordered the samples of a run, if no version does so now."""
+    if stream.get("corpus.shuffle_len") is not None:
+        return f"was made with corpus.shuffle_len {stream['corpus.shuffle_len']}"
+    has_lengths = manifest.EARLIER_LENGTHS in stream
+    return "changed the length of its samples within an epoch" if has_lengths else ""
 
 
 def _data_words(path: str | None) -> str:
