@@ -25,7 +25,7 @@ def map_tensors(
 ) -> Any:
     """Apply a function to every tensor of a batch, `otherwise` to other values; keep its form.
 
-    `is_value` tells of a list or tuple whether it is one value.
+    `is_value` says of a list or tuple whether it is one value.
     """
 
     def mapped(leaf: Any) -> Any:

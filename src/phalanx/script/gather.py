@@ -43,7 +43,7 @@ def gather_rows(
 
 def gather_with_gradient(batch: Any, comm: Comm, num_rows: Collection[int]) -> Any:
     """Return the rows of all ranks, through which gradients flow back to the ranks."""
-    own = tensors_of(map_batch(batch, lambda tensor: tensor))  # which refuses what is none
+    own = tensors_of(map_batch(batch, lambda tensor: tensor))  # other values are refused
     _check_rows(own, num_rows)
     rows = gather_objects((comm.coord("data"), [tuple(tensor.shape) for tensor in own]))
     shapes = [shape for _, shape in sorted(dict(rows).items())]
