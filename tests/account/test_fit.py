@@ -177,26 +177,3 @@ def test_a_cut_by_hand_is_refused_with_the_arithmetic(monkeypatch: pytest.Monkey
     huge = dataclasses.replace(BLOCKS, hidden=8192, ffn=24576, num_heads=128, num_kv_heads=128)
     with pytest.raises(ConfigError, match="does not fit: under pp2,cut:6"):
         check_fit(load("pp2,cut:6+6", huge), "huge", 2)
-
-
-def test_a_cut_by_memory_is_proposed_where_the_fastest_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    of = load("pp2", BLOCKS, microbatch=64, accumulation=4, seq_len=64)
-    fastest = need_of(of).total
-    best = min(
-        (
-            need_of(dataclasses.replace(of, strategy=Strategy.parse(f"pp2,cut:{n}+{12 - n}"))).total
-            for n in range(1, 12)
-        ),
-    )
-    assert best < 0.75 * fastest
-    room = int((best / 0.8 + fastest) / 2)
-    assert best < 0.8 * room < fastest
-    monkeypatch.setattr("phalanx.account.fit._SMALLEST_GPU_BYTES", 0)
-    monkeypatch.setattr(host, "largest_gpu_bytes", lambda: room)
-    with pytest.raises(ConfigError, match=r"try --strategy (pp2,cut:\d+\+\d+) ") as caught:
-        check_fit(on_gpu(of), "blocks", 2)
-    (text,) = re.findall(r"try --strategy (pp2,cut:\S+) ", str(caught.value))
-    assert need_of(dataclasses.replace(of, strategy=Strategy.parse(text))).total <= 0.8 * room
-    check_fit(on_gpu(dataclasses.replace(of, strategy=Strategy.parse(text))), "blocks", 2)

@@ -29,8 +29,7 @@ from phalanx.account.parameters import num_parameters, parameters_of
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.registry import PRESETS
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.pipeline.cut import chain_flops, cut_of, num_stages, schedule_of
-from phalanx.parallel.pipeline.partition import partition
+from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.strategy import Axis, Recompute, Strategy
 
@@ -102,11 +101,11 @@ def _need_of_host(load: Load, num_here: int) -> int:
     return num_here * sum(needs) // len(needs) + each
 
 
-def _need_of_rank(load: Load, pp_rank: int, cut: Sequence[range] | None = None) -> Need:
+def _need_of_rank(load: Load, pp_rank: int) -> Need:
     strategy, shape = load.strategy, load.shape
-    num_here, schedule = num_parameters(shape).total, None
+    num_here, cut, schedule = num_parameters(shape).total, None, None
     if strategy.pp.degree > 1:
-        cut, schedule = cut or cut_of(strategy, shape), schedule_of(strategy, load.accumulation)
+        cut, schedule = cut_of(strategy, shape), schedule_of(strategy, load.accumulation)
         num_here = parameters_of(shape, cut, schedule.stages_of(pp_rank))
     split = num_here // strategy.tp.degree * (8 if load.arithmetic == "float64" else 4)
     shard = split // strategy.num_shards
@@ -130,32 +129,6 @@ def _activations(
     sizes = (load.seq_len, load.microbatch, load.arithmetic)
     of_one = activations(shape, strategy, *sizes, device=load.device)
     return held_by(of_one, shape.num_layers, cut, schedule, pp_rank)
-
-
-def with_cut_that_fits(load: Load, room_bytes: float) -> Load | None:
-    """Return the load with the fastest cut of which no rank needs more than some room.
-
-    None if there is no such cut, the one at hand is given by hand, or ranks have several stages.
-    """
-    strategy, shape = load.strategy, load.shape
-    degree, last = strategy.pp.degree, shape.num_layers + 1
-    if degree == 1 or strategy.cut or num_stages(strategy) != degree:
-        return None
-    known: dict[tuple[int, int, bool, bool], bool] = {}  # blocks are alike
-
-    def fits(links: range, stage: int) -> bool:
-        is_alike = stage, len(links), 0 in links, last in links
-        if is_alike not in known:
-            cut = [links] * degree  # those of the other stages are not looked at
-            known[is_alike] = _need_of_rank(load, stage, cut).total <= room_bytes
-        return known[is_alike]
-
-    try:
-        best = partition(chain_flops(shape), degree, fits)
-    except StrategyError:
-        return None
-    cut = tuple(len(links) for links in best)
-    return dataclasses.replace(load, strategy=dataclasses.replace(strategy, cut=cut))
 
 
 def check_memory_for(num_ranks: int) -> None:
@@ -228,10 +201,7 @@ def _advice(load: Load, num_here: int, room: int) -> list[str]:
                     if (size := _need_of_host(other, num_here)) <= room:
                         yield words, size
 
-    splits = [*_other_splits(load)]
-    if load.device == "cuda" and (other_cut := with_cut_that_fits(load, room)) is not None:
-        splits.insert(0, (f"--strategy {other_cut.strategy}", other_cut))
-    found = itertools.islice(fitting(splits), 2)
+    found = itertools.islice(fitting(_other_splits(load)), 2)
     advice = [f"{words} (at least {_gib(size)} GiB)" for words, size in found]
     models = itertools.islice(fitting(_smaller_models(load)), 1)
     return advice + [f"{words} ({_gib(size)} GiB)" for words, size in models]

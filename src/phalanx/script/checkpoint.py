@@ -113,19 +113,6 @@ def free_folder(folder: Path) -> Path:
     return on_first_rank(find, f"cannot save in {folder}")
 
 
-def check_unused(folder: Path) -> None:
-    """Refuse to begin a run in a folder that has checkpoints of another; all ranks call this."""
-
-    def check() -> None:
-        if found := manifest.whole(folder):
-            raise CheckpointError(
-                f"it holds checkpoints of another run, the last after step {max(found)}; give "
-                "another folder, or resume that run by --resume"
-            )
-
-    on_first_rank(check, f"cannot begin a run in {folder}")
-
-
 def load(folder: Path, loop: Loop) -> tuple[Path, Manifest] | None:
     """Load the latest checkpoint, if there is one; every rank calls this together.
 

@@ -20,7 +20,7 @@ from phalanx.comm.together import on_first_rank
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import RunConfig
 from phalanx.data.rows import map_tensors
-from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.errors import CheckpointError, DataError
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import predicted_bytes
 from phalanx.measure.peaks import Arithmetic
@@ -40,8 +40,9 @@ from phalanx.script.order import JobGenerator
 from phalanx.strategy import Strategy
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
+from phalanx.train.job.run_folder import check_unused
 from phalanx.train.loop import Stopped, train
-from phalanx.train.precision import resolve
+from phalanx.train.precision import check_split, resolve
 from phalanx.train.report.summary import Summary
 from phalanx.train.session import Session
 from phalanx.train.step import Step
@@ -111,7 +112,7 @@ class ModuleSession(Session):
             masks=Masks(trainer.seed, self._place),
             pp_rank=comm.coord("pp"),
         )
-        self.precision.check(self.plan)
+        check_split(self.config, self.plan)
         runner = self.plan.build(comm)
         self.optimizer = optimizer_of(trainer.optimizer, model)
         self.scheduler = scheduler_of(trainer.scheduler, self.optimizer)
@@ -132,7 +133,7 @@ class ModuleSession(Session):
         if self._is_resumed:
             self._resume()
         else:
-            checkpoint.check_unused(self.out)
+            on_first_rank(lambda: check_unused(self.out, None), f"cannot begin a run in {self.out}")
         if self.config.compile:
             compile_blocks(model)
         self._batches = self._passes()
@@ -343,16 +344,3 @@ class ModulePrecision:
     def scaler(self) -> torch.amp.GradScaler | None:
         """Return what scales the loss, for float16 alone."""
         return torch.amp.GradScaler("cuda") if self.autocast == torch.float16 else None
-
-    def check(self, plan: Plan[nn.Module]) -> None:
-        """Refuse what pipelines and layers that are split cannot do."""
-        if self._config.compile and plan.uncompiled:
-            raise ConfigError(
-                f"compile is set, but blocks split by {plan.uncompiled} are not made to be "
-                "compiled; leave compile out, or use dp or fsdp"
-            )
-        if self.autocast == torch.float16 and (num_stages := plan.strategy.pp.degree) > 1:
-            raise ConfigError(
-                f"precision is float16, whose loss is scaled, and the stages of pp{num_stages} "
-                "would not agree on the scale; the nearest is bfloat16"
-            )

@@ -9,11 +9,14 @@ Training, 2018, section 3.2), and is for CUDA devices only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from phalanx.config.schema import RunConfig
 from phalanx.errors import ConfigError
 from phalanx.measure.environment import has_fast_bfloat16
+from phalanx.parallel.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,22 @@ def resolve(name: str, device: str) -> Precision:
         )
     master = torch.float64 if name == "float64" else torch.float32
     return Precision(master, getattr(torch, name), needs_scaler=name == "float16")
+
+
+def check_split(config: RunConfig, plan: Plan[Any]) -> None:
+    """Refuse to compile or scale what a strategy has split otherwise.
+
+    Raises:
+        ConfigError: names the nearest setting that the strategy allows.
+    """
+    if config.compile and plan.uncompiled:
+        raise ConfigError(
+            f"compile is set, but blocks split by {plan.uncompiled} are not made to be compiled; "
+            "leave compile out, or use dp or fsdp"
+        )
+    if config.precision == "float16" and (num_stages := plan.strategy.pp.degree) > 1:
+        # Each rank's GradScaler lowers the scale for its own stage's overflow alone.
+        raise ConfigError(
+            f"precision is float16, whose loss is scaled, and the stages of pp{num_stages} would "
+            "not agree on the scale; the nearest is bfloat16"
+        )

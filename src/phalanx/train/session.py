@@ -17,7 +17,6 @@ from typing import Any, Self
 from phalanx.account.flops import Flops
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
-from phalanx.comm.ledger import Entry
 from phalanx.config.schema import RunConfig
 from phalanx.measure.memory import Kind
 from phalanx.measure.peaks import Arithmetic
@@ -143,11 +142,6 @@ class Session(ABC):
     @abstractmethod
     def predicted_bytes(self) -> dict[Kind, int]:
         """Return what this rank holds by the layout of its strategy, of each kind at its most."""
-
-    def sent_text(self, sent: Sequence[Entry]) -> str | None:
-        """Return in words what a step sends; None if the table says it all."""
-        del sent
-        return None
 
     def sample(self) -> str:
         """Return text that the model writes; empty if it writes none. All ranks call this."""

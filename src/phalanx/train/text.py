@@ -25,7 +25,6 @@ from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint import state
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Comm, Ranks, local_shard
-from phalanx.comm.ledger import Entry
 from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
@@ -47,7 +46,6 @@ from phalanx.train.notice import said_if_long
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
-from phalanx.train.report.result import hsdp_text
 from phalanx.train.report.sample import opening, write_text
 from phalanx.train.session import Session
 from phalanx.train.step import Step, StepResult
@@ -248,11 +246,6 @@ class TextSession(Session):
                 *(of_one, job.shape.num_layers, self.plan.cut, schedule, self.comm.coord("pp"))
             ),
         }
-
-    @override
-    def sent_text(self, sent: Sequence[Entry]) -> str | None:
-        num_bytes = num_parameters(self.job.shape).total * self.precision.master.itemsize
-        return hsdp_text(sent, self.strategy, num_bytes)
 
     @override
     def sample(self) -> str:

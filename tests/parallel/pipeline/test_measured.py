@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from phalanx.parallel.pipeline import measured
 from phalanx.parallel.pipeline.cut import ranges_of
 from phalanx.parallel.pipeline.links import chain_by, links_of
-from phalanx.parallel.pipeline.measured import link_times, measured_cut
+from phalanx.parallel.pipeline.measured import link_times, with_best_cut
 from phalanx.parallel.pipeline.modules import ModuleStages
 from phalanx.parallel.skeleton import skeleton_of
 from phalanx.strategy import Strategy
@@ -46,22 +46,25 @@ def chain(costs: list[float], clock: Clock) -> nn.Module:
     return nn.Sequential(*(Slow(cost_s, clock) for cost_s in costs))
 
 
+def of_one_link(model: nn.Module) -> ModuleStages:
+    links = links_of(model)
+    chain = chain_by(skeleton_of(model), links, ranges_of([1] * len(links)))
+    return ModuleStages(model, chain, range(len(links)))
+
+
 def test_each_link_has_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(measured, "_now_s", clock)
     costs = [1.0, 5.0, 2.0]
     model = chain(costs, clock)
-    stages = ModuleStages(
-        model, chain_by(skeleton_of(model), links_of(model), ranges_of([1, 1, 1])), range(3)
-    )
-    times = link_times(stages, lambda: model(torch.ones(2, 3)).sum(), 3)
+    times = link_times(of_one_link(model), lambda: model(torch.ones(2, 3)).sum(), 3)
     assert times == [pytest.approx((cost, 2 * cost)) for cost in costs]
 
 
 def test_a_layer_that_needs_no_gradient_is_timed() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 2))
-    best = measured_cut(Strategy.parse("pp2"), model, lambda: model(torch.ones(5, 2, 2)).sum())
-    assert sum(best.cut) == 4
+    times = link_times(of_one_link(model), lambda: model(torch.ones(5, 2, 2)).sum(), 1)
+    assert len(times) == 4 and all(forward_s > 0 for forward_s, _ in times)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +76,6 @@ def test_a_layer_that_needs_no_gradient_is_timed() -> None:
         ([1, 1, 2, 2, 1, 1], "pp2:zbv", "2+1+1+2"),
     ],
 )
-def test_the_cut_follows_the_times(
-    monkeypatch: pytest.MonkeyPatch, costs: list[float], text: str, expected: str
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(measured, "_now_s", clock)
-    model = chain(costs, clock)
-    best = measured_cut(Strategy.parse(text), model, lambda: model(torch.ones(2, 3)).sum())
+def test_the_cut_follows_the_times(costs: list[float], text: str, expected: str) -> None:
+    best = with_best_cut(Strategy.parse(text), costs)
     assert str(best) == f"{text},cut:{expected}"

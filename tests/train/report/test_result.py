@@ -15,9 +15,7 @@ from phalanx.measure.memory_report import MemoryReport
 from phalanx.measure.summary import StepSummary, advice, summarize, summary_table
 from phalanx.measure.timer import TERMS, StepTimes
 from phalanx.measure.utilization import percent
-from phalanx.strategy import Strategy
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.report.result import hsdp_text
 from phalanx.train.report.summary import Summary
 
 SECONDS = st.floats(1e-9, 1e4)
@@ -43,7 +41,7 @@ def summary_of(**changes: object) -> Summary:
         run="demo", steps_done=5, num_steps=5, seconds=3.0, steps=steps(), utilization=None,
         unit="tokens", units_per_s=1000.0, batches_per_s=2.5, losses=[4.0],
         evaluations=[Evaluation(at, 3.0, {"bits_per_byte": 4.0 - at}) for at in (0, 2)],
-        best=None, sent=[], sent_text=None, memory=None,
+        best=None, sent=[], memory=None,
         no_memory="no account", resident_bytes=2**30,
         sample="To be\x1b[31m or\nnot", paths={"metrics": "runs/a b/metrics.jsonl"},
         resume="phalanx train --resume 'runs/a b' --steps 10",
@@ -109,15 +107,3 @@ def test_advice_points_at_the_axis_that_sends_most() -> None:
     assert "gathers of fsdp, at each microbatch anew" in advice(summary, gathers)
     assert "over tp, in proportion" in advice(summary, [Entry("forward", "tp", "x", 1, 8, 4.0)])
     assert "more accumulation" in advice(summary, [Entry("backward", "dp", "x", 1, 8, 4.0)])
-
-
-def test_hsdp_is_told_in_words() -> None:
-    sent = [
-        Entry("forward", "fsdp", "all_gather", 1, 100, 50.0),
-        Entry("backward", "fsdp", "reduce_scatter", 1, 100, 91.0),
-        Entry("backward", "dp", "all_reduce", 1, 50, 50.0),
-        Entry("agree", "dp", "all_reduce", 1, 9, 9.0),
-    ]
-    text = hsdp_text(sent, Strategy.parse("dp2,fsdp2"), 100)
-    assert text is not None and "2.82 P (N-1)/N" in text and "1.00 x 2 (M-1)/M P/N" in text
-    assert hsdp_text(sent, Strategy.parse("fsdp2"), 100) is None

@@ -210,7 +210,7 @@ def cost_of(link: Sequence[nn.Module]) -> int:
     """Return what a link costs for each of its inputs: its parameters but of tables.
 
     It is in proportion to the FLOPs of linear maps. Convolutions and attention are not seen; the
-    cut of a strategy can be given, and `pipeline.measured` has it from times.
+    cut of a strategy can be given.
     """
     modules = {module for each in link for module in each.modules()}
     return sum(

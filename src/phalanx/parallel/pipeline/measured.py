@@ -13,14 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.parallel.pipeline.cut import num_stages, ranges_of
-from phalanx.parallel.pipeline.links import chain_by, links_of
-from phalanx.parallel.pipeline.modules import ModuleStages
+from phalanx.parallel.pipeline.cut import num_stages
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.stage import Stages
-from phalanx.parallel.skeleton import skeleton_of
 from phalanx.strategy import Strategy
 
 
@@ -38,27 +35,6 @@ def link_times(
         (statistics.median(f for f, _ in of_link), statistics.median(b for _, b in of_link))
         for of_link in zip(*rounds, strict=True)
     ]
-
-
-def measured_cut(
-    strategy: Strategy, model: nn.Module, forward: Callable[[], Tensor], num_rounds: int = 5
-) -> Strategy:
-    """Return the strategy with the cut of a chain of modules that is the best by its times here.
-
-    Args:
-        strategy: with pp.
-        model: see `links.links_of`; it keeps hooks, so give a copy of the model to train.
-        forward: runs the model on a microbatch, and returns the sum of its losses.
-        num_rounds: each runs every link once.
-
-    Raises:
-        StrategyError: the model is no such chain, or has fewer links than there are stages.
-    """
-    links = links_of(model)
-    num_links = len(links)
-    chain = chain_by(skeleton_of(model), links, ranges_of([1] * num_links))
-    stages = ModuleStages(model, chain, range(num_links))
-    return with_best_cut(strategy, [sum(each) for each in link_times(stages, forward, num_rounds)])
 
 
 def with_best_cut(strategy: Strategy, times: Sequence[float]) -> Strategy:

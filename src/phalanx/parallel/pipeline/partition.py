@@ -7,18 +7,14 @@ k (the linear partition problem; Skiena, The Algorithm Design Manual, section 10
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, combinations
 
 from phalanx.errors import StrategyError
 
-Fits = Callable[[range, int], bool]
-"""Whether layers fit into the memory of a stage: (layers, number of the stage)."""
 
-
-def partition(costs: Sequence[float], num_stages: int, fits: Fits | None = None) -> list[range]:
+def partition(costs: Sequence[float], num_stages: int) -> list[range]:
     """Return the layers of each stage, in order; every stage has at least one.
 
     Of the cuts whose slowest stage is equally fast, it is the most even: it has the least sum of
@@ -27,10 +23,9 @@ def partition(costs: Sequence[float], num_stages: int, fits: Fits | None = None)
     Args:
         costs: forward and backward of each layer, in FLOPs or seconds, at least 0.
         num_stages: at least 1.
-        fits: which stages are allowed; all if None.
 
     Raises:
-        StrategyError: there are fewer layers than stages, or no cut fits.
+        StrategyError: there are fewer layers than stages.
     """
     num_layers = len(costs)
     if num_stages > num_layers:
@@ -39,18 +34,7 @@ def partition(costs: Sequence[float], num_stages: int, fits: Fits | None = None)
             f"stages are {num_layers}"
         )
     upto = [0.0, *accumulate(costs)]
-    slowest = _slowest(upto, num_stages) if fits is None else None
-    if slowest is None:
-        fastest = _best_cut(upto, num_stages, fits, max)
-        if fastest is None:
-            raise StrategyError(
-                f"pp: no cut of {num_layers} layers into {num_stages} stages fits the memory of "
-                "every stage; take more stages, recompute:full, or a smaller microbatch"
-            )
-        slowest = max(upto[layers.stop] - upto[layers.start] for layers in fastest)
-    even = _best_cut(upto, num_stages, fits, lambda so_far, new: so_far + new**2, slowest)
-    assert even is not None
-    return even
+    return _most_even(upto, num_stages, _slowest(upto, num_stages))
 
 
 def _slowest(upto: Sequence[float], num_stages: int) -> float:
@@ -75,17 +59,10 @@ def _slowest(upto: Sequence[float], num_stages: int) -> float:
     return costs[bisect_left(costs, True, key=suffices)]
 
 
-def _best_cut(
-    upto: Sequence[float],
-    num_stages: int,
-    fits: Fits | None,
-    value: Callable[[float, float], float],
-    most: float = math.inf,
-) -> list[range] | None:
-    """Return the cut of least value whose stages cost `most`, or None if none fits.
+def _most_even(upto: Sequence[float], num_stages: int, most: float) -> list[range]:
+    """Return the cut of least sum of squares whose stages cost at most `most`; there is one.
 
-    `upto` has the cost of the layers before each, and of all; `value` makes a cut's value of the
-    value of its stages but the last, and the cost of the last.
+    `upto` has the cost of the layers before each, and of all.
     """
     num_layers = len(upto) - 1
     # Number of layers -> value and stages of the best cut of that many of the first.
@@ -97,13 +74,11 @@ def _best_cut(
                 cost = upto[end] - upto[begin]
                 if cost > most:
                     break
-                new = value(so_far, cost)
-                layers = range(begin, end)
-                is_better = end not in found or new < found[end][0]
-                if is_better and (fits is None or fits(layers, stage)):
-                    found[end] = new, [*stages, layers]
+                new = so_far + cost**2
+                if end not in found or new < found[end][0]:
+                    found[end] = new, [*stages, range(begin, end)]
         best = found
-    return best[num_layers][1] if num_layers in best else None
+    return best[num_layers][1]
 
 
 def stage_costs(costs: Sequence[float], stages: Sequence[range]) -> list[float]:

@@ -32,7 +32,7 @@ from phalanx.train.job.run_folder import (
     count_checkpoints,
     out_folder,
 )
-from phalanx.train.precision import Precision
+from phalanx.train.precision import Precision, check_split
 from phalanx.train.precision import resolve as resolve_precision
 
 DEFAULT_STEPS = 560
@@ -146,17 +146,7 @@ def _check_split(request: Request) -> None:
                 f"{name} is {size}, but {strategy} splits it in {shards} and would pad it at each "
                 f"step; set it to {math.ceil(size / shards) * shards}"
             )
-    if config.compile and plan.uncompiled:
-        raise ConfigError(
-            f"compile is set, but blocks split by {plan.uncompiled} are not made to be compiled; "
-            "leave compile out, or use dp or fsdp"
-        )
-    if config.precision == "float16" and strategy.pp.degree > 1:
-        # Each rank's GradScaler lowers the scale for its own stage's overflow alone.
-        raise ConfigError(
-            f"precision is float16, whose loss is scaled, and the stages of pp{strategy.pp.degree} "
-            "would not agree on the scale; the nearest is bfloat16"
-        )
+    check_split(config, plan)
     if not config.compile:
         request.check_memory(has_activations=True)
 

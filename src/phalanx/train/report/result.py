@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from phalanx.comm.axes import SHARD_AXES
 from phalanx.comm.ledger import Entry
 from phalanx.measure.summary import summary_table
 from phalanx.measure.utilization import percent
-from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:
     from phalanx.train.report.summary import Summary
@@ -40,34 +38,6 @@ def render(summary: Summary, *, report: bool) -> RenderableType:
     if not report and summary.steps is not None:
         parts += [_line("tables", "--report prints where time, bytes and memory went")]
     return Group(*parts)
-
-
-def hsdp_text(sent: Sequence[Entry], strategy: Strategy, parameter_bytes: int) -> str | None:
-    """Return in words what a rank sends within its group and across groups under HSDP.
-
-    None where parameters are not both sharded and replicated, or tp sends beside them. P is
-    `parameter_bytes`, of the full model in the data type of the masters.
-    """
-    num_ranks, num_groups = strategy.num_shards, strategy.dp.degree
-    if min(num_ranks, num_groups) == 1 or strategy.tp.degree > 1 or not sent:
-        return None
-    inside, across = (
-        sum(e.sent_bytes for e in sent if e.axis in axes and e.phase in ("forward", "backward"))
-        for axes in (SHARD_AXES, ("dp",))
-    )
-    inside_unit = parameter_bytes * (num_ranks - 1) / num_ranks
-    across_unit = 2 * (num_groups - 1) / num_groups * parameter_bytes / num_ranks
-    less = (
-        " (3 a microbatch, less what stays gathered or is gathered in a narrower type)"
-        if strategy.fsdp.kind == "zero3"
-        else ""
-    )
-    return (
-        f"Inside its group (fsdp) a rank sends {_mib(inside)}, {inside / inside_unit:.2f} P (N-1)/N"
-        f"{less}; across groups (dp) {_mib(across)}, {across / across_unit:.2f} x 2 (M-1)/M P/N. "
-        f"P = {_mib(parameter_bytes)} of parameters, N = {num_ranks} ranks a group, "
-        f"M = {num_groups} groups."
-    )
 
 
 def _results(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -114,9 +84,7 @@ def _tables(summary: Summary) -> list[RenderableType]:
     if summary.steps is not None:
         parts += [summary_table(summary.steps), Text(summary.advice or ""), Text()]
     if summary.sent:
-        parts += [_sent_table(summary.sent)]
-        parts += [Text(summary.sent_text)] if summary.sent_text else []
-        parts += [Text()]
+        parts += [_sent_table(summary.sent), Text()]
     if summary.memory is not None:
         parts += [summary.memory.table(), Text(summary.memory.text())]
     elif summary.no_memory is not None:

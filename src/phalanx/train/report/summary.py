@@ -39,7 +39,6 @@ class Summary:
         evaluations: those on validation data, in their order.
         best: which of them is the best, in words; None if they were not judged.
         sent: what one rank sends in one step, as the ledger counted it.
-        sent_text: what HSDP sends within its groups and across them; None for other strategies.
         memory: what one rank holds in one step.
         no_memory: why there is no such account; None if there is.
         resident_bytes: the most that rank 0's process has had in RAM.
@@ -61,7 +60,6 @@ class Summary:
     evaluations: list[Evaluation]
     best: str | None
     sent: list[Entry]
-    sent_text: str | None
     memory: MemoryReport | None
     no_memory: str | None
     resident_bytes: int
@@ -144,7 +142,6 @@ def summarize_run(records: Records) -> Summary:
         evaluations=records.evaluations,
         best=None if session.best is None else session.best.text(),
         sent=records.entries,
-        sent_text=session.sent_text(records.entries),
         memory=memory,
         no_memory=None if memory else f"No account of the memory by kind: {blind_spot}.",
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
