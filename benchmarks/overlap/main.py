@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.exchange import ExchangeAllGather, LastReduction, Transfer
-from phalanx.comm.waits import told_to
+from phalanx.comm.waits import around_waits
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -106,7 +106,7 @@ def measure(rows: int, rounds: int, is_traced: bool) -> tuple[dict[str, list], d
             waits = Waits()
             dist.barrier()
             begin_s = time.perf_counter()
-            with in_flight(way), told_to(waits):
+            with in_flight(way), around_waits(waits):
                 step(batches)
             times[way].append((time.perf_counter() - begin_s, waits.seconds))
     spans: dict[str, list] = {}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from phalanx.comm import exchange
-from phalanx.comm.waits import told_to
+from phalanx.comm.waits import around_waits
 
 
 class Span(NamedTuple):
@@ -77,7 +77,7 @@ class Timeline:
                 called = self._named(track, kind.__call__)
                 stack.enter_context(patch.object(kind, "__call__", called))
             stack.enter_context(patch.object(exchange, "_exchange", self._exchange))
-            stack.enter_context(told_to(self._wait))
+            stack.enter_context(around_waits(self._wait))
             for name, module in self._model.named_modules():
                 if name in self._names.values() and module is not self._model:
                     stack.enter_context(self._computing(name, module))

@@ -2,7 +2,7 @@
 
 PhalanxError                 any of the below; the command line prints it in one message
 ├── ConfigError              a setting: unknown, of the wrong type, out of range, contradictory
-│   ├── StrategyError        the text of a strategy cannot be read, or asks for what is not built
+│   ├── StrategyError        the text of a strategy cannot be read, or names what no code runs yet
 │   ├── NotDivisible         a size does not split over a degree
 │   └── BatchError           global batch, microbatch, accumulation and data ranks contradict
 ├── ScriptError              a script calls in a way that would compute something else
@@ -16,7 +16,7 @@ PhalanxError                 any of the below; the command line prints it in one
 Interrupted                  a KeyboardInterrupt, also by SIGTERM or SIGHUP; nobody catches it but
                              the outermost caller
 
-Each message says what is wrong, the actual value, what was expected, and the nearest legal value.
+Each message names the mistake, the actual value, the expected one, and the nearest legal value.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ConfigError(PhalanxError, ValueError):
 
 
 class StrategyError(ConfigError):
-    """The text of a strategy cannot be read, or asks for what is not built."""
+    """The text of a strategy cannot be read, or names what no code runs yet."""
 
 
 class NotDivisible(ConfigError):
@@ -119,8 +119,8 @@ class CollectiveMismatch(TrainingError):
     """The ranks of a group call different collectives, or one of them does not come to a call.
 
     Attributes:
-        speaker: global rank that found it first; the others, which raise the same error, may leave
-            the telling to it.
+        speaker: global rank that found it first and reports it; the others raise the same error,
+            and may be silent.
     """
 
     speaker: int = 0  # for one that was sent from another process as its message alone

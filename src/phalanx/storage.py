@@ -174,7 +174,7 @@ def _sweep(parent: Path) -> None:
     """Remove the folders that crashed processes have left half written, a day or more ago."""
     for path in parent.glob("*." + 8 * "[0-9a-f]" + PARTIAL):
         try:
-            # The folder's own time is that of its making; the files tell of work that continues.
+            # The folder's own time is when it was made; the files show work that continues.
             newest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
         except OSError:
             continue  # its own process has just removed or renamed it, or it is not ours
@@ -203,7 +203,7 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
     """Give a folder to write to, which becomes `destination` at the end, or goes if that fails.
 
     Raises:
-        CheckpointError: the disk cannot take what is written.
+        CheckpointError: the disk has no room for it.
     """
     left_bytes = free_bytes(destination)
     if left_bytes < num_bytes:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.comm.comm import Ranks
-from phalanx.comm.waits import told_to, waiting
+from phalanx.comm.waits import around_waits, waiting
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
@@ -35,7 +35,7 @@ class Waits:
 def waits_of_collectives() -> dict[str, int]:
     comm = Ranks(Strategy.parse("tp2"))
     waits, found = Waits(), dict[str, int]()
-    with told_to(waits):
+    with around_waits(waits):
         for name, collective in {
             "all_reduce": lambda x: comm.all_reduce(x, "tp"),
             "all_gather": lambda x: comm.all_gather(x, "tp", 0),
@@ -64,7 +64,7 @@ def waits_of_layers() -> tuple[int, int]:
     model.forward = lambda x: model[0][2](model[0][1](model[0][0](x)))  # type: ignore
     Plan(Strategy.parse("fsdp2"), model).build(comm)
     waits = Waits()
-    with told_to(waits):
+    with around_waits(waits):
         loss = model(torch.ones(2, 4)).sum()
         forward = waits.taken()
         loss.backward()
@@ -82,7 +82,7 @@ def test_the_waits_of_another_thread_are_its_own() -> None:
             pass
 
     waits = Waits()
-    with told_to(waits):
+    with around_waits(waits):
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join()

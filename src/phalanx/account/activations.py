@@ -13,8 +13,8 @@ dropout; and the last norm's input with what the loss has made ahead. Under tp a
 rank's own shards.
 
 Where backward is at attention, a ring has blocks of keys and values on their way with their
-gradients, beyond what is kept: `passing`. Its closed form stands here, since a count cannot tell
-these from gradients inside the block.
+gradients, beyond the kept bytes: `passing`. Its closed form stands here, since a count mixes these
+with gradients inside the block.
 
 Not counted are buffers that pass: the gradients inside the block at work, which are up to 6 F
 elements a token. Compiled blocks keep what the compiler chooses.
@@ -78,7 +78,7 @@ def activations(
 
     Args:
         shape: the decoder.
-        strategy: how the work is split, and what is run again.
+        strategy: how the work is split, and which blocks run again.
         seq_len: tokens in one sequence.
         num_sequences: sequences in one microbatch of one rank.
         precision: data type of the arithmetic, such as "bfloat16".

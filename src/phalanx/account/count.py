@@ -52,7 +52,7 @@ class Case:
 
     Attributes:
         shape: a decoder of one block of the kind.
-        strategy: what splits samples, and what is recomputed: `none`, `full` or `selective`.
+        strategy: what splits samples, and its recomputation: `none`, `full` or `selective`.
         seq_len: tokens in one sequence.
         num_sequences: sequences in one microbatch of one rank.
         precision: data type of the arithmetic, such as "bfloat16".
@@ -96,7 +96,7 @@ class Counted(NamedTuple):
 
 
 def kind_of(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
-    """Return a decoder of one block like those of `shape` that have `window`."""
+    """Return a decoder of one block, like the blocks of `shape` that have `window`."""
     return dataclasses.replace(
         shape,
         num_layers=1,
@@ -206,7 +206,7 @@ class _Live(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def mark(self, _module: Any, args: tuple[Tensor, ...]) -> None:
-        """Note what is alive where a module begins, whose input is the residual."""
+        """Note the bytes alive where a module begins, whose input is the residual."""
         self.marks.append(_Mark(self.now, self.flops, args[0].untyped_storage().nbytes()))
 
     def now_with_flops(self) -> _Mark:

@@ -1,13 +1,13 @@
 """Whether a model can be trained on this host at all. No torch where activations do not count.
 
-[Note: What is counted]
+[Note: Memory that must be there]
 Only what must be in memory at once, so that no run is refused that would fit: on each rank
 
     weights + moments of AdamW + the larger of gradients and activations
 
 as its strategy shards them, with the exact count of parameters; both of the last, where
 microbatches are accumulated. Not counted are gathered copies, buckets, buffers that pass, and the
-libraries but for the least a process takes. On a CPU the ranks of this host share what is free,
+libraries but for the least a process takes. On a CPU the ranks of this host share the free memory,
 swap included, the stages of a pipeline each with its own; on a GPU each must fit into the largest
 there is.
 
@@ -66,7 +66,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one rank must have at once, see [Note: What is counted]."""
+    """Bytes that one rank must have at once, see [Note: Memory that must be there]."""
 
     weights: int
     moments: int
@@ -109,7 +109,7 @@ def _need_of_rank(load: Load, pp_rank: int) -> Need:
         num_here = parameters_of(shape, cut, schedule.stages_of(pp_rank))
     split = num_here // strategy.tp.degree * (8 if load.arithmetic == "float64" else 4)
     shard = split // strategy.num_shards
-    # Stage 1 adds whole gradients up; those of one microbatch it reduces as they come.
+    # Stage 1 adds whole gradients up; gradients of one microbatch it reduces as they come.
     adds_whole = strategy.fsdp.kind == "zero1" and load.accumulation > 1
     return Need(
         weights=shard,
@@ -163,7 +163,7 @@ def check_fit(load: Load, name: str, num_here: int) -> None:
             return  # too many processes for any model, which is said elsewhere
     if room is None or (whole := _need_of_host(load, num_here)) <= room:
         return
-    # What is counted is not all: only what leaves a fifth of the room is worth an advice.
+    # The count is a lower bound: only a split that leaves a fifth of the room is worth an advice.
     advice = _advice(load, num_here, 4 * room // 5)
     ranks = f"{num_here} ranks hold" if num_here > 1 else "a rank holds"
     where = "the largest GPU of this host has" if load.device == "cuda" else "this host has left"

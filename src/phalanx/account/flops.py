@@ -9,13 +9,13 @@
 - Attention multiplies queries with keys and probabilities with values: 4 x head_dim a head and pair
   of positions, forward. `full` counts all T x T pairs of a sequence, as PaLM does and as an
   unmasked product executes; `causal` counts the pairs that a token may look at, T (T + 1) / 2 or
-  fewer in a block with a window, which is what a fused kernel that skips what is masked executes.
+  fewer in a block with a window, as a fused kernel executes that skips masked pairs.
   Document masks are not subtracted.
 - Grouped-query attention shares keys and values, not products: query heads count.
 - Backward is exactly twice forward: one product for the inputs, one for the weights (or, in
   attention, for each operand). The first layer is no exception, its input is a trained embedding.
-- Model FLOPs = forward + backward: what the mathematics asks for. Hardware FLOPs add what is
-  recomputed in backward instead of kept (Megatron, arXiv 2104.04473, section 5.1 and appendix).
+- Model FLOPs = forward + backward: what the mathematics asks for. Hardware FLOPs add the
+  products that backward recomputes (Megatron, arXiv 2104.04473, section 5.1 and appendix).
   The scores that a fused attention kernel recomputes inside its own backward are in neither.
 - A segment of blocks that is recomputed is run again up to the last tensor that its backward
   needs. That is the input of its last product, the one that leaves the MLP: this product is not
@@ -58,7 +58,7 @@ class Flops:
 
     @property
     def backward(self) -> int:
-        """FLOPs of the backward pass, without what is recomputed."""
+        """FLOPs of the backward pass, without recomputation."""
         return 2 * self.forward
 
     @property
@@ -121,5 +121,5 @@ def _of_sequence(shape: ModelShape, seq_len: int, recompute: Literal["none", "fu
 
 
 def attention_pairs(seq_len: int, attention: Attention, window: int | None = None) -> int:
-    """Count the (query, key) pairs of one sequence: T x T, or those of `causal_pairs`."""
+    """Count the (query, key) pairs of one sequence: T x T, or `causal_pairs`."""
     return seq_len * seq_len if attention == "full" else causal_pairs(seq_len, window)

@@ -1,4 +1,4 @@
-"""Parameters of a decoder: closed forms, for what is settled before torch is loaded. No torch."""
+"""Parameters of a decoder: closed forms, for requests settled before torch is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Parameters:
     mlp: int
     """Feed-forward matrices, with their biases."""
     norm: int
-    """Every norm: two or four a layer, the last one, and those of queries and keys."""
+    """Every norm: two or four a layer, the last one, and the norms of queries and keys."""
     output: int
     """Output projection of its own; 0 if tied."""
     matmul: int

@@ -35,7 +35,7 @@ SHARD_AXES: Final = ("fsdp", SHARDS)
 
 
 def axes_of(name: str, axes: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the mesh's `axes` that `name`, an axis or a set of axes, means; perhaps none.
+    """Return which of the mesh's `axes` the axis or set of axes `name` means; perhaps none.
 
     `tp` means all sub-axes of tp, such as `tp_row` and `tp_col`.
     """

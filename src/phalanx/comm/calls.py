@@ -1,9 +1,9 @@
 """Read a collective from the dispatcher: which it is, on which group, with which tensors.
 
 Every collective of torch.distributed passes the dispatcher as an op of the namespaces `c10d` or
-`_c10d_functional`, and those of comm.exchange as one of `phalanx_comm`. A dispatch mode that hands
-each op to `read_call` so sees our own calls and those of FSDP2, DistributedDataParallel, DTensor
-and the pipeline runtime alike.
+`_c10d_functional`, and every exchange of comm.exchange as one of `phalanx_comm`. A dispatch mode
+that hands each op to `read_call` so sees our own calls and the calls of FSDP2,
+DistributedDataParallel, DTensor and the pipeline runtime alike.
 """
 
 from __future__ import annotations

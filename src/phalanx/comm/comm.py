@@ -95,12 +95,12 @@ class Comm(ABC):
         return math.prod(self.axes[axis] for axis in self.axes_of(name))
 
     def coord(self, name: str) -> int:
-        """Return this rank's number among those of an axis or a set, the outer axis first."""
+        """Return this rank's number among the ranks of an axis or a set, the outer axis first."""
         return self._number(self.axes_of(name))
 
     @property
     def rank(self) -> int:
-        """This rank's number among those of the job."""
+        """This rank's number in the job."""
         return self._number(self.axes)
 
     @property
@@ -125,8 +125,8 @@ class Comm(ABC):
     def axis_by_ranks(self) -> dict[tuple[int, ...], str]:
         """Map the ranks of this rank's groups to the names of their axes.
 
-        Those of a flattened axis are that axis, two neighbours on pp are the axis "pp", and all
-        ranks are the names of all axes, joined by "_".
+        A flattened axis has its own name, two neighbours on pp are the axis "pp", and all ranks
+        are the names of all axes, joined by "_".
         """
         names = {self.ranks(axis): axis for axis in self.axes}
         if "pp" in self.axes:
@@ -197,7 +197,7 @@ class Comm(ABC):
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
     def broadcast(self, tensor: Tensor, name: str) -> Tensor:
-        """Overwrite `tensor` on every rank with that of the first rank."""
+        """Overwrite `tensor` on every rank with the first rank's tensor."""
         for axis in self._speaking(name) if tensor.numel() else ():
             # As bytes: gloo does not know every data type. A copy where it is not contiguous.
             flat = tensor.detach().reshape(-1)
@@ -207,15 +207,15 @@ class Comm(ABC):
         return tensor
 
     def broadcast_start(self, tensor: Tensor, axis: str, source: int) -> Pending:
-        """Begin to overwrite `tensor`, contiguous, with that of the rank at coordinate `source`."""
+        """Begin to overwrite `tensor`, contiguous, with the tensor of coordinate `source`."""
         if self.size(axis) == 1:
             return Pending(tensor)
         return self._run("broadcast", axis, tensor, tensor, source)
 
     def reduce_start(self, tensor: Tensor, axis: str, target: int) -> Pending:
-        """Begin to sum `tensor`, contiguous, into that of the rank at coordinate `target`.
+        """Begin to sum `tensor`, contiguous, into the tensor of coordinate `target`.
 
-        That of the other ranks holds nothing of use afterwards.
+        The tensors of the other ranks hold nothing of use afterwards.
         """
         if self.size(axis) == 1:
             return Pending(tensor)
@@ -294,7 +294,7 @@ class Ranks(Comm):
 
     @property
     def model_mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that split each tensor: those of one stage."""
+        """The mesh of the ranks that split each tensor: the ranks of one stage."""
         return self._job.inner
 
     @property
@@ -324,7 +324,7 @@ class Ranks(Comm):
 
     @override
     def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
-        if os.getpid() != self._process:  # its messages would pass for those of the rank
+        if os.getpid() != self._process:  # its messages would pass for the rank's own
             raise ScriptError(
                 f"{op}: this process is a fork of a rank, such as a worker of a DataLoader, and "
                 "no rank itself; call what sends to other ranks in the script's own process"
@@ -334,7 +334,7 @@ class Ranks(Comm):
             return Pending(out, self._begin(op, axis, out, given, option), name=name)
 
     def _begin(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any) -> Work | None:
-        """Do what `_run` says, and return what is under way then."""
+        """Do what `_run` says, and return the work that is then under way."""
         group = self._groups[axis]
         work: Work | None = None
         if op == "all_reduce":
@@ -379,8 +379,8 @@ class Ranks(Comm):
 class Counting(Comm, Phases):
     """One rank of a job that need not exist: notes each collective and sends nothing.
 
-    Give it tensors on the meta device; those of others hold anything afterwards. `entries` are what
-    a `Ledger` counts where the same calls run over `Ranks`.
+    Give it tensors on the meta device; other tensors hold anything afterwards. `entries` are what a
+    `Ledger` counts where the same calls run over `Ranks`.
     """
 
     def __init__(self, axes: Mapping[str, int], coords: Mapping[str, int] | None = None) -> None:

@@ -242,7 +242,7 @@ class ExchangeReduceScatter(_Allocates, ReduceScatter):
 
         Args:
             last: of all groups of the model.
-            is_read_at_once: tells, as a reduction begins, whether its output is read right after.
+            is_read_at_once: returns, as a reduction begins, whether its output is read right after.
         """
         self._last = last or LastReduction()
         self._is_read_at_once = is_read_at_once

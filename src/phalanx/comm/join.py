@@ -5,8 +5,8 @@ speak to few ranks is connected lazily instead, and a barrier then opens what it
 ranks 1, 2, 4, ... away in both directions, which are also the neighbours of gloo's rings and trees.
 So no rank first connects in the middle of a run, where gloo waits five times the timeout for one
 that stands still, and where two sends that wait for each other's connection would wait for ever.
-The groups of all ranks are such, and those of dp, which only reduce and broadcast. The ranks of the
-other axes exchange with each other. NCCL connects for itself.
+The groups of all ranks are such, and the groups of dp, which only reduce and broadcast. The ranks
+of the other axes exchange with each other. NCCL connects for itself.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _few(num_ranks: int) -> int:
 @contextmanager
 def lazily_connected() -> Generator[None]:
     """Let the gloo groups that are made here connect two ranks when they first speak."""
-    # gloo is told by the environment alone; tests/comm/test_join.py counts the connections.
+    # gloo reads it from the environment alone; tests/comm/test_join.py counts the connections.
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -40,7 +40,7 @@ class JobMesh:
     """
 
     def __init__(self, axes: Mapping[str, int], device: str) -> None:
-        """Lay the ranks out, and connect those of each axis.
+        """Lay the ranks out, and connect the ranks of each axis.
 
         Raises:
             ConfigError: a rank may not open as many files as the mesh needs.
@@ -128,7 +128,7 @@ def job_mesh(axes: Mapping[str, int], device: str = "cpu") -> JobMesh:
 
 
 def one_way_groups(mesh: DeviceMesh) -> OneWayGroups:
-    """Make a group for either direction between neighbours on pp; return those of this rank.
+    """Make a group for either direction between neighbours on pp; return this rank's groups.
 
     Every rank of a job that has pp calls this; see [Note: One-way groups].
     """

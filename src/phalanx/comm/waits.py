@@ -1,10 +1,10 @@
-"""Where a rank stands still until others have sent: told to whoever measures its time.
+"""Mark blocking waits on other ranks, so that timers and the debugger can observe them.
 
 The collectives of this room say `with waiting(tensor):` around what blocks the thread. A clock that
-asked by `told_to` then books that time as communication, also in the middle of a layer's forward or
-backward; the check of calls looks whether what is waited for will ever come. A context variable
-holds who asked: a thread has its own, so the collectives of another one, such as the writer of a
-checkpoint, are told to nobody.
+listens by `around_waits` then books that time as communication, also in the middle of a layer's
+forward or backward; the check of calls looks whether the awaited message will ever come. A context
+variable holds the listeners: each thread has its own, so nobody observes the collectives of another
+thread, such as the writer of a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WAITS: ContextVar[tuple[Wait, ...]] = ContextVar("waits", default=())
 
 
 @contextmanager
-def told_to(wait: Wait) -> Generator[None]:
-    """Enter `wait(tensor)` around each wait of this thread inside the block; others stay told."""
+def around_waits(wait: Wait) -> Generator[None]:
+    """Enter `wait(tensor)` around each wait of this thread inside the block, beside others."""
     token = _WAITS.set((*_WAITS.get(), wait))
     try:
         yield
@@ -33,7 +33,7 @@ def told_to(wait: Wait) -> Generator[None]:
 
 @contextmanager
 def waiting(tensor: Tensor | None = None) -> Generator[None]:
-    """Be the context in which to block for other ranks, and for what they send."""
+    """Notify every listener around a blocking wait for other ranks."""
     with ExitStack() as stack:
         for wait in _WAITS.get():
             stack.enter_context(wait(tensor))

@@ -39,7 +39,7 @@ def register_composite(operator: OpOverload, implementation: Callable[..., Any])
 
 
 class Phases:
-    """Is told which phase of a step is under way."""
+    """Holds which phase of a step is under way."""
 
     phase_name = "other"
 
@@ -54,7 +54,7 @@ class Phases:
 
 
 class Watch(Phases, TorchDispatchMode):
-    """Sees the operators that run inside `with watch:`, in the phases that it is told."""
+    """Sees the operators that run inside `with watch:`, each in its phase of the step."""
 
     supports_higher_order_operators = True  # without it, the mode fails where it meets one
 
@@ -70,7 +70,7 @@ class Watch(Phases, TorchDispatchMode):
     @contextmanager
     def on_again(self) -> Generator[None]:
         """Be on while this mode handles an operator, to see what that does in turn."""
-        super().__enter__()  # those of a subclass begin and end more than the mode
+        super().__enter__()  # a subclass begins and ends more than the mode
         try:
             yield
         finally:

@@ -40,7 +40,7 @@ from typing_extensions import override
 
 from phalanx.comm.calls import Call, read_call
 from phalanx.comm.comm import Ranks
-from phalanx.comm.waits import told_to
+from phalanx.comm.waits import around_waits
 from phalanx.comm.watch import Watch
 from phalanx.debug.deadlock import Edge
 from phalanx.debug.fingerprint import Fingerprint, difference, find_places, take
@@ -114,7 +114,7 @@ class CollectiveCheck(Watch):
     @override
     def __enter__(self) -> Self:
         self._telling.enter_context(self._comm.compared())
-        self._telling.enter_context(told_to(self._messages.wait_for))
+        self._telling.enter_context(around_waits(self._messages.wait_for))
         return super().__enter__()
 
     def __exit__(

@@ -13,7 +13,7 @@ def require_built(strategy: Strategy) -> None:
     """Refuse a strategy that the grammar knows and the code does not run yet.
 
     Raises:
-        StrategyError: names the part that is not built and what is.
+        StrategyError: names the part that is not built, and the parts that are.
     """
     missing = [
         text_of(*each) for each in strategy.named() if KINDS[each[0]][each[1].kind].about is None

@@ -91,7 +91,7 @@ class Best:
         return state
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Take up what `state` returned; that of another measure is left."""
+        """Take up what `state` returned, unless it is of another measure."""
         if state is not None and state["measure"] == self.measure:
             for name, value in state.items():
                 setattr(self, name, value)

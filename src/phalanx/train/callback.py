@@ -26,7 +26,7 @@ class Callback:
     """
 
     def begin(self, model: nn.Module) -> None:
-        """Look at the model, which is split, before the first step; what is resumed comes later."""
+        """Look at the model, which is split, before the first step and before a resume."""
 
     def step(self, steps_done: int, result: StepResult) -> bool | None:
         """Look at a step that has been taken; True ends the run after it, on all ranks."""
@@ -37,7 +37,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class Extras:
-    """What is called within a run, beside what the run is.
+    """Callbacks and a logger, called within a run.
 
     Attributes:
         callbacks: by names, under which checkpoints hold their states.
@@ -67,7 +67,7 @@ class Called:
     """The callbacks of a run on this rank.
 
     Attributes:
-        registered: those of them that have a state.
+        registered: the callbacks that have a state.
     """
 
     def __init__(self, extras: Extras, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The mean loss of the validation data, and what is measured beside it."""
+"""The mean loss of the validation data, and metrics beside it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Evaluation:
     Attributes:
         step: steps taken before it.
         loss: mean over the tokens (or samples) of the data, for text in nats a token.
-        metrics: what is measured beside it, by name. Of text: `bits_per_byte`, loss in bits / bytes
+        metrics: other measures, by name. Of text: `bits_per_byte`, loss in bits / bytes
             of the predicted text, which compares across tokenizers.
     """
 

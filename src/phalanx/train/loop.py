@@ -80,7 +80,7 @@ def how_to_resume(out: Path, command: str) -> str:
 
 
 class Watcher(Protocol):
-    """What the loop tells of its steps; it is told, and never drives. Here it does nothing."""
+    """The loop notifies it of each step; it never drives the loop. Here it does nothing."""
 
     @contextmanager
     def watching_data(self) -> Generator[None]:
@@ -93,10 +93,10 @@ class Watcher(Protocol):
         yield
 
     def keep(self, result: StepResult) -> None:
-        """Be told what the step did."""
+        """Take the result of the step."""
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
-        """Be told of an evaluation, which has just been made."""
+        """Take an evaluation, which has just been made."""
 
 
 def take_steps(session: Session, records: Watcher) -> int:

@@ -35,7 +35,7 @@ def compiling(is_asked: bool) -> Generator[None]:
     """Run what compiles the blocks on its way, if they are to be compiled at all.
 
     The compiler runs other programs for minutes, in one place of the code. So ranks that stand
-    there are not told of as standing still.
+    there are not reported as standing still.
     """
     if not is_asked:
         yield

@@ -1,4 +1,4 @@
-"""What is minimised: the sum of the losses of valid tokens, and how many there are.
+"""The quantity to minimise: the sum of the losses of valid tokens, and their number.
 
 The loss of a step is one quotient, sum over valid tokens / valid tokens, of the *global* batch. So
 a model returns a sum and never a mean: a mean of means weighs a token by how empty its neighbours

@@ -34,7 +34,7 @@ NOTHING = Extras()
 """No callback, and no other logger."""
 
 Announce = Callable[[Job], None]
-"""Told the job before its first step."""
+"""Called with the job before its first step."""
 
 
 def train(

@@ -137,7 +137,7 @@ class Session(ABC):
 
     @abstractmethod
     def title(self) -> str:
-        """Return what is trained, in a line or two."""
+        """Describe the run in a line or two."""
 
     @abstractmethod
     def predicted_bytes(self) -> dict[Kind, int]:

@@ -153,7 +153,7 @@ class Step:
         if not is_finite and self.nonfinite == "stop" and not self._is_overflow(found):
             raise TrainingError(
                 f"step {self.steps_done + 1}: the loss is {found.loss} and the norm of the "
-                f"gradient {found.norm}; the weights are those of the step before. Lower the "
+                f"gradient {found.norm}; the weights are as the step before left them. Lower the "
                 "learning rate, or skip such steps: phalanx train --nonfinite skip"
             )
         groups = self.optimizer.param_groups
@@ -183,9 +183,9 @@ class Step:
 
     @contextmanager
     def watched(self, watcher: Phase) -> Generator[None]:
-        """Tell `watcher` the phases of the steps taken inside: `with watcher(name):` around each.
+        """Notify `watcher` of each phase of the steps taken inside, by `with watcher(name):`.
 
-        The names are those of TERMS. Ledgers of bytes, memory and time are watchers.
+        The names are the keys of TERMS. Ledgers of bytes, memory and time are watchers.
         """
         self._watchers.append(watcher)
         try:
@@ -195,7 +195,7 @@ class Step:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Tell those who watch, and a profiler, that what runs inside is the phase `name`."""
+        """Notify the watchers and a profiler that the phase `name` runs inside."""
         with ExitStack() as stack, named(name):
             for watcher in self._watchers:
                 stack.enter_context(watcher(name))

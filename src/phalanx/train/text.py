@@ -58,7 +58,7 @@ class TextSession(Session):
     """A resolved job on one rank; the job is the same on every rank.
 
     Attributes:
-        job: what is trained.
+        job: the resolved run.
         precision: its data types.
         plan: how the model is split.
         model: it; its blocks may be compiled in place.

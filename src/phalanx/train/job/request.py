@@ -28,7 +28,7 @@ from phalanx.train.job import resume
 
 @dataclass(frozen=True)
 class Request:
-    """What is settled of a run before its data is read.
+    """The part of a run that is settled before its data is read.
 
     Attributes:
         config: the settings, completed by the checkpoint that the run resumes from.
@@ -89,7 +89,7 @@ class Request:
         check_fit(load, self.name, num_here)
 
     def settings(self, **more: Any) -> TrainConfig:
-        """Return the settings with what is settled, paths that hold from any folder, and `more`."""
+        """Return the settled settings, with paths that hold from any folder, and `more`."""
         is_named = self.config.model is not None or self.origin is not None
         settled = {
             "strategy": str(self.strategy),
@@ -112,7 +112,7 @@ class Request:
 
 
 def settle(config: TrainConfig) -> Request:
-    """Settle what needs no data, and refuse what is wrong with it.
+    """Settle what needs no data, and refuse mistakes in it.
 
     Raises:
         PhalanxError: a setting is wrong; a folder, text or preset is missing; sizes contradict each
@@ -202,7 +202,7 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     """Return the checkpoint that a setting names.
 
     Raises:
-        CheckpointError: there is none, or it says what no run could have been told or have done.
+        CheckpointError: there is none, or it holds settings that no run could have had.
     """
     if path is None:
         return None

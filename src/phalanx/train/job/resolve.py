@@ -56,7 +56,7 @@ class Job(Request):
     Its settings have values for what was unset, and absolute paths.
 
     Attributes:
-        num_steps: optimizer steps of the whole run, those of an earlier part included.
+        num_steps: optimizer steps of the whole run, with the steps of an earlier part.
         tokens: the prepared data.
         samples: those to train on.
         order: the stream of those samples.
@@ -80,7 +80,7 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
 
 
 def complete(request: Request, progress: Progress | None = None) -> Job:
-    """Decide what is not settled yet, and prepare the data; see `resolve`."""
+    """Decide the rest, and prepare the data; see `resolve`."""
     config, start = request.config, request.start
     precision = _precision_of(config, request.device)
     _check_split(request)
@@ -170,7 +170,7 @@ def _precision_of(config: TrainConfig, device: str) -> Precision:
     """Return the data types as far as they matter before the ranks start.
 
     "auto" asks the GPU what it can do, and the process that starts the ranks must not occupy one;
-    whichever it chooses, master weights are those of float32.
+    whichever it chooses, master weights are float32.
     """
     is_open = config.precision == "auto" and device == "cuda"
     return resolve_precision("float32" if is_open else config.precision, device)
@@ -220,7 +220,7 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 
 def words_of(job: Job) -> list[str]:
-    """Return what is about to run: the model, the split and the data, in a line each."""
+    """Describe the run that is about to begin: model and split, then data, in a line each."""
     tokens, weights = job.tokens, ""
     if job.origin is not None:
         weights = f" from {job.origin.folder}"

@@ -30,8 +30,9 @@ DEFAULT_MODEL: Final = "demo"
 def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -> str:
     """Return what the run's model is called.
 
-    It is that of the preset, of the run it resumes or has its weights from, or of the folder
-    of converted weights; a preset whose sizes were replaced is called by its number of parameters.
+    The name is the preset's, or the name of the run it resumes or has its weights from, or of the
+    folder of converted weights; a preset whose sizes were replaced is called by its number of
+    parameters.
     """
     if origin is not None:
         named = origin.about.settings.get("model")
@@ -48,9 +49,9 @@ def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -
 
 
 def shape_of(config: TrainConfig, origin: Checkpoint | None) -> ModelShape:
-    """Return the model's shape: as the settings say, or that of the weights it begins with.
+    """Return the model's shape: as the settings say, or of the weights it begins with.
 
-    Dropout is no property of weights, so it may differ from that of the checkpoint.
+    Dropout is no property of weights, so it may differ from the checkpoint's.
 
     Raises:
         ConfigError: the settings contradict each other, or the weights of `init`.

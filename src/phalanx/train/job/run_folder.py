@@ -30,7 +30,7 @@ TENSORS_PER_PARAMETER: Final = 3
 
 
 def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
-    """Return the folder the run writes to: as given, that of the run it resumes, or a new one.
+    """Return the folder to write to: as given, the folder of the run it resumes, or a new one.
 
     Raises:
         ConfigError: the run it resumes has no folder.
@@ -140,7 +140,7 @@ def count_checkpoints(num_steps: int, save_every: int, *, steps_done: int = 0) -
 
 
 def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
-    """Return the size of one checkpoint, nearly; what is not a tensor is small."""
+    """Return the size of one checkpoint, nearly: its tensors; the other files are small."""
     return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).total
 
 
@@ -148,7 +148,7 @@ def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes:
     """Refuse to begin what could not be saved: checkpoints to come, and one by the clock beside.
 
     Raises:
-        ConfigError: with what is needed and what is left.
+        ConfigError: with the bytes that are needed and left.
     """
     keep = config.keep_checkpoints
     if keep is not None:  # the next is whole before the oldest goes

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from phalanx.comm.ledger import Entry, Ledger
-from phalanx.comm.waits import told_to
+from phalanx.comm.waits import around_waits
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger
@@ -48,16 +48,16 @@ class Records:
             result = step(microbatches)
         records.keep(result)
 
-    A step lasts from the end of the one before it, so that what is done between two steps, such as
+    A step lasts from the end of the one before it, so that work between two steps, such as
     keeping their records, is part of the rate; an evaluation is not.
 
     Attributes:
-        session: what is watched.
+        session: the run that it watches.
         timer: the step ledger.
         entries: what one counted step sent.
         memory: what one step held on this rank; None before that step.
         last: result of the last step.
-        losses: those of the latest steps.
+        losses: of the latest steps.
         evaluations: those made so far.
         num_steps: steps taken so far.
         log: where records are kept; None but on rank 0.
@@ -93,7 +93,7 @@ class Records:
             self.session.step.watched(lambda name: self.timer.phase(TERMS[name]))
         )
         if self.session.comm.device.type == "cpu":  # a GPU's stream waits, not this thread
-            self._watching.enter_context(told_to(lambda _: self.timer.phase("communication")))
+            self._watching.enter_context(around_waits(lambda _: self.timer.phase("communication")))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -41,7 +41,7 @@ def render(summary: Summary, *, report: bool) -> RenderableType:
 
 
 def _results(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the result, but for what is not known."""
+    """Yield the rows of the result, but for unknown values."""
     first, last = summary.bits_per_byte_first, summary.bits_per_byte_last
     if first is not None and last is not None:
         is_share = math.isfinite(last) and first > 0
