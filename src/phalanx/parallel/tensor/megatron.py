@@ -20,52 +20,26 @@ Limits    N divides heads, key-value heads and F. B, D, T and V may be any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.parallel.tensor.layout import Layout, total, weight_gradient
+from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.spec import Spec
 
 
-class Megatron(Layout):
-    """Activations in full, sums by all-reduce; see the head of this file."""
+class Megatron(OneD):
+    """Activations in full: nothing is gathered, and a sum is whole; see the head of this file."""
 
     residual = Spec("B T D")
-    inner = Spec("B T F[tp]")
-    column = Spec("F[tp] D")
-    row = Spec("D F[tp]")
-
-    @override
-    def column_parallel_linear(
-        self, x: Tensor, weights: Sequence[Tensor], length: int
-    ) -> list[Tensor]:
-        return [F.linear(x, weight.to(x.dtype)) for weight in weights]
-
-    @override
-    def column_parallel_linear_backward(
-        self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        pairs = list(zip(d_ys, weights, strict=True))
-        d_x = self.comm.all_reduce(total([d_y @ weight.to(x.dtype) for d_y, weight in pairs]), "tp")
-        return d_x, [weight_gradient(d_y, x, weight.dtype) for d_y, weight in pairs]
-
-    @override
-    def row_parallel_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.comm.all_reduce(F.linear(x, weight.to(x.dtype)), "tp")
-
-    @override
-    def row_parallel_linear_backward(
-        self, x: Tensor, weight: Tensor, d_y: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return d_y @ weight.to(x.dtype), weight_gradient(d_y, x, weight.dtype)
 
     @override
     def reduce_embedding(self, partial: Tensor) -> Tensor:
-        return self.comm.all_reduce(partial.clone(), "tp")
+        return self.scatter(partial.clone())
 
     @override
-    def reduce_embedding_backward(self, d_x: Tensor, length: int) -> Tensor:
-        return d_x
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        return x
+
+    @override
+    def scatter(self, x: Tensor) -> Tensor:
+        return self.comm.all_reduce(x, "tp")
