@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import multiprocessing
 import re
 import resource
@@ -18,8 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from folders import GPT2, edit_tensors, files_of, saved
 from safetensors.torch import load_file, save_file
-from small_models import FULL, LLAMA3_ROPE, MODELS, WINDOWED, model_of
+from small_models import MODELS, model_of
 from states import from_hf
 from torch import Tensor
 from transformers import (
@@ -32,7 +32,7 @@ from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.weights import open_checkpoint, sizes_of
 from phalanx.cli.main import main
 from phalanx.comm.comm import Ranks
-from phalanx.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.compare import compare_logits
 from phalanx.hugging_face.config import config_to_hf
 from phalanx.hugging_face.convert import convert, decoder_of
@@ -47,23 +47,11 @@ from phalanx.strategy import Strategy
 
 logging.disable_progress_bar()
 
-GPT2: dict[str, Any] = {"norm": "layer", "position": "learned", "mlp": "gelu", "bias": True}
-"""What sets a shape of GPT-2 apart from one of Llama."""
-
-
-def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
-    model_of(name).save_pretrained(folder, **options)
-    return folder
-
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert actual.keys() == expected.keys()
     for key, tensor in expected.items():
         assert actual[key].dtype == tensor.dtype and torch.equal(actual[key], tensor), key
-
-
-def files_of(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,24 +85,6 @@ def test_there_and_back_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
 def test_what_is_no_model_of_transformers_is_refused() -> None:
     with pytest.raises(ConfigError, match="takes a model of transformers, and this is a Linear"):
         decoder_of(torch.nn.Linear(2, 2))
-
-
-def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
-    convert(saved(tmp_path / "saved"), tmp_path / "ours")
-    done = convert(tmp_path / "ours", tmp_path / "back", max_shard_bytes=30_000)
-    index = json.loads((tmp_path / "back" / INDEX).read_text())
-    assert index["metadata"]["total_size"] == done.num_bytes
-    assert len(index["weight_map"]) == done.num_tensors == 21
-    files = sorted(set(index["weight_map"].values()))
-    assert files_of(tmp_path / "back") - {INDEX, "config.json", "generation_config.json"} == {
-        *files
-    }
-    for file in files:
-        held = load_file(tmp_path / "back" / file)
-        assert sum(tensor.nbytes for tensor in held.values()) <= 30_000
-        assert {index["weight_map"][name] for name in held} == {file}
-    convert(tmp_path / "ours", tmp_path / "whole")
-    assert WEIGHTS in files_of(tmp_path / "whole") and INDEX not in files_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -154,20 +124,6 @@ def test_a_split_model_loads_what_was_converted(strategy: str, tmp_path: Path) -
         assert_equal(found, {name: t.bfloat16().float() for name, t in expected.items()})
 
 
-def test_the_tokenizer_and_its_like_go_along(tmp_path: Path) -> None:
-    saved(tmp_path / "saved")
-    for name in ("tokenizer.json", "merges.txt"):
-        (tmp_path / "saved" / name).write_text(name)
-    (tmp_path / "saved" / "notes.txt").write_text("not copied")
-    done = convert(tmp_path / "saved", tmp_path / "ours")
-    assert done.companions == ["generation_config.json", "merges.txt", "tokenizer.json"]
-    assert {*done.companions} <= files_of(tmp_path / "ours") >= {manifest.NAME, "index.json"}
-    assert {*done.companions} <= set(manifest.read(tmp_path / "ours").files)
-    convert(tmp_path / "ours", tmp_path / "back")
-    assert files_of(tmp_path / "back") == {"config.json", WEIGHTS, *done.companions}
-    assert (tmp_path / "back" / "tokenizer.json").read_text() == "tokenizer.json"
-
-
 def test_progress_is_told_by_bytes(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     done = convert(
@@ -205,163 +161,6 @@ def test_some_manifest_does_not_make_a_checkpoint_of_a_hugging_face_folder(tmp_p
     saved(tmp_path / "saved")
     (tmp_path / "saved" / manifest.NAME).write_text('{"name": "of a web page"}')
     assert convert(tmp_path / "saved", tmp_path / "ours").kind == "phalanx"
-
-
-# What is refused. Each case breaks a folder that was right, and names what the message must have.
-
-
-def edit_config(**changes: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-    return edit
-
-
-def edit_tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        tensors = load_file(folder / WEIGHTS)
-        change(tensors)
-        save_file(tensors, folder / WEIGHTS)
-
-    return edit
-
-
-def cut_short(folder: Path) -> None:
-    whole = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
-
-
-def as_pickle(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-
-
-def with_index(**weight_map: str) -> Callable[[Path], Any]:
-    def edit(folder: Path) -> None:
-        (folder / WEIGHTS).rename(folder / "model-1.safetensors")
-        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-    return edit
-
-
-def llama3_rope(**changes: Any) -> Callable[[Path], None]:
-    return edit_config(rope_parameters={**LLAMA3_ROPE, **changes})
-
-
-BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "architecture": (edit_config(model_type="mamba"), "model_type is 'mamba'.*legal are llama"),
-    "option": (edit_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu'"),
-    "logit scaling": (edit_config(logits_scaling=8.0), "logits_scaling is 8.0; only 1.0"),
-    "capped logits": (edit_config(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
-    "biases of the MLP": (edit_config(mlp_bias=True), "mlp_bias is True; only False"),
-    "biases of attention": (edit_config(attention_bias=True), "attention_bias is True; only False"),
-    "windows of a type without": (edit_config(sliding_window=7), "sliding_window is 7; only None"),
-    "partly rotary": (edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; only"),
-    "size": (edit_config(hidden_size="32"), "hidden_size is '32'; expected a whole number"),
-    "no heads": (edit_config(num_attention_heads=0), "num_attention_heads is 0"),
-    "number": (edit_config(rms_norm_eps="tiny"), "rms_norm_eps is 'tiny'; expected a number"),
-    "rope": (edit_config(rope_parameters=[1]), r"rope_scaling is \[1\]; expected an object"),
-    "rope factor 0": (llama3_rope(factor=0.0), r"factor is 0.0; expected a number above 0"),
-    "rope factor": (llama3_rope(factor=float("inf")), r"factor is inf; expected .* and finite"),
-    "rope theta": (llama3_rope(rope_theta=float("nan")), r"rope_theta is nan; expected a number"),
-    "rope order": (
-        llama3_rope(low_freq_factor=4.0), r"low_freq_factor is 4 and high_freq_factor is 4; expect"
-    ),
-    "tied is no flag": (
-        edit_config(tie_word_embeddings="false"), r"tie_word_embeddings is 'false'; expected true"
-    ),
-    "quantized": (edit_config(quantization_config={"bits": 4}), "the weights are quantized"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot read .*config.js"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "it is no JSON object"),
-    "missing tensor": (
-        edit_tensors(lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),
-        r"'model.layers.1.mlp.up_proj.weight' is missing \(did you mean 'model.layers.0.mlp.up_",
-    ),
-    "extra tensor": (
-        edit_tensors(lambda t: t.update(extra=torch.ones(1))),
-        "the model has no 'extra', the first of 1",
-    ),
-    "wrong shape": (
-        edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(33)})),
-        r"'model.norm.weight' is \(33,\); the shape asks for \(32,\)",
-    ),
-    "integers": (
-        edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
-        "'model.norm.weight' is of type I8",
-    ),
-    "cut short": (cut_short, "cannot read .*model.safetensors: .*damaged or not whole"),
-    "no safetensors": (lambda f: (f / WEIGHTS).write_bytes(b"<html>"), "damaged or not whole"),
-    "pickle": (as_pickle, "pytorch_model.bin, a pickle.*save_pretrained"),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no weights; expected model.safetensors"),
-    "missing shard": (with_index(a="model-2.safetensors"), "names model-2.saf.*which is missing"),
-    "wrong shard": (with_index(a="model-1.safetensors"), "'a' is in model-1.saf.*does not hold it"),
-    "shard elsewhere": (with_index(a="../model-1.safetensors"), "has no weight_map"),
-    "tensor twice": (
-        lambda f: shutil.copy((f / WEIGHTS).rename(f / "a.safetensors"), f / "b.safetensors"),
-        "is both in a.safetensors and in b.safetensors",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_hugging_face_folder(case: str, tmp_path: Path) -> None:
-    breaks, message = BROKEN[case]
-    breaks(saved(tmp_path / "saved"))
-    with pytest.raises(PhalanxError, match=message):
-        convert(tmp_path / "saved", tmp_path / "ours")
-    assert files_of(tmp_path) == {"saved"}
-
-
-OF_TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen2, mixed windows": (
-        "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
-                  "layer_types": None},
-        "windows are mixed: blocks 0 of 2 have none; it is computed that all have one, none, or",
-    ),
-    "qwen2, windows and no word of them": (
-        "qwen2", {"layer_types": [WINDOWED, FULL]}, "but use_sliding_window is not true",
-    ),
-    "qwen3, another kind of attention": (
-        "qwen3", {"layer_types": ["chunked_attention", FULL]}, "has 'chunked_attention'; legal",
-    ),
-    "qwen3, layers": ("qwen3", {"layer_types": [FULL]}, "expected a list of 2 blocks"),
-    "mistral, no word of windows": (
-        "mistral", {"sliding_window": ...}, "sliding_window is missing"
-    ),
-    "mistral, no key heads": (
-        "mistral", {"num_key_value_heads": ...}, "num_key_value_heads is missing"
-    ),
-    "phi3, longrope": (
-        "phi3", {"rope_parameters": None, "rope_scaling": {"type": "longrope"}},
-        "rope_type is 'longrope'; legal here: 'default'",
-    ),
-    "phi3, partly rotary": (
-        "phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75; only 1.0",
-    ),
-    "olmo2, clipped": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv is 8.0; only None"),
-    "gemma3, scale": (
-        "gemma3", {"query_pre_attn_scalar": 168}, "query_pre_attn_scalar is 168; only 16",
-    ),
-    "gemma3, scaled positions": (
-        "gemma3", {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}},
-        "rope_type is 'linear'; legal here: 'default'",
-    ),
-    "gemma3, capped": ("gemma3", {"attn_logit_softcapping": 50.0}, "_softcapping is 50.0; only"),
-    "gemma3, both ways": (
-        "gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", OF_TYPES)
-def test_an_option_of_a_type_that_is_not_computed(case: str, tmp_path: Path) -> None:
-    name, changes, message = OF_TYPES[case]
-    config = json.loads(json.dumps(model_of(name).config.to_dict())) | changes
-    (tmp_path / "config.json").write_text(
-        json.dumps({option: value for option, value in config.items() if value is not ...})
-    )
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        convert(tmp_path, tmp_path.with_suffix(".ours"))
 
 
 def test_a_type_that_computes_the_same_is_written_where_it_is_wanted(tmp_path: Path) -> None:
@@ -416,17 +215,6 @@ def test_a_checkpoint_whose_manifest_tells_of_another_model(
     rewritten(checkpoint, shape={**shape, "width": 3})
     with pytest.raises(CheckpointError, match=r"cannot read .*manifest.json: .*'width'"):
         convert(checkpoint, tmp_path / "back")
-
-
-def test_a_shape_that_no_hugging_face_model_has() -> None:
-    llama: dict[str, Any] = {
-        "vocab_size": 97, "num_layers": 2, "hidden": 32, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "ffn": 48, "max_seq_len": 64,
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"the nearest is llama, but its mlp is 'swiglu', not 'g"):
-        config_to_hf(ModelShape(**llama, mlp="gelu"), "float32")
-    with pytest.raises(ConfigError, match="the nearest is gpt2, but its num_kv_heads is 4, not 2"):
-        family_of(ModelShape(**llama, **GPT2))
 
 
 def test_float16_that_cannot_hold_a_value(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from folders import files_of, saved
 from safetensors.torch import load_file, save_file
 from small_models import model_of
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from phalanx.checkpoint import manifest
 from phalanx.config import ShapeConfig, TrainConfig
 from phalanx.data.tokenizer import END_OF_TEXT, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError
@@ -144,3 +146,17 @@ def test_the_tokenizer_is_taken_as_it_is_whatever_the_type(name: str, tmp_path: 
     text = " it's 12,345 Ünicode\n\n  <s> </s> 日本 [INST]"
     assert tokenizer(text)["input_ids"] == own.encode(text).ids
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == ids["eos_token_id"]
+
+
+def test_the_tokenizer_and_its_like_go_along(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    for name in ("tokenizer.json", "merges.txt"):
+        (tmp_path / "saved" / name).write_text(name)
+    (tmp_path / "saved" / "notes.txt").write_text("not copied")
+    done = convert(tmp_path / "saved", tmp_path / "ours")
+    assert done.companions == ["generation_config.json", "merges.txt", "tokenizer.json"]
+    assert {*done.companions} <= files_of(tmp_path / "ours") >= {manifest.NAME, "index.json"}
+    assert {*done.companions} <= set(manifest.read(tmp_path / "ours").files)
+    convert(tmp_path / "ours", tmp_path / "back")
+    assert files_of(tmp_path / "back") == {"config.json", WEIGHTS, *done.companions}
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "tokenizer.json"

@@ -1,0 +1,123 @@
+"""A config.json: read, written, and refused by the option that is not computed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import GPT2, edit_config, files_of, saved
+from small_models import FULL, LLAMA3_ROPE, WINDOWED, model_of
+
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.hugging_face.config import config_to_hf
+from phalanx.hugging_face.convert import convert
+from phalanx.hugging_face.families import family_of
+from phalanx.models.shape import ModelShape
+
+
+def llama3_rope(**changes: Any) -> Callable[[Path], None]:
+    return edit_config(rope_parameters={**LLAMA3_ROPE, **changes})
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "architecture": (edit_config(model_type="mamba"), "model_type is 'mamba'.*legal are llama"),
+    "option": (edit_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu'"),
+    "logit scaling": (edit_config(logits_scaling=8.0), "logits_scaling is 8.0; only 1.0"),
+    "capped logits": (edit_config(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
+    "biases of the MLP": (edit_config(mlp_bias=True), "mlp_bias is True; only False"),
+    "biases of attention": (edit_config(attention_bias=True), "attention_bias is True; only False"),
+    "windows of a type without": (edit_config(sliding_window=7), "sliding_window is 7; only None"),
+    "partly rotary": (edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; only"),
+    "size": (edit_config(hidden_size="32"), "hidden_size is '32'; expected a whole number"),
+    "no heads": (edit_config(num_attention_heads=0), "num_attention_heads is 0"),
+    "number": (edit_config(rms_norm_eps="tiny"), "rms_norm_eps is 'tiny'; expected a number"),
+    "rope": (edit_config(rope_parameters=[1]), r"rope_scaling is \[1\]; expected an object"),
+    "rope factor 0": (llama3_rope(factor=0.0), r"factor is 0.0; expected a number above 0"),
+    "rope factor": (llama3_rope(factor=float("inf")), r"factor is inf; expected .* and finite"),
+    "rope theta": (llama3_rope(rope_theta=float("nan")), r"rope_theta is nan; expected a number"),
+    "rope order": (
+        llama3_rope(low_freq_factor=4.0), r"low_freq_factor is 4 and high_freq_factor is 4; expect"
+    ),
+    "tied is no flag": (
+        edit_config(tie_word_embeddings="false"), r"tie_word_embeddings is 'false'; expected true"
+    ),
+    "quantized": (edit_config(quantization_config={"bits": 4}), "the weights are quantized"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot read .*config.js"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "it is no JSON object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_config(case: str, tmp_path: Path) -> None:
+    breaks, message = BROKEN[case]
+    breaks(saved(tmp_path / "saved"))
+    with pytest.raises(PhalanxError, match=message):
+        convert(tmp_path / "saved", tmp_path / "ours")
+    assert files_of(tmp_path) == {"saved"}
+
+
+OF_TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen2, mixed windows": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
+                  "layer_types": None},
+        "windows are mixed: blocks 0 of 2 have none; it is computed that all have one, none, or",
+    ),
+    "qwen2, windows and no word of them": (
+        "qwen2", {"layer_types": [WINDOWED, FULL]}, "but use_sliding_window is not true",
+    ),
+    "qwen3, another kind of attention": (
+        "qwen3", {"layer_types": ["chunked_attention", FULL]}, "has 'chunked_attention'; legal",
+    ),
+    "qwen3, layers": ("qwen3", {"layer_types": [FULL]}, "expected a list of 2 blocks"),
+    "mistral, no word of windows": (
+        "mistral", {"sliding_window": ...}, "sliding_window is missing"
+    ),
+    "mistral, no key heads": (
+        "mistral", {"num_key_value_heads": ...}, "num_key_value_heads is missing"
+    ),
+    "phi3, longrope": (
+        "phi3", {"rope_parameters": None, "rope_scaling": {"type": "longrope"}},
+        "rope_type is 'longrope'; legal here: 'default'",
+    ),
+    "phi3, partly rotary": (
+        "phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75; only 1.0",
+    ),
+    "olmo2, clipped": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv is 8.0; only None"),
+    "gemma3, scale": (
+        "gemma3", {"query_pre_attn_scalar": 168}, "query_pre_attn_scalar is 168; only 16",
+    ),
+    "gemma3, scaled positions": (
+        "gemma3", {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}},
+        "rope_type is 'linear'; legal here: 'default'",
+    ),
+    "gemma3, capped": ("gemma3", {"attn_logit_softcapping": 50.0}, "_softcapping is 50.0; only"),
+    "gemma3, both ways": (
+        "gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_TYPES)
+def test_an_option_of_a_type_that_is_not_computed(case: str, tmp_path: Path) -> None:
+    name, changes, message = OF_TYPES[case]
+    config = json.loads(json.dumps(model_of(name).config.to_dict())) | changes
+    (tmp_path / "config.json").write_text(
+        json.dumps({option: value for option, value in config.items() if value is not ...})
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        convert(tmp_path, tmp_path.with_suffix(".ours"))
+
+
+def test_a_shape_that_no_hugging_face_model_has() -> None:
+    llama: dict[str, Any] = {
+        "vocab_size": 97, "num_layers": 2, "hidden": 32, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 8, "ffn": 48, "max_seq_len": 64,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"the nearest is llama, but its mlp is 'swiglu', not 'g"):
+        config_to_hf(ModelShape(**llama, mlp="gelu"), "float32")
+    with pytest.raises(ConfigError, match="the nearest is gpt2, but its num_kv_heads is 4, not 2"):
+        family_of(ModelShape(**llama, **GPT2))
