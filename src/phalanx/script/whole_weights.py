@@ -157,7 +157,7 @@ def guard_shards(model: nn.Module, strategy: str) -> None:
         read_whole_numbers()
         for module in model.modules():
             # Private, and torch's only way to return another mapping;
-            # tests/script/test_weights.py pins it.
+            # tests/script/test_whole_weights.py pins it.
             cast(Any, module)._register_state_dict_hook(functools.partial(_as_shards, strategy))
 
 
@@ -168,7 +168,7 @@ def read_whole_numbers() -> None:
     shard. All ranks must read it, as they must for all else that is added up.
     """
     # Private, and torch's only way to change an operation of DTensor;
-    # tests/script/test_weights.py pins it.
+    # tests/script/test_whole_weights.py pins it.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore
     handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
 
