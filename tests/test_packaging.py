@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -28,6 +30,24 @@ def test_every_declared_dependency_is_locked() -> None:
     extras = [need for needs in project["optional-dependencies"].values() for need in needs]
     declared = {name_of(need) for need in [*project["dependencies"], *extras]} - {"phalanx-train"}
     assert declared <= set(locked())
+
+
+def test_every_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [need for needs in project["optional-dependencies"].values() for need in needs]
+    declared = {name_of(need).replace("-", "_") for need in [*project["dependencies"], *extras]}
+    nodes = (
+        n for file in (ROOT / "src").rglob("*.py") for n in ast.walk(ast.parse(file.read_text()))
+    )
+    names = [
+        node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    imported = {name.partition(".")[0] for name in names}
+    # torch shows progress with tqdm where that is installed.
+    known = sys.stdlib_module_names | declared | {"phalanx", "tqdm"}
+    assert imported - known == set()
 
 
 def test_versions_are_of_any_build() -> None:
