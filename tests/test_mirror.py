@@ -112,6 +112,13 @@ def test_the_tests_of_a_file_are_listed() -> None:
     assert "tests/checkpoint/test_hostile.py" in listed_for(SOURCE / "checkpoint/index.py")
 
 
+def test_files_that_contributors_look_for_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = page[page.index("## Where things are") : page.index("## What a change is held to")]
+    named = re.findall(r"`([a-z_/]+\.py)`", table)
+    assert len(named) > 20 and [name for name in named if not (SOURCE / name).is_file()] == []
+
+
 if __name__ == "__main__":
     for word in sys.argv[1:]:
         sys.stdout.writelines(f"{test}\n" for test in listed_for((SOURCE / word).resolve()))

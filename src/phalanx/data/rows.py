@@ -2,6 +2,7 @@
 
 The first dimension of every tensor is the samples, which are called rows. A list of as many strings
 or numbers has one for each row, as default_collate makes it of names; any other value is of all.
+Samples of text, which `samples.py` packs, are one such form.
 """
 
 from __future__ import annotations

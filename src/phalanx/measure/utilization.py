@@ -1,7 +1,7 @@
 """MFU and HFU: the fraction of a device's arithmetic that a training step used.
 
 Two peaks are kept apart: the maker's data sheet (`peaks.py`), and the ceiling that matrix products
-reach on the device itself (`ceiling.py`). Two counts too: causal attention, and full attention as
+reach on the device itself (`products.py`). Two counts too: causal attention, and full attention as
 in the PaLM paper. Each is a number in [0, 1] or it is not given at all, with a sentence why.
 """
 
