@@ -153,7 +153,7 @@ def check_values(config: Any) -> None:
 def check_value(setting: Setting, value: Any) -> None:
     """Raise ConfigError unless the value alone is one that its setting may have."""
     check_type(setting.key, setting.hint, value)
-    if setting.range is not None and value is not None:
+    if setting.range is not None and not (value is None or isinstance(value, str)):
         _check_range(setting.key, setting.range, value)
     if isinstance(value, str):
         if not value.strip():
@@ -224,7 +224,8 @@ def _fits(member: Any, value: Any) -> bool:
 
 def describe(hint: Any) -> str:
     """Return what a value of this type is, in words."""
-    if legal := choices(hint):
+    legal = choices(hint)
+    if len(legal) > 1:
         return f"one of {', '.join(legal)}"
     words: dict[Any, str] = {
         **{int: "a whole number", float: "a number", bool: "true or false", str: "text"},
@@ -232,7 +233,7 @@ def describe(hint: Any) -> str:
         **{Path: "a path", Callable: "a function"},
     }
     kinds = [typing.get_origin(m) or m for m in members(hint) if m is not type(None)]
-    return " or ".join(words[kind] for kind in kinds)
+    return " or ".join([words[kind] for kind in kinds if kind is not Literal] + legal)
 
 
 def read_text(hint: Any, text: str) -> Any:

@@ -6,11 +6,16 @@ Only what can be judged without data, devices or a model is judged here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from phalanx.config.fields import check_values
 from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.errors import BatchError, ConfigError
 from phalanx.strategy import Strategy, check_ranks, require_built
+
+
+AUTO: Final = "auto"
+"""The strategy, or the microbatch, that the planner chooses."""
 
 
 def check(config: TrainConfig) -> None:
@@ -21,7 +26,7 @@ def check(config: TrainConfig) -> None:
         StrategyError: the strategy cannot be read, is not built, or does not fit nproc.
     """
     check_values(config)
-    if config.strategy is not None:
+    if config.strategy is not None and config.strategy != AUTO:
         strategy = Strategy.parse(config.strategy)
         require_built(strategy)
         if config.nproc is not None:
@@ -33,6 +38,11 @@ def check(config: TrainConfig) -> None:
         )
     if config.steps is not None:
         check_warmup(config.optimizer, config.steps)
+    if AUTO in (config.strategy, config.batch.microbatch) and config.batch.accumulation is not None:
+        raise ConfigError(
+            f"batch.accumulation is {config.batch.accumulation}, but auto chooses it with the "
+            "microbatch; leave it out, and say batch.global_size"
+        )
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but each says where the weights "
@@ -83,6 +93,7 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int, pp_degree: int = 1) -> 
         BatchError: the numbers contradict each other; names the nearest that do not.
     """
     size, microbatch, accumulation = batch.global_size, batch.microbatch, batch.accumulation
+    assert microbatch != AUTO, "it is chosen before"
     if accumulation is None and (size is None or microbatch is None):
         accumulation = 1 if pp_degree == 1 else 2 * pp_degree
         if size is not None and size % num_data_ranks == 0:

@@ -82,8 +82,10 @@ class BatchConfig:
 
     global_size: Annotated[int | None, Use.RESOLVED, Range(1)] = None
     """Sequences in one optimizer step over all ranks."""
-    microbatch: Annotated[int | None, Use.RESOLVED | Use.FRESH, Range(1, MOST_ROWS, "[]")] = None
-    """Sequences in one forward pass of one rank."""
+    microbatch: Annotated[
+        int | Literal["auto"] | None, Use.RESOLVED | Use.FRESH, Range(1, MOST_ROWS, "[]")
+    ] = None
+    """Sequences in one forward pass of one rank; auto: the fastest that fits."""
     accumulation: Annotated[int | None, Use.RESOLVED | Use.UNKEPT, Range(1, MOST_ROWS, "[]")] = None
     """Forward and backward passes of one rank before each optimizer step."""
 
@@ -157,10 +159,12 @@ class JobConfig(RunConfig):
     """A run as a command line asks for it."""
 
     strategy: Annotated[str | None, Use.RESOLVED] = None
-    """How to split the work, such as dp2 or fsdp2,recompute:full; dp over all processes if unset.
-    All that can be asked for stands at the end of the help of `phalanx train`."""
+    """How to split the work, such as dp2 or fsdp2,recompute:full; dp over all processes if unset;
+    auto: the fastest that fits. All that can be asked for stands at the end of the help of `phalanx
+    train`."""
     nproc: Annotated[int | None, Use.RESOLVED | Use.UNKEPT, Range(1)] = None
-    """Processes to start on this host; what the strategy needs, or 2 (one per GPU), if unset."""
+    """Processes to start on this host; what the strategy needs, or 2 (one per GPU), if unset; for the
+    strategy auto one per GPU or core."""
     steps: Annotated[int | None, Use.RESOLVED, STEPS] = None
     """Optimizer steps in all; what `epochs`, or a job of your own, asks for if unset, else 560,
     which suits the demo."""

@@ -52,6 +52,18 @@ class Compute:
     bandwidth: float
     memory_bytes: float
     date: str
+    source: str = "measured on this machine"
+
+
+ASSUMED: Final = Compute(
+    best={"bfloat16": 5e11, "float32": 1e11},
+    sustained={"bfloat16": 4e11, "float32": 8e10},
+    bandwidth=8e9,
+    memory_bytes=4e9,
+    date="2026-11",
+    source="assumed of a core; phalanx bench ceiling --write this measures it",
+)
+"""A core of a server's processor, where nothing was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +169,10 @@ def read(path: Path) -> Calibration:
         ) from None
 
 
-def this_machine(num_devices: int | None = None) -> Cluster:
+def this_machine(num_devices: int | None = None, otherwise: Compute | None = None) -> Cluster:
     """Return the machine at hand, with as many devices as asked for; of a CPU any number of ranks.
+
+    Its calibration file says what it does; without one `otherwise`, or else a short measurement.
 
     Raises:
         ConfigError: it has fewer GPUs, or its calibration file is damaged.
@@ -171,7 +185,9 @@ def this_machine(num_devices: int | None = None) -> Cluster:
         kept = read(path)
         if (kept.kind, kept.device_name) == (here.kind, here.device_name):
             here = dataclasses.replace(kept, num_here=here.num_here)
-    return as_cluster(THIS, here, num_devices)
+    if compute := here.compute or otherwise:
+        compute = dataclasses.replace(compute, memory_bytes=_memory_bytes(here))
+    return as_cluster(THIS, dataclasses.replace(here, compute=compute), num_devices)
 
 
 def as_cluster(name: str, found: Calibration, num_devices: int | None = None) -> Cluster:
@@ -254,7 +270,7 @@ def _measured(name: str, found: Calibration, compute: Compute) -> Device:
         bandwidth=compute.bandwidth,
         matmul_efficiency=compute.sustained[types[0]] / compute.best[types[0]],
         efficiency_source="the best median over the fastest product",
-        source="measured on this machine",
+        source=compute.source,
         date=compute.date,
     )
 

@@ -6,9 +6,8 @@ import math
 
 from phalanx.errors import BatchError, StrategyError
 from phalanx.planner.held import heaviest, memory
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
-from phalanx.planner.search import MICROBATCHES, Candidate, Inequality, Question, check, fails
+from phalanx.planner.search import Candidate, Inequality, Question, check, fails
 from phalanx.strategy import Strategy, require_built
 
 
@@ -16,6 +15,19 @@ def priced_strategy(
     question: Question, strategy: Strategy, microbatch: int | None = None
 ) -> Candidate | Inequality:
     """Return the price of a strategy, or why it does not fit; at the fastest microbatch if None.
+
+    Raises:
+        PhalanxError: see `answers`.
+    """
+    found = answers(question, strategy, microbatch)
+    fitting = [each for each in found if isinstance(each, Candidate)]
+    return min(fitting, key=lambda each: each.price.step_s) if fitting else found[0]
+
+
+def answers(
+    question: Question, strategy: Strategy, microbatch: int | None = None
+) -> list[Candidate | Inequality]:
+    """Return the price of a strategy, or why it does not fit, with each microbatch.
 
     Raises:
         StrategyError: the strategy does not split the model.
@@ -34,10 +46,8 @@ def priced_strategy(
             f"{strategy.data_ranks} data ranks = {unit}; the nearest batch is {legal}"
         )
     assert not rest, "the unit is a multiple of the data ranks"
-    sizes = [microbatch] if microbatch else [n for n in MICROBATCHES if rows % n == 0]
-    answers = [_priced(question, strategy, size, rows // size) for size in sizes]
-    fitting = [each for each in answers if isinstance(each, Candidate)]
-    return min(fitting, key=lambda each: each.price.step_s) if fitting else answers[0]
+    sizes = [microbatch] if microbatch else [n for n in question.microbatches if rows % n == 0]
+    return [_priced(question, strategy, size, rows // size) for size in sizes]
 
 
 def _check_length(question: Question, strategy: Strategy) -> None:
@@ -55,9 +65,7 @@ def _check_length(question: Question, strategy: Strategy) -> None:
 def _priced(
     question: Question, strategy: Strategy, microbatch: int, accumulation: int
 ) -> Candidate | Inequality:
-    planned = PlannedStep(
-        question.shape, strategy, question.seq_len, microbatch, accumulation, question.precision
-    )
+    planned = question.step(strategy, microbatch, accumulation)
     if (failed := fails(planned, question.cluster)) is not None:
         return failed
     cost = price(planned, question.cluster, question.software)

@@ -72,7 +72,9 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
     plan = plan_of(planned)
     where = "cpu" if device.kind == "cpu" else "cuda"
     of_one = activations(
-        shape, strategy, planned.seq_len, planned.microbatch, planned.precision, device=where
+        *(shape, strategy, planned.seq_len, planned.microbatch, planned.precision),
+        device=where,
+        has_documents=planned.has_documents,
     )
     schedule = plan.schedule(planned.accumulation)
     found: list[Memory] = []

@@ -67,6 +67,7 @@ def part_seconds(
         seq_len=planned.seq_len,
         num_sequences=planned.microbatch,
         precision=planned.precision,
+        has_documents=planned.has_documents,
         device="cpu" if device.kind == "cpu" else "cuda",
         has_casts=strategy.tp.degree == strategy.fsdp.degree == 1,
     )

@@ -21,6 +21,7 @@ class PlannedStep:
         microbatch: sequences in one forward pass of one rank.
         accumulation: microbatches of one step.
         precision: data type of the arithmetic.
+        has_documents: several documents stand in a row.
     """
 
     shape: ModelShape
@@ -29,6 +30,7 @@ class PlannedStep:
     microbatch: int
     accumulation: int
     precision: str = "bfloat16"
+    has_documents: bool = False
 
     @property
     def num_sequences(self) -> int:

@@ -47,6 +47,9 @@ class Question:
 
     Attributes:
         num_sequences: of the global batch.
+        microbatches: those that may be chosen.
+        without: axes that may not.
+        has_documents: several documents stand in a row.
     """
 
     shape: ModelShape
@@ -55,6 +58,16 @@ class Question:
     seq_len: int
     num_sequences: int
     precision: str = "bfloat16"
+    microbatches: tuple[int, ...] = MICROBATCHES
+    without: tuple[str, ...] = ()
+    has_documents: bool = False
+
+    def step(self, strategy: Strategy, microbatch: int, accumulation: int) -> PlannedStep:
+        """Return the step that a strategy takes."""
+        return PlannedStep(
+            *(self.shape, strategy, self.seq_len, microbatch, accumulation, self.precision),
+            has_documents=self.has_documents,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,10 +78,10 @@ class Inequality:
     what: str
     left: float
     right: float
-    unit: Literal["GiB", ""] = "GiB"
+    unit: Literal["GiB", "ms", ""] = "GiB"
 
     def __str__(self) -> str:
-        scale, digits = (2**30, ".1f") if self.unit else (1, "g")
+        scale, digits = {"GiB": (2**30, ".1f"), "ms": (1e-3, ",.1f"), "": (1, "g")}[self.unit]
         left, right = self.left / scale, self.right / scale
         unit = f" {self.unit}" if self.unit else ""
         return f"{self.strategy}: {left:{digits}}{unit} > {right:{digits}}{unit} {self.what}"
@@ -246,7 +259,7 @@ def _legal_steps(question: Question) -> Iterator[PlannedStep]:
         if num_devices % base.num_ranks or question.num_sequences % replicas:
             continue
         rows = question.num_sequences // replicas
-        for microbatch in MICROBATCHES:
+        for microbatch in question.microbatches:
             if rows % microbatch == 0:
                 batch = microbatch, rows // microbatch
                 yield from _strategies(question, base, replicas, batch)
@@ -261,6 +274,7 @@ def _splits(question: Question) -> Iterator[Strategy]:
     }
     of_samples = max(1, question.seq_len // _LEAST_TOKENS)
     axes = [name for name in AXES if name not in ("dp", "fsdp")]
+    most |= dict.fromkeys(question.without, 1)
     choices = [_divisors(num_devices, most.get(name, of_samples)) for name in axes]
     for degrees in itertools.product(*choices):
         strategy = Strategy()
@@ -286,9 +300,7 @@ def _strategies(
             continue
         axis, recompute = Axis(pp, kind, chunks), Recompute(policy)
         strategy = dataclasses.replace(base, pp=axis, dp=dp, fsdp=fsdp, recompute=recompute)
-        yield PlannedStep(
-            question.shape, strategy, question.seq_len, microbatch, accumulation, question.precision
-        )
+        yield question.step(strategy, microbatch, accumulation)
 
 
 def _of_data(question: Question, replicas: int, inner: int) -> Iterator[tuple[Axis, Axis]]:

@@ -17,7 +17,7 @@ from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
-from phalanx.config.law import check
+from phalanx.config.law import AUTO, check
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
@@ -39,6 +39,7 @@ class Request:
         batch: the batch law, solved.
         start: the checkpoint to resume from, or None.
         init: the checkpoint that the first weights come from, or None.
+        choice: what the planner has chosen of it, in a line each.
     """
 
     config: TrainConfig
@@ -49,6 +50,7 @@ class Request:
     batch: BatchPlan
     start: Checkpoint | None
     init: Checkpoint | None
+    choice: tuple[str, ...] = ()
 
     @property
     def done(self) -> tuple[int, int]:
@@ -125,6 +127,8 @@ def settle(config: TrainConfig) -> Request:
     if config.data is not None:
         sources(config.data)
     strategy, device = choose_strategy(config)
+    if config.strategy == AUTO and config.batch.microbatch is None:
+        config = with_value(config, "batch.microbatch", AUTO)
     if start is not None:
         config = resume.as_before(config, start.about, strategy.data_ranks)
     shape = resume.shape_of(config, start or init)
@@ -138,8 +142,13 @@ def settle(config: TrainConfig) -> Request:
             f"{longest}; set corpus.seq_len to at most {longest}"
             + (", as many as it has learned" if is_fixed else ", or shape.max_seq_len higher")
         )
+    choice: list[str] = []
+    if AUTO in (config.strategy, config.batch.microbatch):
+        from phalanx.train.job.auto import with_choice  # loads torch
+
+        config, strategy, choice = with_choice(config, strategy, shape, device)
     batch = solve_batch(config.batch, strategy.data_ranks, strategy.pp.degree)
-    request = Request(config, strategy, device, shape, name, batch, start, init)
+    request = Request(config, strategy, device, shape, name, batch, start, init, (*choice,))
     request.check_memory(has_activations=False)
     return request
 
@@ -147,15 +156,23 @@ def settle(config: TrainConfig) -> Request:
 def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
     """Return the strategy of a checked configuration, dp if none is named, and the device.
 
-    Processes are as many as torchrun started or --nproc says; else what the strategy needs; else
-    one a GPU, or 2 on a CPU.
+    For `auto` it is dp over all ranks, until the planner chooses. Processes are as many as torchrun
+    started or --nproc says; else what the strategy needs; else one a GPU, or 2 on a CPU, for `auto`
+    one a core.
 
     Raises:
         StrategyError: it does not fit the processes.
         ConfigError: there is no such device, or too few of it, or too little memory, or torchrun
             started another number of processes than --nproc says.
     """
-    return choose(config.strategy, config.nproc, config.device)
+    if config.strategy != AUTO:
+        return choose(config.strategy, config.nproc, config.device)
+    from phalanx.launch.local import num_cores
+
+    strategy, device = choose(None, config.nproc, config.device)
+    if device == "cpu" and config.nproc is None and not is_under_torchrun():
+        strategy = Strategy(dp=Axis(num_cores(), "bucketed"))
+    return strategy, device
 
 
 def choose(text: str | None, nproc: int | None, device: str) -> tuple[Strategy, str]:

@@ -226,6 +226,7 @@ def words_of(job: Job) -> list[str]:
         weights = f" from {job.origin.folder}"
     held = tokens.validation.num_tokens
     return [
+        *job.choice,
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
         f"{job.device}; {job.batch}; {job.num_steps} steps",
         f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "

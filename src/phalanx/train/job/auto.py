@@ -1,0 +1,70 @@
+"""What `auto` stands for in a run's settings: the planner's choice on the machine at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from phalanx.config import TrainConfig
+from phalanx.config.law import AUTO
+from phalanx.launch.rank_env import is_under_torchrun
+from phalanx.models.shape import ModelShape
+from phalanx.planner.calibration import ASSUMED, this_machine
+from phalanx.planner.choice import choose
+from phalanx.planner.search import MICROBATCHES, Question
+from phalanx.planner.software import SOFTWARE
+from phalanx.strategy import AXES, Strategy
+from phalanx.train.precision import resolve
+
+DEFAULT_ROWS: Final = 4
+"""Sequences of a rank in a step where the settings say nothing of the batch."""
+
+
+def with_choice(
+    config: TrainConfig, given: Strategy, shape: ModelShape, device: str
+) -> tuple[TrainConfig, Strategy, list[str]]:
+    """Return the settings with what the planner chooses, the strategy, and lines that say so.
+
+    `given` is the strategy that is named; where the planner chooses it, any of as many ranks.
+
+    Raises:
+        PhalanxError: nothing that is legal fits.
+    """
+    batch, is_strategy_open = config.batch, config.strategy == AUTO
+    microbatch = None if batch.microbatch == AUTO else batch.microbatch
+    replicas = given.num_ranks if is_strategy_open else given.data_ranks
+    rows = (microbatch or DEFAULT_ROWS) * (batch.accumulation or 1)
+    question = Question(
+        shape=shape,
+        # Ranks that others have started each choose by themselves, and must choose alike.
+        cluster=this_machine(given.num_ranks, ASSUMED if is_under_torchrun() else None),
+        software=SOFTWARE["compiled" if config.compile else "phalanx"],
+        seq_len=config.corpus.seq_len,
+        num_sequences=batch.global_size or rows * replicas,
+        precision=_precision(config, device),
+        microbatches=MICROBATCHES if microbatch is None else (microbatch,),
+        without=_without(config),
+        has_documents=config.corpus.document_mask,
+    )
+    choice = choose(question, None if is_strategy_open else given)
+    planned = choice.best.planned
+    settled = dataclasses.replace(
+        batch,
+        global_size=question.num_sequences,
+        microbatch=planned.microbatch,
+        accumulation=planned.accumulation,
+    )
+    config = dataclasses.replace(config, strategy=str(planned.strategy), batch=settled)
+    return config, planned.strategy, choice.lines()
+
+
+def _precision(config: TrainConfig, device: str) -> str:
+    is_of_gpu = config.precision == "auto" and device == "cuda"  # which may not be occupied here
+    return "bfloat16" if is_of_gpu else resolve(config.precision, device).name
+
+
+def _without(config: TrainConfig) -> tuple[str, ...]:
+    """Return the axes that other settings exclude."""
+    within_samples = [name for name in AXES if name not in ("pp", "dp", "fsdp")]
+    stages = ("pp",) if config.precision == "float16" else ()
+    return (*stages, *(within_samples if config.compile else ()))
