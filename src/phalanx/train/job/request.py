@@ -50,7 +50,7 @@ class Request:
     batch: BatchPlan
     start: Checkpoint | None
     init: Checkpoint | None
-    choice: tuple[str, ...] = ()
+    choice: tuple[str, ...]
 
     @property
     def done(self) -> tuple[int, int]:
