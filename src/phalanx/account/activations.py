@@ -16,8 +16,8 @@ Where backward is at attention, a ring has blocks of keys and values on their wa
 gradients, beyond the kept bytes: `passing`. Its closed form stands here, since a count mixes these
 with gradients inside the block.
 
-Not counted are buffers that pass: the gradients inside the block at work, which are up to 6 F
-elements a token. Compiled blocks keep what the compiler chooses.
+What passes while the head or a block works is `working`'s (working.py); `most` has it too. Compiled
+blocks keep what the compiler chooses.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.account.count import Case, Counted, Device, count, kind_of
+from phalanx.account.working import working
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.strategy import Recompute, Strategy
@@ -50,6 +51,11 @@ class Activations:
     """The gradient that flows back along the residual stream."""
     passing: int = 0
     """What passes in a ring while backward is at attention, beyond what it has freed by then."""
+    head_at_work: int = 0
+    """The most while the head works, `head` included."""
+    block_at_work: int = 0
+    """The most in the backward of a block, beyond what blocks keep; `recomputed` and `gradient`
+    included."""
 
     @property
     def kept(self) -> int:
@@ -61,6 +67,11 @@ class Activations:
         """Most bytes held for backward, without buffers that pass."""
         in_backward = self.blocks + self.recomputed + self.inputs + self.gradient + self.passing
         return max(self.kept, in_backward)
+
+    @property
+    def most(self) -> int:
+        """Most bytes held at any time, what passes included."""
+        return self.blocks + self.inputs + max(self.head_at_work, self.block_at_work + self.passing)
 
 
 def activations(
@@ -101,10 +112,13 @@ def activations(
     counted = _count_blocks(case)
     first, blocks = counted[0], [each.block for each in counted]
     held, again = sum(blocks), max(each.again for each in counted)
+    at_work = working(_of_window(case, shape.window_of(0)))
+    block_at_work = at_work.block
     if segment_size is not None:
         starts = range(0, shape.num_layers, segment_size)
         held = len(starts) * first.stream
         again = max(sum(blocks[at : at + segment_size]) for at in starts) - first.stream
+        block_at_work += again
     return Activations(
         blocks=held,
         recomputed=again,
@@ -112,6 +126,8 @@ def activations(
         head=first.head,
         gradient=first.stream,
         passing=_passing(case),
+        head_at_work=max(first.head, at_work.head),
+        block_at_work=block_at_work,
     )
 
 
@@ -119,11 +135,12 @@ def _count_blocks(case: Case) -> list[Counted]:
     """Return the counts of all blocks of a decoder, of which each kind is counted once."""
     shape = case.shape
     windows = [shape.window_of(number) for number in range(shape.num_layers)]
-    of_window = {
-        window: count(dataclasses.replace(case, shape=kind_of(shape, window, case.seq_len)))
-        for window in dict.fromkeys(windows)
-    }
+    of_window = {window: count(_of_window(case, window)) for window in dict.fromkeys(windows)}
     return [of_window[window] for window in windows]
+
+
+def _of_window(case: Case, window: int | None) -> Case:
+    return dataclasses.replace(case, shape=kind_of(case.shape, window, case.seq_len))
 
 
 def _passing(case: Case) -> int:
@@ -148,7 +165,7 @@ def held_by(
     schedule: Schedule | None,
     pp_rank: int,
 ) -> int:
-    """Return the most bytes that a rank holds for backward, without what passes.
+    """Return the most bytes that a rank holds of activations, what passes included.
 
     Args:
         of: what a rank that runs the whole model holds of one microbatch.
@@ -158,16 +175,16 @@ def held_by(
         pp_rank: coordinate of the rank on pp.
     """
     if cut is None or schedule is None:
-        return of.peak
+        return of.most
     kept = [_kept(links, num_layers, of) for links in cut]
     held = peak = 0
     for op, stage, _ in schedule.orders[pp_rank]:
+        head = of.head if stage == len(cut) - 1 else 0
         if op == "F":
             held += kept[stage]
+            peak = max(peak, held - head + (of.head_at_work if head else 0))
         elif op != "W":
-            head = of.head if stage == len(cut) - 1 else 0
-            peak = max(peak, held - head + of.recomputed + of.gradient + of.passing)
-        peak = max(peak, held)
+            peak = max(peak, held - head + of.block_at_work + of.passing)
         if op in ("B", "W"):
             held -= kept[stage]
     return peak

@@ -13,7 +13,6 @@ from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, Train
 from phalanx.errors import BatchError, ConfigError
 from phalanx.strategy import Strategy, check_ranks, require_built
 
-
 AUTO: Final = "auto"
 """The strategy, or the microbatch, that the planner chooses."""
 

@@ -163,8 +163,8 @@ class JobConfig(RunConfig):
     auto: the fastest that fits. All that can be asked for stands at the end of the help of `phalanx
     train`."""
     nproc: Annotated[int | None, Use.RESOLVED | Use.UNKEPT, Range(1)] = None
-    """Processes to start on this host; what the strategy needs, or 2 (one per GPU), if unset; for the
-    strategy auto one per GPU or core."""
+    """Processes to start on this host; if unset what the strategy needs, or 2 (one per GPU), or for
+    the strategy auto one per GPU or core."""
     steps: Annotated[int | None, Use.RESOLVED, STEPS] = None
     """Optimizer steps in all; what `epochs`, or a job of your own, asks for if unset, else 560,
     which suits the demo."""

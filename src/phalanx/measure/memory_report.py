@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.measure.memory import KINDS, Kind, MemoryAccount
-from phalanx.parallel.split import StateBytes
 
 _NAMES: dict[Kind, str] = {
     "gathered": "gathered parameters",
@@ -24,12 +25,10 @@ class MemoryReport(MemoryAccount):
     """What rank 0 held in one step, beside what else is known of it.
 
     Attributes:
-        predicted: bytes of each kind that a formula is known for, each at its most.
         largest_bytes: the highest peak of any rank.
         resident_bytes: the most that rank 0's process has had in RAM, libraries, samples and all.
     """
 
-    predicted: dict[Kind, int]
     largest_bytes: int
     resident_bytes: int
 
@@ -50,22 +49,23 @@ class MemoryReport(MemoryAccount):
             return f"{peak} is more than the {gave} MiB that CUDA's allocator gave out"
         return None
 
-    def table(self) -> Table | Text:
-        """Draw a row for each kind, in MiB."""
+    def table(self, predicted: Mapping[str, int] = MappingProxyType({})) -> Table | Text:
+        """Draw a row for each kind, in MiB, beside what was `predicted` of it and of the peak."""
         if self.doubt is not None:
             return Text(self.doubt)
+        heads = "predicted", "at most", "error"
         table = Table(
             "what",
-            *(Column(name, justify="right") for name in ("predicted", "at most", "at the peak")),
+            *(Column(name, justify="right") for name in (*heads, "at the peak")),
             title="What rank 0 holds in a step, MiB",
             title_justify="left",
         )
         for kind in KINDS:
-            predicted = _mib(self.predicted[kind]) if kind in self.predicted else "-"
-            name = _NAMES.get(kind, kind)
-            table.add_row(name, predicted, _mib(self.at_most[kind]), _mib(self.at_peak[kind]))
+            name, most = _NAMES.get(kind, kind), self.at_most[kind]
+            table.add_row(name, *_beside(predicted.get(kind), most), _mib(self.at_peak[kind]))
         table.add_section()
-        table.add_row("all", "", "", _mib(self.peak_bytes))
+        *beside, error = _beside(predicted.get("peak"), self.peak_bytes)
+        table.add_row("all", beside[0], "", error, _mib(self.peak_bytes))
         return table
 
     def text(self) -> str:
@@ -80,14 +80,12 @@ class MemoryReport(MemoryAccount):
         return words + resident
 
 
-def predicted_bytes(held: StateBytes) -> dict[Kind, int]:
-    """Return what the layout of a strategy says, by kind."""
-    return {
-        "parameters": held.parameter_bytes,
-        "gathered": held.gathered_bytes,
-        "gradients": held.gradient_bytes + held.unreduced_bytes,
-        "optimizer": held.optimizer_bytes,
-    }
+def _beside(predicted: int | None, measured: int) -> tuple[str, str, str]:
+    """Return what was predicted and measured, and the error in percent."""
+    if predicted is None:
+        return "-", _mib(measured), ""
+    error = f"{100 * (predicted / measured - 1):+.1f} %" if measured else ""
+    return _mib(predicted), _mib(measured), error
 
 
 def resident_peak_bytes() -> int:

@@ -15,16 +15,28 @@ from torch import Tensor
 _ASSUMED: ContextVar[str] = ContextVar("device of meta tensors", default="meta")
 
 
+_IN_CHUNKS: ContextVar[bool] = ContextVar("chunks of meta tensors", default=False)
+
+
 @contextmanager
-def assumed(device_type: str) -> Generator[None]:
-    """Run models on the meta device as if their tensors were on a "cpu" or on "cuda"."""
-    token = _ASSUMED.set(device_type)
+def assumed(device_type: str, *, in_chunks: bool = False) -> Generator[None]:
+    """Run models on the meta device as if their tensors were on a "cpu" or on "cuda".
+
+    The loss has all rows at once there, which takes fewer operators, if it is not `in_chunks`.
+    """
+    tokens = _ASSUMED.set(device_type), _IN_CHUNKS.set(in_chunks)
     try:
         yield
     finally:
-        _ASSUMED.reset(token)
+        _ASSUMED.reset(tokens[0])
+        _IN_CHUNKS.reset(tokens[1])
 
 
 def device_type(x: Tensor) -> str:
     """Return the type of the device whose kernels compute with x."""
     return _ASSUMED.get() if x.is_meta else x.device.type
+
+
+def chunked_type(x: Tensor) -> str:
+    """Return the type of the device whose chunks of rows the loss takes."""
+    return _ASSUMED.get() if x.is_meta and _IN_CHUNKS.get() else x.device.type

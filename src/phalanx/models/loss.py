@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.models.kernels import chunked_type
+
 IGNORE = -100
 """The label of a token that does not count."""
 
@@ -60,7 +62,7 @@ def token_loss_sum(
         and gradients that are exactly 0.
     """
     if num_rows is None:
-        num_rows = chunk_rows(weight_VD.shape[0], hidden_ND.dtype, hidden_ND.device.type)
+        num_rows = chunk_rows(weight_VD.shape[0], hidden_ND.dtype, chunked_type(hidden_ND))
     needs_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
     return cast(Tensor, _ChunkedLoss.apply(hidden_ND, weight_VD, labels_N, num_rows, needs_grad))
 
@@ -77,7 +79,7 @@ class _ChunkedLoss(Function):
     ) -> Tensor:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         compute_VD = weight_VD.to(hidden_ND.dtype)
-        on_device = hidden_ND.device.type
+        on_device = chunked_type(hidden_ND)
         block_loss = _block_loss_in_cache if on_device == "cpu" else _block_loss
         block_elements = _BLOCK_ELEMENTS.get(on_device, _BLOCK_ELEMENTS["cuda"])
         block_rows = max(1, block_elements // len(weight_VD))

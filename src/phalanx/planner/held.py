@@ -4,23 +4,24 @@
     gathered      parameters gathered from other ranks, at most at one time
     gradients     from microbatch to microbatch, and those not yet reduced
     optimizer     the two moments of AdamW
-    activations   of the microbatches in flight, and what backward makes again
-    logits        of the chunk that the loss has at hand, on the last stage
+    casts         weights in the type of the arithmetic, where each block makes its own
+    activations   of the microbatches in flight, what backward makes again, and what passes
+    logits        what the loss has at hand beside, on the last stage
     margin        the libraries, buffers of collectives, and what the allocator cannot use
 
-The first five are the plan's own (`Plan.holds`) and the account's (account/activations.py).
+All but the last are the plan's own (`Plan.holds`) and the account's (account/activations.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
 from phalanx.account.activations import Activations, activations, held_by
-from phalanx.models.loss import chunk_rows
+from phalanx.measure.memory import Kind
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.split import StateBytes
 from phalanx.planner.machine import Device
@@ -46,6 +47,7 @@ class Memory:
     gathered: int
     gradients: int
     optimizer: int
+    casts: int
     activations: int
     logits: int
     margin: int
@@ -61,6 +63,17 @@ class Memory:
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "stage"
         }
 
+    def kinds(self) -> dict[Kind, int]:
+        """Return bytes by the kinds that the memory of a run is measured by."""
+        return {
+            "parameters": self.weights,
+            "gathered": self.gathered,
+            "cast": self.casts,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations + self.logits,
+        }
+
 
 def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -> list[Memory]:
     """Return what the ranks of each coordinate on pp hold.
@@ -71,37 +84,58 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
     strategy, shape = planned.strategy, planned.shape
     plan = plan_of(planned)
     where = "cpu" if device.kind == "cpu" else "cuda"
-    of_one = activations(
-        *(shape, strategy, planned.seq_len, planned.microbatch, planned.precision),
-        device=where,
-        has_documents=planned.has_documents,
-    )
+    of_one, uncast = (_activations(planned, where, software, casts) for casts in (None, False))
     schedule = plan.schedule(planned.accumulation)
     found: list[Memory] = []
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
-    kept = _kept(of_one, software.kept)
     for pp_rank in range(strategy.pp.degree):
         held = _held(plan, planned, pp_rank, alike)
-        is_last = plan.cut is None or schedule is None
-        if plan.cut is not None and schedule is not None:
-            is_last = len(plan.cut) - 1 in schedule.stages_of(pp_rank)
+        at = shape.num_layers, plan.cut, schedule, pp_rank
+        most, without_casts, without_logits = (
+            held_by(of, *at)
+            for of in (of_one, uncast, dataclasses.replace(uncast, head_at_work=uncast.head))
+        )
+        logits = without_casts - without_logits
+        of_head = min(logits, _head_cast_bytes(planned))
         causes = {
             "weights": held.parameter_bytes,
             "gathered": held.gathered_bytes,
             "gradients": held.gradient_bytes + held.unreduced_bytes,
             "optimizer": held.optimizer_bytes,
-            "activations": held_by(kept, shape.num_layers, plan.cut, schedule, pp_rank),
-            "logits": _logits_bytes(planned, where, software.logit_bytes) if is_last else 0,
+            "casts": most - without_casts + of_head,
+            "activations": without_logits,
+            "logits": logits - of_head,
         }
         margin = _margin(planned, sum(causes.values())) if where == "cuda" else 0
         found.append(Memory(stage=pp_rank, margin=margin, **causes))
     return found
 
 
-def _kept(of: Activations, scale: float) -> Activations:
-    """Return the activations of a program that keeps `scale` times as much in its blocks."""
+def _activations(
+    planned: PlannedStep, where: Literal["cpu", "cuda"], software: Software, casts: bool | None
+) -> Activations:
+    """Return the activations of a program, which may keep more in blocks, and of its logits."""
+    strategy = planned.strategy
+    of = activations(
+        *(planned.shape, strategy, planned.seq_len, planned.microbatch, planned.precision),
+        device=where,
+        has_documents=planned.has_documents,
+        has_casts=casts,
+    )
+    scale, head = software.kept, of.head_at_work
+    if software.logit_bytes:
+        tokens = planned.microbatch * planned.seq_len // strategy.sample_shards
+        vocabulary = planned.shape.vocab_size // strategy.tp.degree
+        head = of.head + tokens * vocabulary * software.logit_bytes
     blocks, recomputed = int(of.blocks * scale), int(of.recomputed * scale)
-    return dataclasses.replace(of, blocks=blocks, recomputed=recomputed)
+    return dataclasses.replace(of, blocks=blocks, recomputed=recomputed, head_at_work=head)
+
+
+def _head_cast_bytes(planned: PlannedStep) -> int:
+    """Return the bytes of the output projection, which the loss casts; fsdp gathers it cast."""
+    dtype: torch.dtype = getattr(torch, planned.precision)
+    shape, tp = planned.shape, planned.strategy.tp.degree
+    return shape.vocab_size * shape.hidden * dtype.itemsize // tp if dtype.itemsize < 4 else 0
 
 
 def _held(
@@ -125,16 +159,6 @@ def _held(
 def heaviest(stages: list[Memory]) -> Memory:
     """Return the stage that holds the most."""
     return max(stages, key=lambda each: each.total)
-
-
-def _logits_bytes(planned: PlannedStep, where: str, each_bytes: int) -> int:
-    dtype: torch.dtype = getattr(torch, planned.precision)
-    vocabulary = planned.shape.vocab_size // planned.strategy.tp.degree
-    tokens = planned.microbatch * planned.seq_len // planned.strategy.sample_shards
-    if each_bytes:
-        return tokens * vocabulary * each_bytes
-    rows = min(tokens, chunk_rows(vocabulary, dtype, where))
-    return rows * vocabulary * dtype.itemsize
 
 
 def of_libraries(planned: PlannedStep) -> int:

@@ -21,14 +21,13 @@ from phalanx.config import OptimizerConfig
 from phalanx.config.schema import RunConfig
 from phalanx.data.rows import map_tensors
 from phalanx.errors import CheckpointError, DataError
-from phalanx.measure.memory import Kind
-from phalanx.measure.memory_report import predicted_bytes
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
 from phalanx.parallel.dropout import Masks, Place, naming_draws
 from phalanx.parallel.plan import Plan
+from phalanx.planner.planned import PlannedStep
 from phalanx.script import checkpoint
 from phalanx.script.as_prepared import refuse_max_norm, warn_of_buffers
 from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
@@ -290,10 +289,8 @@ class ModuleSession(Session):
         )
 
     @override
-    def predicted_bytes(self) -> dict[Kind, int]:
-        held = predicted_bytes(self.plan.holds(self.trainer.accumulation))
-        del held["optimizer"]  # it may be of any kind
-        return held
+    def planned(self) -> PlannedStep | None:
+        return None
 
     @override
     def resume_command(self, steps: int | None = None) -> str:

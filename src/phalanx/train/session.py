@@ -18,9 +18,9 @@ from phalanx.account.flops import Flops
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.config.schema import RunConfig
-from phalanx.measure.memory import Kind
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
+from phalanx.planner.planned import PlannedStep
 from phalanx.strategy import Strategy
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Log
@@ -140,8 +140,8 @@ class Session(ABC):
         """Describe the run in a line or two."""
 
     @abstractmethod
-    def predicted_bytes(self) -> dict[Kind, int]:
-        """Return what this rank holds by the layout of its strategy, of each kind at its most."""
+    def planned(self) -> PlannedStep | None:
+        """Return a step of the run as the planner knows it; None if it cannot be counted."""
 
     def sample(self) -> str:
         """Return text that the model writes; empty if it writes none. All ranks call this."""

@@ -19,7 +19,6 @@ from rich.text import Text
 from torch import nn
 from typing_extensions import override
 
-from phalanx.account.activations import activations, held_by
 from phalanx.account.flops import Flops, step_flops
 from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint import state
@@ -31,13 +30,12 @@ from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, str
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.environment import free_memory_bytes
-from phalanx.measure.memory import Kind
-from phalanx.measure.memory_report import predicted_bytes
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
 from phalanx.models.initial import fill_initial
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.plan import plan_decoder
+from phalanx.planner.planned import PlannedStep
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
 from phalanx.train.job.resolve import Job, manifest_of
@@ -226,26 +224,17 @@ class TextSession(Session):
         )
 
     @override
-    def predicted_bytes(self) -> dict[Kind, int]:
+    def planned(self) -> PlannedStep:
         job = self.job
-        of_one = activations(
-            job.shape,
-            job.strategy,
-            job.config.corpus.seq_len,
-            job.batch.microbatch,
-            self.precision.name,
-            device="cuda" if self.comm.device.type == "cuda" else "cpu",
+        return PlannedStep(
+            shape=job.shape,
+            strategy=job.strategy,
+            seq_len=job.config.corpus.seq_len,
+            microbatch=job.batch.microbatch,
+            accumulation=job.batch.accumulation,
+            precision=self.precision.name,
             has_documents=job.config.corpus.document_mask,
-            has_casts=False,  # they have a row of their own
         )
-        num_microbatches = job.batch.accumulation
-        schedule = self.plan.schedule(num_microbatches)
-        return {
-            **predicted_bytes(self.plan.holds(num_microbatches)),
-            "activations": held_by(
-                *(of_one, job.shape.num_layers, self.plan.cut, schedule, self.comm.coord("pp"))
-            ),
-        }
 
     @override
     def sample(self) -> str:

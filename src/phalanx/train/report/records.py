@@ -60,6 +60,7 @@ class Records:
         losses: of the latest steps.
         evaluations: those made so far.
         num_steps: steps taken so far.
+        ceiling_flops_per_s: the rate of products on a rank, the mean of all; None if not measured.
         log: where records are kept; None but on rank 0.
     """
 
@@ -77,7 +78,7 @@ class Records:
         self._begin_s = time.perf_counter()
         self._types = ProductTypes()
         self._arithmetic: Arithmetic | None = None
-        self._ceiling_flops_per_s: float | None = None
+        self.ceiling_flops_per_s: float | None = None
         self._begins_anew = True
         self._watching = ExitStack()
         self.log: RunLog | None = None
@@ -197,7 +198,7 @@ class Records:
             time_s=time_s,
             num_devices=self.session.strategy.num_ranks,
             peak=peak_of(device_name(device), arithmetic) if is_listed else None,
-            ceiling_flops_per_s=self._ceiling_flops_per_s,
+            ceiling_flops_per_s=self.ceiling_flops_per_s,
         )
 
     @property
@@ -230,4 +231,4 @@ class Records:
         rates = torch.tensor([own, own > 0], dtype=torch.float64).to(comm.device)
         total, num_known = comm.all_reduce(rates, "job").tolist()
         if num_known == comm.size("job"):
-            self._arithmetic, self._ceiling_flops_per_s = found, total / comm.size("job")
+            self._arithmetic, self.ceiling_flops_per_s = found, total / comm.size("job")

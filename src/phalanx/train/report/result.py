@@ -75,6 +75,8 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
         held = f"{_mib(memory.largest_bytes)} of tensors at the peak of any rank, in "
         held += f"{memory.peak_phase}; "
     yield "memory", f"{held}rank 0's process had up to {_mib(summary.resident_bytes)} in RAM"
+    if summary.predicted is not None:
+        yield "predicted", summary.predicted.line()
     yield "time", f"{_duration(summary.seconds)} for {summary.num_steps:,} steps and the rest"
     yield "run", summary.run
 
@@ -83,10 +85,14 @@ def _tables(summary: Summary) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if summary.steps is not None:
         parts += [summary_table(summary.steps), Text(summary.advice or ""), Text()]
+        if summary.predicted is not None and summary.predicted.time_s:
+            parts += [summary.predicted.table(), Text()]
     if summary.sent:
         parts += [_sent_table(summary.sent), Text()]
     if summary.memory is not None:
-        parts += [summary.memory.table(), Text(summary.memory.text())]
+        bytes_of = summary.predicted.bytes if summary.predicted is not None else {}
+        expected = {name: int(each.predicted) for name, each in bytes_of.items()}
+        parts += [summary.memory.table(expected), Text(summary.memory.text())]
     elif summary.no_memory is not None:
         parts += [Text(summary.no_memory)]
     if summary.utilization is not None:

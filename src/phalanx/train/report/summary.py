@@ -16,6 +16,7 @@ from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.report import result
+from phalanx.train.report.prediction import Judged, judge, predict
 from phalanx.train.report.records import Records
 from phalanx.train.session import Session
 
@@ -41,6 +42,7 @@ class Summary:
         sent: what one rank sends in one step, as the ledger counted it.
         memory: what one rank holds in one step.
         no_memory: why there is no such account; None if there is.
+        predicted: what the planner says of the run, beside what was measured; None if it cannot.
         resident_bytes: the most that rank 0's process has had in RAM.
         sample: the model's own text.
         paths: what was written, by name.
@@ -62,6 +64,7 @@ class Summary:
     sent: list[Entry]
     memory: MemoryReport | None
     no_memory: str | None
+    predicted: Judged | None
     resident_bytes: int
     sample: str
     paths: Mapping[str, str]
@@ -144,6 +147,7 @@ def summarize_run(records: Records) -> Summary:
         sent=records.entries,
         memory=memory,
         no_memory=None if memory else f"No account of the memory by kind: {blind_spot}.",
+        predicted=_judged(records, steps, memory),
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
         sample=sample,
         paths=_paths(session),
@@ -165,10 +169,20 @@ def _memory(records: Records) -> MemoryReport | None:
     session.comm.all_reduce(largest, "job", "max")
     return MemoryReport(
         **vars(account),
-        predicted=session.predicted_bytes(),
         largest_bytes=int(largest),
         resident_bytes=resident_peak_bytes(),
     )
+
+
+def _judged(
+    records: Records, steps: StepSummary | None, memory: MemoryReport | None
+) -> Judged | None:
+    """Predict the run on the first rank, which alone reports it."""
+    session = records.session
+    planned = session.planned() if session.is_first else None
+    if planned is None or session.config.compile:
+        return None
+    return judge(predict(planned, records.ceiling_flops_per_s), steps, memory)
 
 
 def _paths(session: Session) -> dict[str, str]:
