@@ -55,10 +55,11 @@ def time_steps(num_rounds: int) -> dict[str, list[tuple[float, float]]]:
 def account(policy: str, threads: int) -> dict[str, float]:
     """Return the bytes of activations that a step of `phalanx train` held and had predicted."""
     with tempfile.TemporaryDirectory() as out:
-        memory = last_json(train_command(f"recompute:{policy}", 4, out, threads))["memory"]
+        run = last_json(train_command(f"recompute:{policy}", 4, out, threads))
+    memory = run["memory"]
     return {
         "measured_bytes": memory["at_most"]["activations"],
-        "predicted_bytes": memory["predicted"]["activations"],
+        "predicted_bytes": run["predicted"]["bytes"]["activations"]["predicted"],
         "weight_casts_bytes": memory["at_most"]["cast"],
     }
 

@@ -9,17 +9,20 @@ meta device, split as on a rank. Backward runs too, and what it runs again of th
 
 [Note: Tokens scale] One whole sequence is run. More sequences, or parts of one, are the same with
 more rows, or fewer: rows of a product, and the inner size of the product that makes a weight's
-gradient. So one run counts microbatches of any size.
+gradient. So one run counts microbatches of any size. What works on weights alone, as casts of them
+and of their gradients, is the same for any.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -50,6 +53,7 @@ class Operation(NamedTuple):
         num_bytes: read and written.
         product: rows, columns and inner size of a product of matrices; zeros of others.
         scores: of attention, all queries times all keys, masked ones too; 0 of others.
+        is_of_weights: it reads weights, or their gradients, alone.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Operation(NamedTuple):
     num_bytes: int
     product: tuple[int, int, int] = (0, 0, 0)
     scores: int = 0
+    is_of_weights: bool = False
 
 
 class Work(NamedTuple):
@@ -104,6 +109,8 @@ def _scaled(one: Case, num_sequences: int, parts: int) -> Work:
 
 def _of_rows(of: Operation, num_tokens: int, num_sequences: int, parts: int) -> Operation:
     """Scale an operation over the tokens of one sequence; of a product, what tokens number."""
+    if of.is_of_weights:
+        return of
     rows, columns, inner = of.product
     if rows:
         by_rows = rows == num_tokens or inner != num_tokens
@@ -136,6 +143,7 @@ def _count(case: Case) -> Work:
     block.forward = MethodType(functools.partial(_seen, seen, kernel_mode), block)
     split(case, model)
     model.norm.register_forward_pre_hook(seen.enter_head)
+    seen.know(model.parameters())
     with kernels.assumed(case.device), kernel_mode, seen:
         batch = batch_of(case)
         loss = model(labels_BT=labels_of(case), **batch)
@@ -154,6 +162,16 @@ class _Operations(TorchDispatchMode):
         window = case.shape.window
         self._seen = causal_pairs(case.seq_len, window) / case.seq_len**2
         self._num_scores = case.shape.num_heads * case.seq_len**2 // case.strategy.tp.degree
+        self._num_tokens = case.seq_len
+        self._weights: list[Tensor] = []  # alive, so that no other storage has their identity
+        self._of_weights: set[int] = set()
+
+    def know(self, weights: Iterable[Tensor]) -> None:
+        """Note tensors that are weights, or are made of weights alone."""
+        for each in weights:
+            local = each.to_local() if isinstance(each, DTensor) else each
+            self._weights.append(local)
+            self._of_weights.add(storage_id(local))
 
     def enter_head(self, _module: Any, args: tuple[Tensor, ...]) -> None:
         """Begin the head, whose backward ends with the gradient of the residual that it reads."""
@@ -194,7 +212,12 @@ class _Operations(TorchDispatchMode):
                 inner = inputs[0].shape[-1]
                 rows = max(x.shape[:-1].numel() for x in (inputs[0], outputs[0]))
                 product = rows, flops // (2 * rows * inner), inner
-        self.parts[self.part].append(Operation(name, flops, num_bytes, product, scores))
+        is_of_weights = all(storage_id(x) in self._of_weights for x in inputs if x.ndim)
+        rows, _, inner = product
+        if is_of_weights or (inner == self._num_tokens and rows != inner):  # a weight's gradient
+            self.know(outputs)
+        of_weights = is_of_weights and bool(inputs)
+        self.parts[self.part].append(Operation(name, flops, num_bytes, product, scores, of_weights))
         return out
 
 

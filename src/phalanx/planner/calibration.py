@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from phalanx.account import host
 from phalanx.errors import ConfigError
-from phalanx.planner.machine import Cluster, Device, Level, Link, OpCost
+from phalanx.planner.machine import Cluster, Core, Device, Level, Link, OpCost
 from phalanx.storage import replace_file
 
 THIS: Final = "this"
@@ -26,7 +26,7 @@ FORMAT: Final = 1
 FILE_NAME: Final = "calibration.json"
 
 COPY_BYTES: Final = 64 << 20
-"""Memory that is copied to measure its bandwidth; more than the caches of a core."""
+"""Memory that is read to measure its bandwidth; more than the caches of a core."""
 
 _ASSUMED = Link(
     name="gloo in one host",
@@ -45,6 +45,7 @@ class Compute:
         best: of the fastest matrix product.
         sustained: the best median.
         bandwidth: of memory, read and written.
+        core: of a processor, what training runs on it.
     """
 
     best: Mapping[str, float]
@@ -52,6 +53,7 @@ class Compute:
     bandwidth: float
     memory_bytes: float
     date: str
+    core: Core | None = None
     source: str = "measured on this machine"
 
 
@@ -61,6 +63,11 @@ ASSUMED: Final = Compute(
     bandwidth=8e9,
     memory_bytes=4e9,
     date="2026-11",
+    core=Core(
+        products={"bfloat16": 4e11, "float32": 8e10},
+        attention={"bfloat16": 5e10, "float32": 4e10},
+        operator_s=1e-5,
+    ),
     source="assumed of a core; phalanx bench ceiling --write this measures it",
 )
 """A core of a server's processor, where nothing was measured."""
@@ -128,11 +135,7 @@ def keep(path: Path, found: Calibration) -> None:
         if (before.kind, before.device_name) == (found.kind, found.device_name):
             compute = found.compute or before.compute
             if found.compute and before.compute:
-                compute = dataclasses.replace(
-                    found.compute,
-                    best={**before.compute.best, **found.compute.best},
-                    sustained={**before.compute.sustained, **found.compute.sustained},
-                )
+                compute = _joined(before.compute, found.compute)
             linked = found if found.levels else before
             found = dataclasses.replace(
                 found, compute=compute, levels=linked.levels, num_hosts=linked.num_hosts
@@ -140,6 +143,18 @@ def keep(path: Path, found: Calibration) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"format": FORMAT, **dataclasses.asdict(found)}
     replace_file(path, f"{json.dumps(document, indent=1)}\n".encode())
+
+
+def _joined(before: Compute, found: Compute) -> Compute:
+    """Return what was measured of two data types, or twice."""
+    core = found.core
+    if core and before.core:
+        products = {**before.core.products, **core.products}
+        attention = {**before.core.attention, **core.attention}
+        core = dataclasses.replace(core, products=products, attention=attention)
+    best = {**before.best, **found.best}
+    sustained = {**before.sustained, **found.sustained}
+    return dataclasses.replace(found, best=best, sustained=sustained, core=core)
 
 
 def read(path: Path) -> Calibration:
@@ -156,7 +171,7 @@ def read(path: Path) -> Calibration:
         compute = document.pop("compute")
         return Calibration(
             **document,
-            compute=Compute(**compute) if compute else None,
+            compute=_compute(compute) if compute else None,
             levels=tuple(levels),
         )
     except FileNotFoundError:
@@ -246,7 +261,7 @@ def _cores(name: str, found: Calibration, num_cores: float) -> Device:
         "best": {of: num_cores * rate for of, rate in compute.best.items()},
         "sustained": {of: num_cores * rate for of, rate in compute.sustained.items()},
     }
-    return _measured(
+    device = _measured(
         name,
         found,
         dataclasses.replace(
@@ -256,10 +271,12 @@ def _cores(name: str, found: Calibration, num_cores: float) -> Device:
             memory_bytes=num_cores * compute.memory_bytes,
         ),
     )
+    return dataclasses.replace(device, core=compute.core or ASSUMED.core, cores=num_cores)
 
 
 def _measured(name: str, found: Calibration, compute: Compute) -> Device:
-    types = [of for of in ("bfloat16", "float16", "tf32", "float32") if of in compute.best]
+    order = "bfloat16", "float16", "tf32", "float32", "float64"
+    types = [of for of in order if of in compute.best]
     return Device(
         name=name,
         title=found.device_name,
@@ -310,13 +327,20 @@ def compute_of(
     num_threads: int,
 ) -> Compute:
     """Return the rates of one of `num_threads` cores, or of a GPU with 1, by the sum of all."""
+    is_gpu = found.kind == "gpu"
     return Compute(
         best={of: rate / num_threads for of, rate in best.items()},
         sustained={of: rate / num_threads for of, rate in sustained.items()},
-        bandwidth=_copy_bandwidth("cuda" if found.kind == "gpu" else "cpu") / num_threads,
+        bandwidth=_stream_bandwidth("cuda" if is_gpu else "cpu") / num_threads,
         memory_bytes=_memory_bytes(found),
         date=time.strftime("%Y-%m-%d"),
+        core=None if is_gpu else core_of(),
     )
+
+
+def _compute(values: dict[str, Any]) -> Compute:
+    core = values.pop("core", None)
+    return Compute(**values, core=Core(**core) if core else None)
 
 
 def _memory_bytes(found: Calibration) -> float:
@@ -327,19 +351,41 @@ def _memory_bytes(found: Calibration) -> float:
     return host.free_memory_bytes() / found.num_here
 
 
-def _copy_bandwidth(device: str) -> float:
-    """Return bytes/s of memory, read and written, in the fastest of some copies."""
+def _stream_bandwidth(device: str) -> float:
+    """Return bytes/s of memory, read and written, in the fastest of some passes."""
     import torch
 
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    source = torch.ones(COPY_BYTES // 4, device=device)
     target, times_s = torch.empty_like(source), list[float]()
     for _ in range(5):
         begun_s = time.perf_counter()
-        target.copy_(source)
+        torch.mul(source, 2.0, out=target)
         if device == "cuda":
             torch.cuda.synchronize()
         times_s.append(time.perf_counter() - begun_s)
     return 2 * COPY_BYTES / min(times_s)
+
+
+def core_of() -> Core:
+    """Measure on one core what the layers of a small model are made of, for a second."""
+    import torch
+
+    from phalanx.measure.core import attention_rate, operator_s, products_rate
+    from phalanx.measure.environment import has_fast_bfloat16
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        types = {"float32": torch.float32}
+        if has_fast_bfloat16("cpu"):
+            types["bfloat16"] = torch.bfloat16
+        return Core(
+            products={of: products_rate(dtype) for of, dtype in types.items()},
+            attention={of: attention_rate(dtype) for of, dtype in types.items()},
+            operator_s=operator_s(),
+        )
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _level(values: dict[str, Any]) -> Level:

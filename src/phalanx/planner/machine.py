@@ -50,6 +50,21 @@ class Chip:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Core:
+    """What a core of a processor does in training, as measured.
+
+    Attributes:
+        products: FLOP/s in the products of a layer and of its gradients, by data type.
+        attention: FLOP/s of attention, forward and backward, by data type.
+        operator_s: of an operator, however small its tensors.
+    """
+
+    products: Mapping[str, float] = field(hash=False)
+    attention: Mapping[str, float] = field(hash=False)
+    operator_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator, or one processor core.
 
@@ -62,6 +77,8 @@ class Device:
         matmul_efficiency: attainable part of the 16-bit peak in large matrix products.
         efficiency_source: where that was measured, or from which device it is assumed.
         driver: the name that the driver gives.
+        core: of a processor, what each of a rank's cores does; None of other devices.
+        cores: of a rank; of less than one it has its turns.
     """
 
     name: str
@@ -78,6 +95,8 @@ class Device:
     usable_bytes: float = 0.0
     driver: str = ""
     chip: Chip | None = None
+    core: Core | None = None
+    cores: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.usable_bytes:
@@ -86,7 +105,7 @@ class Device:
     @property
     def flops(self) -> float:
         """Peak of 16-bit matrix products; of 32-bit ones where it has no others."""
-        types = ("bfloat16", "float16", "tf32", "float32")
+        types = ("bfloat16", "float16", "tf32", "float32", "float64")
         return next(self.peak_flops[name] for name in types if name in self.peak_flops)
 
     @property
@@ -129,6 +148,7 @@ class Link:
         bandwidth: bytes/s of one device in one direction.
         latency_s: of one hop.
         measured: collective -> its own latency and bandwidth, where they were measured.
+        turn_s: by which a hop is longer for each further rank on a core.
         strain: how it does over many units; None where nothing is known.
     """
 
@@ -138,6 +158,7 @@ class Link:
     source: str
     date: str
     measured: Mapping[str, OpCost] = field(default_factory=dict, hash=False)
+    turn_s: float = 4e-4
     strain: Strain | None = None
 
     def over(self, num_units: int) -> Strain:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.planner.machine import Cluster
+from phalanx.planner.machine import Cluster, ring
 from phalanx.planner.software import Software
 
 
@@ -92,9 +92,24 @@ def seconds(
     """Return the time of `calls` collectives in which a rank sends `sent_bytes` altogether."""
     if group.size == 1 or not calls:
         return 0.0
+    inside = cluster.levels[0]
+    if op in inside.link.measured and group.size * group.stride <= inside.devices:
+        return _measured_s(op, group, sent_bytes, calls, cluster)
     found = reach(group, cluster, software)
     call_s = hops(op, group.size) * found.latency_s + software.call_s
     return calls * call_s + sent_bytes / found.bandwidth
+
+
+def _measured_s(op: str, group: Members, sent_bytes: float, calls: int, cluster: Cluster) -> float:
+    """Return the time by what was measured of the links in a unit.
+
+    Ranks that share cores wait for their turns: each hop takes longer by a turn for each other rank
+    of its core.
+    """
+    link, others = cluster.levels[0].link, max(0.0, 1 / cluster.device.cores - 1)
+    cost = link.measured[op]
+    hop_s = cost.latency_s + link.turn_s * others
+    return calls * ring(op, group.size, 0)[0] * hop_s + sent_bytes / cost.bandwidth
 
 
 def exchange_s(group: Members, sent_bytes: float, cluster: Cluster, software: Software) -> float:

@@ -79,8 +79,8 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     work = work_of(case)
     attention = [each for part in work for each in part if each.scores]
     return PartSeconds(
-        *(Spent(*roofline.seconds(part, device, software)) for part in work),
-        attention=roofline.seconds(attention, device, software)[0],
+        *(Spent(*roofline.seconds(part, device, software, case.precision)) for part in work),
+        attention=roofline.seconds(attention, device, software, case.precision)[0],
     )
 
 

@@ -50,4 +50,6 @@ def plan_of(planned: PlannedStep) -> Plan[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(strategy: Strategy, shape: ModelShape, precision: str) -> Plan[Any]:
-    return plan_decoder(strategy, shape, compute=getattr(torch, precision))
+    compute: torch.dtype = getattr(torch, precision)
+    master = torch.promote_types(compute, torch.float32)
+    return plan_decoder(strategy, shape, master, compute)

@@ -107,18 +107,25 @@ def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
         pipeline_s = stages.step_s(strategy, num, times)
     sent_s = costs.sent_s()
     hidden_s = min(software.overlap * (compute_s - tensor_s - ring_s), sent_s)
+    exposed_s = max(sent_s - hidden_s, 0.5 * (1 - software.overlap) * sent_s)
+    if job.device.core is not None:  # the cores that send are those that compute
+        exposed_s = sent_s
     flops = {
         kind: step_flops(shape, planned.seq_len, planned.num_sequences, kind).model
         for kind in ("causal", "full")
     }
+    # Ranks that share a core take turns: who waits for another stage leaves its turn to others.
+    share = min(1.0, job.device.cores)
+    alone_s = compute_s - tensor_s - ring_s
+    bubble_s = max(0.0, pipeline_s - compute_s - (1 / share - 1) * alone_s)
     return Price(
-        compute_s=compute_s - tensor_s - ring_s,
+        compute_s=alone_s / share,
         tensor_s=tensor_s,
         ring_s=ring_s,
-        bubble_s=max(0.0, pipeline_s - compute_s),
+        bubble_s=bubble_s,
         sent_s=sent_s,
-        exposed_s=max(sent_s - hidden_s, 0.5 * (1 - software.overlap) * sent_s),
-        optimizer_s=costs.optimizer_s(),
+        exposed_s=exposed_s,
+        optimizer_s=costs.optimizer_s() / share,
         model_flops=flops["causal"],
         full_flops=flops["full"],
         peak_flops=job.totals.flops,
@@ -257,7 +264,10 @@ class _Costs:
         """Return the time of the step of AdamW, which memory bounds."""
         held = self.plan.holds(self._planned.accumulation)
         words = _ADAM_BYTES * held.parameter_bytes
-        return words / (self._job.device.bandwidth * roofline.MEMORY)
+        device = self._job.device
+        if device.core is not None:
+            return words * min(1.0, device.cores) / device.bandwidth
+        return words / (device.bandwidth * roofline.MEMORY)
 
 
 def _is_of_data(entry: Entry) -> bool:

@@ -4,6 +4,8 @@
     attention   FLOPs / (peak x attention); where its scores lie in memory, as products and bytes
     others      fusion x bytes / bandwidth
     launch      launch_s each of the processor, which runs ahead of the device
+    on a core   products and attention at their measured rates, others bytes / bandwidth, and each
+                operator a time of its own
 
     shape = k / (k + K0) x sqrt(tiles / (waves x SMs)) x UNALIGNED, where no multiple of 64 is cut
 
@@ -14,11 +16,11 @@ user guide, section 4); a short inner size k has little to hide its loads behind
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from phalanx.account.work import Operation
-from phalanx.planner.machine import Device
+from phalanx.planner.machine import Core, Device
 from phalanx.planner.software import Software, on_device
 
 _TILE: Final = 128, 256
@@ -44,11 +46,42 @@ _UNMASKED: Final = {False: 2.0, True: 1.6}
 
 
 def seconds(
-    operations: Sequence[Operation], device: Device, software: Software
+    operations: Sequence[Operation], device: Device, software: Software, precision: str
 ) -> tuple[float, float]:
-    """Return how long operations take a device one after another, and their launch the host."""
+    """Return how long operations take a device one after another, and their launch the host.
+
+    A processor launches what it runs itself: there the second is 0.
+    """
+    if device.core is not None:
+        return _on_cores(operations, device, device.core, software, precision), 0.0
     of_device = sum(_seconds(each, device, software) for each in operations)
     return of_device, software.launch_s * len(operations)
+
+
+def _on_cores(
+    operations: Sequence[Operation],
+    device: Device,
+    core: Core,
+    software: Software,
+    precision: str,
+) -> float:
+    """Return how long a rank's cores take; of less than one, as if it had it for itself."""
+    cores = max(1.0, device.cores)
+    flops = {True: 0, False: 0}
+    num_bytes = 0
+    for each in operations:
+        flops[bool(each.product[0])] += each.flops
+        num_bytes += 0 if each.flops else each.num_bytes
+    rate, attention = (cores * _rate(of, precision) for of in (core.products, core.attention))
+    in_memory_s = software.fusion * num_bytes * device.cores / device.bandwidth / cores
+    each_s = core.operator_s * len(operations)
+    return flops[True] / rate + flops[False] / attention + in_memory_s + each_s
+
+
+def _rate(of: Mapping[str, float], precision: str) -> float:
+    """Return the rate in a data type; of one that was not measured, by the slowest's width."""
+    slowest = min(of.values())
+    return of.get(precision, slowest / 2 if precision == "float64" else slowest)
 
 
 def _seconds(of: Operation, device: Device, software: Software) -> float:

@@ -42,7 +42,7 @@ def summary_of(**changes: object) -> Summary:
         unit="tokens", units_per_s=1000.0, batches_per_s=2.5, losses=[4.0],
         evaluations=[Evaluation(at, 3.0, {"bits_per_byte": 4.0 - at}) for at in (0, 2)],
         best=None, sent=[], memory=None,
-        no_memory="no account", resident_bytes=2**30,
+        no_memory="no account", predicted=None, resident_bytes=2**30,
         sample="To be\x1b[31m or\nnot", paths={"metrics": "runs/a b/metrics.jsonl"},
         resume="phalanx train --resume 'runs/a b' --steps 10",
     )  # fmt: skip
@@ -90,9 +90,7 @@ def test_a_rank_sends_at_most_twice_the_payload(op: str, payload: int, num_ranks
 def test_an_account_below_what_is_held_all_along_is_a_sentence() -> None:
     none: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     held: dict[Kind, int] = {**none, "parameters": 100}
-    good = MemoryReport(
-        held, held, held, "forward", predicted={}, largest_bytes=100, resident_bytes=1000
-    )
+    good = MemoryReport(held, held, held, "forward", largest_bytes=100, resident_bytes=1000)
     assert good.doubt is None
     bad = dataclasses.replace(good, at_peak=none)
     assert "held all along" in (bad.doubt or "") and str(bad.table()) == bad.doubt

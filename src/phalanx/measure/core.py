@@ -1,0 +1,72 @@
+"""What one core of a processor does of the work of a small layer, measured in a second.
+
+The fastest products say little of training: a weight's gradient multiplies a transposed factor,
+attention has small ones, and an operator costs time of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TOKENS, _WIDTH, _INNER = 1024, 512, 1408
+_HEADS: Final = 4, 8, 256, 64
+"""Rows, heads, positions and width of a head."""
+
+_BUDGET_S: Final = 0.15
+_CHAIN: Final = 32
+"""Small operators, one after another, forward and backward."""
+
+
+def products_rate(dtype: torch.dtype) -> float:
+    """Return FLOP/s of a layer's three products: forward, and the gradients of input and weight."""
+    x, w, dy = (
+        torch.randn(shape).to(dtype)
+        for shape in ((_TOKENS, _WIDTH), (_INNER, _WIDTH), (_TOKENS, _INNER))
+    )
+
+    def layer() -> None:
+        _ = x @ w.T, dy @ w, dy.T @ x
+
+    return 3 * 2 * _TOKENS * _WIDTH * _INNER / _best_s(layer)
+
+
+def attention_rate(dtype: torch.dtype) -> float:
+    """Return FLOP/s of causal attention, forward and backward, of pairs that are not masked."""
+    q, k, v = (torch.randn(_HEADS).to(dtype).requires_grad_() for _ in range(3))
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    rows, heads, positions, width = _HEADS
+    pairs = rows * heads * positions * (positions + 1) // 2
+    return 3.5 * 4 * pairs * width / _best_s(attend)
+
+
+def operator_s() -> float:
+    """Return the seconds of an operator on a small tensor, under autograd."""
+    x = torch.ones(8, requires_grad=True)
+
+    def chain() -> None:
+        y: Tensor = x
+        for _ in range(_CHAIN):
+            y = y * y
+        y.sum().backward()
+
+    return _best_s(chain) / (4 * _CHAIN)  # one forward, three backward
+
+
+def _best_s(run: Callable[[], None]) -> float:
+    """Return the shortest time of some runs after a first."""
+    run()
+    times_s, begun_s = list[float](), time.perf_counter()
+    while not times_s or time.perf_counter() - begun_s < _BUDGET_S:
+        start_s = time.perf_counter()
+        run()
+        times_s.append(time.perf_counter() - start_s)
+    return min(times_s)
