@@ -100,15 +100,22 @@ def activations(
     Raises:
         StrategyError: segments of more blocks than there are.
     """
-    tp, cp, recompute = strategy.tp, strategy.cp, strategy.recompute
-    segment_size = recompute.segment_size(shape.num_layers)
-    kept = Recompute("none") if segment_size is not None else recompute
-    is_plain = tp.degree == strategy.fsdp.degree == 1
+    is_segmented = strategy.recompute.segment_size(shape.num_layers) is not None
+    kept = Recompute("none") if is_segmented else strategy.recompute
+    is_plain = strategy.tp.degree == strategy.fsdp.degree == 1
     case = Case(
-        *(shape, Strategy(tp=tp, cp=cp, recompute=kept), seq_len, num_sequences, precision, device),
+        *(shape, dataclasses.replace(strategy.of_block, recompute=kept)),
+        *(seq_len, num_sequences, precision, device),
         has_documents=has_documents,
         has_casts=is_plain if has_casts is None else has_casts,
     )
+    return _of_blocks(case, strategy.recompute)
+
+
+def _of_blocks(case: Case, recompute: Recompute) -> Activations:
+    """Return what a rank holds of blocks that are each as in a case, by segments if it has some."""
+    shape = case.shape
+    segment_size = recompute.segment_size(shape.num_layers)
     counted = _count_blocks(case)
     first, blocks = counted[0], [each.block for each in counted]
     held, again = sum(blocks), max(each.again for each in counted)
