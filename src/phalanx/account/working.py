@@ -88,7 +88,7 @@ class Spans(TorchDispatchMode):
         self.events.append((span, 1))
 
     def levels(self, kept: list[Tensor]) -> list[int]:
-        """Return the bytes alive before the first event and after each, without those of `kept`."""
+        """Return the bytes alive before the first event and after each, without `kept`."""
         spans = {id(self._live[k][1]) for k in map(storage_id, kept) if k in self._live}
         sizes = (0 if id(span) in spans else sign * span.num_bytes for span, sign in self.events)
         return list(itertools.accumulate(sizes, initial=0))
