@@ -39,7 +39,7 @@ class Working(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Span:
+class _Storage:
     """A storage from when it is made until it is freed."""
 
     num_bytes: int
@@ -50,9 +50,9 @@ class Spans(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[tuple[_Span, int]] = []
+        self.events: list[tuple[_Storage, int]] = []
         self.marks: dict[str, int] = {}
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Span]] = {}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Storage]] = {}
 
     def mark(self, name: str, *_: Any) -> None:
         """Note where a part begins."""
@@ -78,7 +78,7 @@ class Spans(TorchDispatchMode):
         key = cast(Any, storage)._cdata
         if key in self._live:
             return
-        span = _Span(storage.nbytes())
+        span = _Storage(storage.nbytes())
 
         def free(_: Any) -> None:
             del self._live[key]

@@ -28,7 +28,7 @@ _TERMS: Mapping[str, tuple[Term, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Forecast:
     """A figure as predicted and as measured: seconds of a step, or bytes at the peak."""
 
     predicted: float
@@ -76,8 +76,8 @@ class Judged:
     """
 
     machine: str
-    time_s: Mapping[str, Beside]
-    bytes: Mapping[str, Beside]
+    time_s: Mapping[str, Forecast]
+    bytes: Mapping[str, Forecast]
     errors: Mapping[str, float]
 
     def line(self) -> str:
@@ -136,17 +136,17 @@ def judge(
     predicted: Predicted, steps: StepSummary | None, memory: MemoryReport | None
 ) -> Judged | None:
     """Return a prediction beside what was measured; None where nothing was."""
-    time_s: dict[str, Beside] = {}
+    time_s: dict[str, Forecast] = {}
     if steps is not None and steps.doubt is None:
-        time_s["step"] = Beside(predicted=predicted.step_s, measured=steps.wall_s)
+        time_s["step"] = Forecast(predicted=predicted.step_s, measured=steps.wall_s)
         for cause, terms in _TERMS.items():
             measured = sum(steps.medians_s[term] for term in terms)
-            time_s[cause] = Beside(predicted=predicted.time_s[cause], measured=measured)
-    held: dict[str, Beside] = {}
+            time_s[cause] = Forecast(predicted=predicted.time_s[cause], measured=measured)
+    held: dict[str, Forecast] = {}
     if memory is not None and memory.doubt is None:
-        held["peak"] = Beside(predicted=predicted.peak_bytes, measured=memory.peak_bytes)
+        held["peak"] = Forecast(predicted=predicted.peak_bytes, measured=memory.peak_bytes)
         for kind, num_bytes in predicted.memory.items():
-            held[kind] = Beside(predicted=num_bytes, measured=memory.at_most[kind])
+            held[kind] = Forecast(predicted=num_bytes, measured=memory.at_most[kind])
     if not time_s and not held:
         return None
     errors = {name: each.error for name, each in {**time_s, **held}.items()}
