@@ -182,7 +182,7 @@ def batch_of(case: Case) -> dict[str, Any]:
     }
 
 
-class _Mark(NamedTuple):
+class _Moment(NamedTuple):
     """Bytes alive and FLOPs done at a point of the run, and the bytes of the residual there."""
 
     num_bytes: int
@@ -200,17 +200,17 @@ class _Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.flops = 0
-        self.marks: list[_Mark] = []
-        self.again = [_Mark(0, 0), _Mark(0, 0)]
+        self.marks: list[_Moment] = []
+        self.again = [_Moment(0, 0), _Moment(0, 0)]
         self.is_backward = self.is_over = False
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def mark(self, _module: Any, args: tuple[Tensor, ...]) -> None:
         """Note the bytes alive where a module begins, whose input is the residual."""
-        self.marks.append(_Mark(self.now, self.flops, args[0].untyped_storage().nbytes()))
+        self.marks.append(_Moment(self.now, self.flops, args[0].untyped_storage().nbytes()))
 
-    def now_with_flops(self) -> _Mark:
-        return _Mark(self.now, self.flops)
+    def now_with_flops(self) -> _Moment:
+        return _Moment(self.now, self.flops)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

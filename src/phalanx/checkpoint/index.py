@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from phalanx.checkpoint.foreign import brief, decode, read_json, write_json
 from phalanx.checkpoint.sharding import (
     Box,
-    Layout,
+    ShardLayout,
     WritePlan,
     check_cover,
     plan_reads,
@@ -37,7 +37,7 @@ class SavedTensor(NamedTuple):
     """A tensor of a checkpoint."""
 
     dtype: torch.dtype
-    layout: Layout
+    layout: ShardLayout
 
 
 Index = dict[str, SavedTensor]
@@ -89,7 +89,7 @@ def read(folder: Path, files: Mapping[str, Checksum]) -> Index:
 class _Content:
     """What the file holds."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ShardLayout, ...]
     tensors: dict[str, Any]
     """Checked one by one below, since there may be a million."""
 

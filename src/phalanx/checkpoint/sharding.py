@@ -143,10 +143,10 @@ class WritePlan:
             }
         )
 
-    def layouts(self) -> Mapping[str, Layout]:
+    def layouts(self) -> Mapping[str, ShardLayout]:
         """Return which file holds which shard, by tensor; equal layouts are one object."""
-        made: dict[Any, Layout] = {}
-        layouts: dict[str, Layout] = {}
+        made: dict[Any, ShardLayout] = {}
+        layouts: dict[str, ShardLayout] = {}
         for name, sharding in self.shardings.items():
             writers = self._writers[name]
             key = (sharding.shape, sharding.axes, id(writers))
@@ -155,7 +155,7 @@ class WritePlan:
                 shards = [
                     SavedShard(*box, file_of(rank)) for rank, box in boxes if box.num_elements
                 ]
-                made[key] = Layout(sharding.shape, tuple(shards))
+                made[key] = ShardLayout(sharding.shape, tuple(shards))
             layouts[name] = made[key]
         return layouts
 
@@ -202,7 +202,7 @@ class SavedShard(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """The shape of a saved tensor, and the shards that cover it, each part once."""
 
     shape: tuple[int, ...]
@@ -217,7 +217,7 @@ class Read(NamedTuple):
     target: tuple[slice, ...]
 
 
-def reads_of(layout: Layout, box: Box) -> list[Read]:
+def reads_of(layout: ShardLayout, box: Box) -> list[Read]:
     """Return the parts of saved shards that make up a box of the full tensor."""
     reads: list[Read] = []
     for shard in layout.shards if box.num_elements else ():
@@ -235,7 +235,7 @@ def reads_of(layout: Layout, box: Box) -> list[Read]:
 
 
 def plan_reads(
-    layouts: Mapping[str, Layout], wanted: Mapping[str, Box]
+    layouts: Mapping[str, ShardLayout], wanted: Mapping[str, Box]
 ) -> dict[str, list[tuple[str, Read]]]:
     """Return what to read from which file for a box of each tensor: its name, and the part."""
     known: dict[tuple[int, Box], list[Read]] = {}
@@ -249,7 +249,7 @@ def plan_reads(
     return by_file
 
 
-def check_cover(layout: Layout) -> str | None:
+def check_cover(layout: ShardLayout) -> str | None:
     """Say how shards fail to make up a tensor: they must be cuts along each dimension, crossed."""
     shape, shards = layout.shape, layout.shards
     if any(not len(shard.offsets) == len(shard.sizes) == len(shape) for shard in shards):

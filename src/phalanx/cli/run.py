@@ -13,7 +13,7 @@ from phalanx.launch.rank_env import is_under_torchrun
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class ScriptRunConfig:
     """Run a script that calls phalanx.init on several processes of this host, which join one job.
 
     Words after -- are the script's own. On several hosts, start the script itself by torchrun.
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     """
     at = argv.index("--") if "--" in argv else len(argv)
     words, own = argv[:at], argv[at + 1 :]
-    config = read_command_line(words, RunConfig, prog="phalanx run")
+    config = read_command_line(words, ScriptRunConfig, prog="phalanx run")
     if config.script is None:
         raise ConfigError("SCRIPT is missing; expected: phalanx run SCRIPT [OPTIONS] [-- WORDS]")
     path = Path(config.script)

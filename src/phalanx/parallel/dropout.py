@@ -29,7 +29,7 @@ from phalanx.models.random import dropout, key, row_keys
 from phalanx.parallel.split import Split, Target
 
 
-class Place(NamedTuple):
+class MaskPosition(NamedTuple):
     """Where a forward stands.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     calls: dict[str, int]
 
 
-Where = Callable[[], Place | None]
+Where = Callable[[], MaskPosition | None]
 """Returns the place, None without a batch of a loader."""
 
 

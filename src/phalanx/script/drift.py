@@ -87,19 +87,19 @@ class Facts:
         return cls(**values)
 
 
-class Difference(NamedTuple):
+class Drift(NamedTuple):
     """How two ranks differ."""
 
     kind: _Kind
     words: str
 
 
-def first_difference(ranks: Sequence[Facts]) -> Difference | None:
+def first_difference(ranks: Sequence[Facts]) -> Drift | None:
     """Return what differs first, causes before their effects; None where all are alike."""
     for kind, words in _WORDS.items():
         for name in _names(getattr(facts, kind) for facts in ranks):
             if apart := _apart(ranks, kind, name):
-                return Difference(kind, words(name, *apart))
+                return Drift(kind, words(name, *apart))
     return None
 
 

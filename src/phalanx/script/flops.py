@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Flops:
+class ModuleFlops:
     """Floating-point operations of forward and backward of a batch."""
 
     total: int
@@ -53,7 +53,7 @@ def row_shapes(batch: Any) -> tuple[torch.Size, ...]:
     return tuple(tensor.shape[1:] for tensor in tensors_of(batch))
 
 
-def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None:
+def flops_of(model: nn.Module, objective: Objective, batch: Any) -> ModuleFlops | None:
     """Return the FLOPs of forward and backward of a batch; None if they cannot be counted.
 
     Copies of the model and of the objective run on the meta device, and compute nothing. Matrix
@@ -75,12 +75,12 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> Flops | None
         if "." in name
     }
     total = counter.get_total_flops()
-    return Flops(total, counted, count_rows(batch), row_shapes(batch)) if total else None
+    return ModuleFlops(total, counted, count_rows(batch), row_shapes(batch)) if total else None
 
 
 def flops_of_trainer(
     trainer: Trainer, strategy: Strategy, model: nn.Module, of_batch: Callable[[Any], Any]
-) -> Flops | None:
+) -> ModuleFlops | None:
     """Return the FLOPs of a global batch; None if they are not counted, or are not all.
 
     The data are read, and left as they were; `of_batch` is applied before the model gets a batch.
@@ -97,7 +97,7 @@ def flops_of_trainer(
 
 
 def cut_by_flops(
-    strategy: Strategy, model: nn.Module, flops: Flops | None
+    strategy: Strategy, model: nn.Module, flops: ModuleFlops | None
 ) -> tuple[Strategy, list[str]]:
     """Return the strategy with the stages of the model, and lines that report them.
 

@@ -37,7 +37,7 @@ from phalanx.script.order import (
     Drawing,
     Fetcher,
     JobGenerator,
-    Order,
+    PassOrder,
     generators_of,
 )
 
@@ -241,7 +241,7 @@ class RankLoader:
             rows = rows if any(own) or self._has_spares else without_rows(rows)
             yield _Fetched(rows, own, number == len(order) - 1, len(of_batch))
 
-    def _wanted(self, order: Order, rows: range) -> list[Any]:
+    def _wanted(self, order: PassOrder, rows: range) -> list[Any]:
         """Return the samples to fetch of a batch that has the rows `rows` of its pass."""
         own = [sample for piece in self._own(rows) for sample in order.samples(piece)]
         # A rank without rows fetches one too: it shows what a batch is made of.

@@ -53,7 +53,7 @@ class JobGenerator:
             torch.set_rng_state(theirs)
 
 
-class Order:
+class PassOrder:
     """The samples of each batch of a pass, on all ranks; whole numbers take 8 bytes each."""
 
     def __init__(self, batches: Iterable[Iterable[Any]]) -> None:
@@ -116,7 +116,7 @@ class Drawing:
         self.states = dict(states)
         self._plain = plain
         self._generator = JobGenerator(states["draws"]) if states else generator
-        self._order: Order | None = None
+        self._order: PassOrder | None = None
         sampler = cast(Any, plain.batch_sampler)
         with self._moment(""):
             self._length = len(sampler)
@@ -126,7 +126,7 @@ class Drawing:
         if plain.num_workers:  # they fetch the first batches at once
             self._order = self._drawn()
 
-    def order(self, digest: str) -> Order:
+    def order(self, digest: str) -> PassOrder:
         """Return the order; every rank calls this together when it needs the first batch."""
         order = self._order = self._order or self._drawn()
         sampler = type(self._plain.sampler).__name__
@@ -144,9 +144,9 @@ class Drawing:
             )
         return order
 
-    def _drawn(self) -> Order:
+    def _drawn(self) -> PassOrder:
         with self._moment(AT_FIRST_BATCH):
-            order = Order(itertools.islice(self._batches, self._length + 1))
+            order = PassOrder(itertools.islice(self._batches, self._length + 1))
         if len(order) > self._length:
             raise DataError(
                 f"{type(self._plain.batch_sampler).__name__} gives more than the {self._length} "

@@ -18,11 +18,11 @@ from torch.utils.weak import TensorWeakRef
 from phalanx.comm.comm import Comm
 from phalanx.data.rows import tensors_of
 from phalanx.errors import ScriptError
-from phalanx.parallel.dropout import Place
+from phalanx.parallel.dropout import MaskPosition
 from phalanx.script.loader import RankLoader
 
 
-class Batch:
+class ReadBatch:
     """A batch that the script has read with gradients enabled.
 
     Attributes:
@@ -33,7 +33,7 @@ class Batch:
         num_rows: of the batch on all ranks.
         sizes: elements of its tensors.
         is_gathered: whether the script has gathered rows of all ranks with their graph.
-        calls: see `Place.calls`.
+        calls: see `MaskPosition.calls`.
     """
 
     def __init__(self, loader: RankLoader, given: Any) -> None:
@@ -67,9 +67,9 @@ class Reading:
         self.trained: RankLoader | None = None
         self.num_batches = 0
         self.is_evaluation = False
-        self._ahead: deque[Batch] = deque()
-        self._used: Batch | None = None
-        self._open: Batch | None = None
+        self._ahead: deque[ReadBatch] = deque()
+        self._used: ReadBatch | None = None
+        self._open: ReadBatch | None = None
         self._unused: set[RankLoader] = set()
         self._is_warned = self._is_count_reported = False
 
@@ -80,10 +80,10 @@ class Reading:
         if not self.is_evaluation:  # a batch of an evaluation ends no pass of the training
             self.trained = loader
             self._unused.add(loader)
-            self._line_up(Batch(loader, given))
+            self._line_up(ReadBatch(loader, given))
             self.num_batches += 1
 
-    def _line_up(self, batch: Batch) -> None:
+    def _line_up(self, batch: ReadBatch) -> None:
         """Put a batch behind those that no backward has used yet."""
         self._leave_out()
         if self._ahead:
@@ -105,7 +105,7 @@ class Reading:
             self._ahead.popleft()
 
     @property
-    def current(self) -> Batch | None:
+    def current(self) -> ReadBatch | None:
         """The batch that a forward or backward is of: the oldest that waits for a backward."""
         self._leave_out()
         return self._ahead[0] if self._ahead else self._used
@@ -185,10 +185,10 @@ class Reading:
         """Record that the step under way is given up."""
         self._open = None
 
-    def position(self, steps_done: int) -> Place | None:
+    def position(self, steps_done: int) -> MaskPosition | None:
         """Return the position of the forward under way; None where no loader is prepared."""
         batch = self.current
-        return None if batch is None else Place(steps_done, batch.rows, batch.calls)
+        return None if batch is None else MaskPosition(steps_done, batch.rows, batch.calls)
 
 
 class OwnRows:

@@ -25,7 +25,7 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
-from phalanx.parallel.dropout import Masks, Place, naming_draws
+from phalanx.parallel.dropout import MaskPosition, Masks, naming_draws
 from phalanx.parallel.plan import Plan
 from phalanx.planner.planned import PlannedStep
 from phalanx.script import checkpoint
@@ -243,11 +243,11 @@ class ModuleSession(Session):
         if self.best is not None:
             self.best.load(about.best)
 
-    def _place(self) -> Place | None:
+    def _place(self) -> MaskPosition | None:
         number = self.step.run.microbatch
         rows = self.microbatches.rows()[number]
         rows = rows if len(rows) else rows.new_zeros(1)  # of a spare row
-        return Place(self.step.steps_done, rows, self._calls.setdefault(number, {}))
+        return MaskPosition(self.step.steps_done, rows, self._calls.setdefault(number, {}))
 
     @property
     @override

@@ -39,7 +39,7 @@ Recorded = tuple[Recorder, Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Found:
+class RankGaps:
     """What one rank has compared.
 
     Attributes:
@@ -79,7 +79,7 @@ def locate(
     expected = broadcast_object(expected)
     recorded = record(first) if record else _of_split(case, strategy, comm, first)
     aligner = _aligner(case, strategy, comm, step)
-    found: list[Found] = gather_objects(_compare(recorded, aligner, comm, expected))
+    found: list[RankGaps] = gather_objects(_compare(recorded, aligner, comm, expected))
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}
     place = _first_that_differs(expected, found, step, types)
     limit = max(1e-6, NUM_EPSILONS * torch.finfo(case.torch_dtype).eps)
@@ -162,7 +162,7 @@ def _aligner(case: Case, strategy: Strategy, comm: Ranks, step: int) -> Aligner:
 
 def _compare(
     recorded: Recorded, aligner: Aligner, comm: Ranks, expected: Sequence[Expected]
-) -> Found:
+) -> RankGaps:
     """Compare what was recorded on this rank with the reference's."""
     recorder, rows = recorded
     ours: defaultdict[Key, list[Event]] = defaultdict(list)  # an event a microbatch
@@ -179,11 +179,11 @@ def _compare(
                 found = gap(*pair), event.microbatch
                 gaps[key] = max(gaps.get(key, found), found)
     called = {key.module for key in ours}
-    return Found(comm.coord("loss"), called, gaps, sums, recorder.contribution)
+    return RankGaps(comm.coord("loss"), called, gaps, sums, recorder.contribution)
 
 
 def _first_that_differs(
-    expected: Sequence[Expected], found: Sequence[Found], step: int, types: Mapping[str, str]
+    expected: Sequence[Expected], found: Sequence[RankGaps], step: int, types: Mapping[str, str]
 ) -> Place | None:
     before: Event | None = None  # what the model's own modules gave each other last
     for event, limit in expected:
@@ -206,7 +206,7 @@ def _first_that_differs(
     return None
 
 
-def _is_sent(before: Event, event: Event, found: Sequence[Found]) -> bool:
+def _is_sent(before: Event, event: Event, found: Sequence[RankGaps]) -> bool:
     """Return whether what one module gives the next is a message between stages of a pipeline."""
     is_given = event.caller == "" and event.key.kind in (Kind.INPUT, Kind.OUTPUT_GRADIENT)
     one, other = before.tensor, event.tensor
@@ -216,7 +216,7 @@ def _is_sent(before: Event, event: Event, found: Sequence[Found]) -> bool:
 
 
 def _worst(
-    key: Key, reference: Tensor, found: Sequence[Found]
+    key: Key, reference: Tensor, found: Sequence[RankGaps]
 ) -> tuple[float, int | None, int | None]:
     """Return the largest gap of a tensor, its rank and its microbatch."""
     # Ranks that hold the same tokens have the same sum.
@@ -252,7 +252,7 @@ def _named(name: str, types: Mapping[str, str]) -> str:
 
 def _outside(
     first: Difference,
-    found: Sequence[Found],
+    found: Sequence[RankGaps],
     gradient: Tensor | None,
     limit: float,
     types: Mapping[str, str],

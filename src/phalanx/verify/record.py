@@ -22,8 +22,7 @@ from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows
 from phalanx.errors import ConfigError
 from phalanx.parallel.batch_norm import Statistics
-from phalanx.parallel.dropout import Masks
-from phalanx.parallel.dropout import Place as DropoutPlace
+from phalanx.parallel.dropout import MaskPosition, Masks
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.reduce import is_fused
 from phalanx.strategy import Strategy
@@ -203,11 +202,11 @@ class SplitRun:
         """Return the rows of the global batch that are in each microbatch of this rank."""
         return rows_of(self._case.batches[step], *self._shard)
 
-    def _place(self) -> DropoutPlace:
+    def _place(self) -> MaskPosition:
         """Return where the forward under way stands."""
         number, step = self.runner.microbatch, self._step.steps_done
         calls = self._dropout_calls.setdefault(number, {})
-        return DropoutPlace(step, self.rows(step)[number], calls)
+        return MaskPosition(step, self.rows(step)[number], calls)
 
     def steps(self, phase: Phase = no_phase) -> Iterator[tuple[StepRecord, RankFacts]]:
         """Take the steps one by one, each watched by `phase`; every rank does so together."""
