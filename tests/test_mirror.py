@@ -28,6 +28,7 @@ ACROSS = {
     "checkpoint/test_stuck.py": "saver and progress: ranks that stand still while they save",
     "cli/test_broken_configs.py": "every verb with a request that is wrong",
     "cli/test_help.py": "the --help of every verb, with config/help",
+    "collectives/test_collectives_of_scripts.py": "phalanx.collectives, as a script calls it",
     "comm/test_nccl.py": "every collective by the rules of NCCL",
     "comm/test_one_way_groups.py": "meshes: groups between neighbours of a pipeline",
     "launch/test_exit.py": "exit codes of a hundred jobs",
@@ -75,12 +76,12 @@ ACROSS = {
 
 
 def source_of(test: Path) -> Path:
-    """Return which file of src a test's name means, whether or not there is one."""
+    """Return which file or folder of src a test's name means, whether or not there is one."""
     folder = test.parent.relative_to(TESTS)
     name = test.stem.removeprefix("test_")
     names = [name, name.removeprefix(f"{test.parent.name}_"), name.removesuffix("_command")]
-    found = (SOURCE / folder / f"{each}.py" for each in names)
-    return next((path for path in found if path.exists()), SOURCE / folder / f"{name}.py")
+    found = [SOURCE / folder / f"{each}.py" for each in names] + [SOURCE / folder / name]
+    return next((path for path in found if path.exists()), found[0])
 
 
 def rooms() -> list[Path]:
