@@ -27,9 +27,10 @@ ROWS = [
     ["data", "measure", "checkpoint"],
     ["planner"],
     ["hugging_face"],
+    ["infer"],
     ["train"],
     ["bench"],
-    ["verify", "infer"],
+    ["verify"],
     ["script"],
     ["cli"],
 ]

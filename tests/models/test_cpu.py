@@ -163,7 +163,7 @@ def test_the_sequences_that_flash_is_given(monkeypatch: pytest.MonkeyPatch) -> N
     documents = documents_of(documents_BT)
     cases = [(documents, None), (documents, 6), (None, 6), (None, 1)]
     expected = [attention.attend(q, k, v, *case) for case in cases]
-    monkeypatch.setattr(attention, "_runs_flash", lambda q: True)
+    monkeypatch.setattr(attention, "runs_flash", lambda q: True)
     monkeypatch.setattr(attention, "varlen_attn", one_by_one)
     found = [attention.attend(q, k, v, *case) for case in cases]
     torch.testing.assert_close(found, expected, **NEAR)

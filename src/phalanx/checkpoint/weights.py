@@ -95,3 +95,19 @@ def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
     """Return the size of each parameter of `Decoder(shape)`, by name."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in Decoder(shape).named_parameters()}
+
+
+def load_decoder(weights: Weights, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """Return the decoder of some weights, whole on one device, for inference in `dtype`."""
+    with torch.device("meta"):
+        model = Decoder(weights.shape).to(dtype=dtype)
+    model.to_empty(device=device)
+    read_into(model, weights)
+    return model.eval()
+
+
+@torch.no_grad()
+def read_into(model: Decoder, weights: Weights) -> None:
+    """Copy weights in place to a decoder that is whole on one device."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights.read(name))

@@ -209,8 +209,8 @@ def _fits(member: Any, value: Any) -> bool:
     """Return whether the value is of this type; a whole number is a number, true is not."""
     if typing.get_origin(member) is Literal:
         return value in typing.get_args(member)
-    if typing.get_origin(member) is tuple:
-        return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+    if (several := typing.get_origin(member)) in (tuple, list):
+        return isinstance(value, several) and all(isinstance(each, str) for each in value)
     if typing.get_origin(member) is Mapping:
         entries = cast("Mapping[Any, Any]", value).items() if isinstance(value, Mapping) else ()
         is_text = all(isinstance(word, str) for entry in entries for word in entry)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from phalanx.checkpoint.weights import Weights
+from phalanx.checkpoint.weights import Weights, load_decoder
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.models.decoder import Decoder
 
 TOLERANCE: Final = 1e-4
 """Largest difference of two logits that passes, as a part of the largest logit: float32 leaves
@@ -79,7 +78,8 @@ def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> 
                 f"written, but could not be checked: transformers cannot run {hugging_face}: "
                 f"{first_line}"
             ) from error
-        actual_BTV = _ours(weights, dtype)(tokens_BT)
+        ours = _rounded(load_decoder(weights, torch.float32, "cpu"), dtype)
+        actual_BTV = ours(tokens_BT)
         difference = (actual_BTV - expected_BTV).abs().max()
     return Agreement(
         theirs=type(theirs).__name__,
@@ -90,13 +90,11 @@ def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> 
     )
 
 
-def _ours(weights: Weights, dtype: torch.dtype) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(weights.shape)
-    model.to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights.read(name).to(dtype))
-    return model.eval()
+def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Round the weights of a model to another type, in place."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    return model
 
 
 def _theirs(folder: Path, dtype: torch.dtype) -> Any:
@@ -114,6 +112,4 @@ def _theirs(folder: Path, dtype: torch.dtype) -> Any:
         logging.set_verbosity(verbosity)
         if was_shown:
             logging.enable_progress_bar()
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to(dtype))
-    return model.eval()
+    return _rounded(model.eval(), dtype)

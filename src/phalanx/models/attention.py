@@ -104,12 +104,12 @@ def attend(
     is_grouped = q_BTHK.shape[2] != k_BTGK.shape[2]
     window = None if window is None or window >= q_BTHK.shape[1] else window
     is_cut = documents is not None or window is not None
-    if is_cut and _runs_flash(q_BTHK):
+    if is_cut and runs_flash(q_BTHK):
         return _attend_by_lengths(q_BTHK, k_BTGK, v_BTGK, documents, window)
     by_blocks = is_cut or cpu.attends_by_blocks(q_BTHK)
     # On a GPU, of PyTorch's fused kernels flash alone takes fewer key heads than query heads.
     is_cuda = device_type(q_BTHK) == "cuda"
-    if is_grouped and (by_blocks or (is_cuda and not _runs_flash(q_BTHK))):
+    if is_grouped and (by_blocks or (is_cuda and not runs_flash(q_BTHK))):
         repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
         k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
         is_grouped = False
@@ -173,7 +173,7 @@ def _attend_by_lengths(
     return cast(Tensor, mixed).unflatten(0, (num_rows, length))
 
 
-def _runs_flash(q_BTHK: Tensor) -> bool:
+def runs_flash(q_BTHK: Tensor) -> bool:
     """Return whether PyTorch's flash kernels take queries like these."""
     width = q_BTHK.shape[-1]
     return (

@@ -6,22 +6,23 @@ import torch
 from tokenizers import Tokenizer
 
 from phalanx.comm.together import first_object
+from phalanx.data.tokenizer import count_ids
 from phalanx.data.tokens import TokenFiles
+from phalanx.infer.detokenize import BROKEN
+from phalanx.infer.options import Sampling
+from phalanx.infer.sampler import choose
 from phalanx.models.decoder import Decoder
-from phalanx.models.random import key, uniform
 from phalanx.parallel.accumulate import Runner
 
 _PROMPT_CHARACTERS = 24
 _OPENING_TOKENS = 64
-_TEMPERATURE = 0.8
-_BROKEN = "\ufffd"
-"""What a decoder puts for bytes that are a part of a character alone."""
+TEMPERATURE = 0.8
 
 
 def opening(tokens: TokenFiles, tokenizer: Tokenizer) -> str:
     """Return the first words of the validation text, or of the training text without one."""
     file = tokens.validation if tokens.validation.num_tokens > 1 else tokens.train
-    text = tokenizer.decode(file.map()[1:_OPENING_TOKENS].tolist()).strip(_BROKEN)
+    text = tokenizer.decode(file.map()[1:_OPENING_TOKENS].tolist()).strip(BROKEN)
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if len(line) <= _PROMPT_CHARACTERS:
         return line
@@ -44,14 +45,16 @@ def write_text(
 
     A model that has learned little writes bytes that make none; those are left out.
 
-    Each token is computed from the whole text before it: fine for a sample of a small model, and
-    what any faster way must agree with. Every rank of the job calls this together, since the
-    weights may be spread over them; the first that has the logits samples, so all continue alike.
+    Each token is computed from the whole text before it, by the plain forward: that runs under
+    every strategy, and `phalanx generate`, whose sampler this is, agrees with it. Every rank of the
+    job calls this together, since the weights may be spread over them; the first that has the
+    logits samples, so all continue alike.
 
     `run` is what runs the model. `first_id` is the token that opens a document.
     """
     device = next(model.parameters()).device
-    num_ids = tokenizer.get_vocab_size()
+    num_ids = count_ids(tokenizer)
+    sampling = Sampling(temperature=TEMPERATURE, seed=seed)
     ids = [first_id, *tokenizer.encode(prompt, add_special_tokens=False).ids]
     model.eval()
     for position in range(num_tokens):
@@ -59,13 +62,10 @@ def write_text(
         logits_BTV = run.infer(window, model)
         chosen = None
         if logits_BTV is not None:
-            logits_V = logits_BTV[0, -1].double()[:num_ids]
-            weights_V = torch.softmax(logits_V / _TEMPERATURE, dim=-1).cumsum(0)
-            draw = uniform(key(seed, "sample"), torch.tensor([position], device=device))
-            chosen = int(torch.searchsorted(weights_V, draw * weights_V[-1]))
+            (chosen,), _ = choose(logits_BTV[0, -1:, :num_ids], [sampling], [position])
         chosen = first_object(chosen)
-        if chosen in (first_id, num_ids):  # the latter where all weights are nan
+        if chosen in (first_id, -1):
             break
         ids.append(chosen)
     model.train()
-    return tokenizer.decode(ids[1:]).replace(_BROKEN, "")
+    return tokenizer.decode(ids[1:]).replace(BROKEN, "")

@@ -1,0 +1,121 @@
+"""`phalanx generate RUN`: continue prompts with a trained model, on the screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.cli.screen import print_json, say, screen
+from phalanx.config.command_line import read_command_line
+from phalanx.config.fields import Positional
+from phalanx.errors import ConfigError
+from phalanx.infer.options import EngineConfig, Sampling
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from phalanx.infer.texts import Completion, TextEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(EngineConfig, Sampling):
+    """Continue prompts with a trained model: its text appears as it is computed."""
+
+    run: Annotated[str | None, Positional("RUN")] = None
+    """A run folder, whose latest checkpoint is taken; a checkpoint, of any strategy; or a Hugging
+    Face folder."""
+    prompt: list[str] = dataclasses.field(default_factory=list[str])
+    """The text to continue; of several, give one each time. Without one, the model begins."""
+    json: bool = False
+    """Make the last line of standard output one JSON document: texts, tokens, why each ended."""
+
+
+def run(argv: list[str]) -> int:
+    """Generate as the command line says.
+
+    Raises:
+        ConfigError: no folder is given, or a prompt is too long.
+    """
+    config = read_command_line(argv, GenerateConfig, prog="phalanx generate")
+    if config.run is None:
+        raise ConfigError("RUN is missing; expected: phalanx generate RUN --prompt TEXT")
+    from phalanx.infer.assembly import engine_of
+    from phalanx.infer.served import open_served
+
+    served = open_served(Path(config.run))
+    prompts = config.prompt or [""]
+    tokens = [served.encode(prompt) for prompt in prompts]
+    texts = engine_of(served, config)
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sampling)}
+    console = screen()
+    begin_s = time.perf_counter()
+    completions = [texts.add(each, Sampling(**values))[0] for each in tokens]
+    _write(console, texts, prompts, completions)
+    took_s = time.perf_counter() - begin_s
+    num_tokens = texts.engine.counts.generated_tokens
+    say(console, f"\n{num_tokens:,} tokens in {took_s:.2f} s, {num_tokens / took_s:,.1f} a second")
+    if config.json:
+        print_json(_document(prompts, completions, took_s))
+    return 0
+
+
+def _write(
+    console: Console, texts: TextEngine, prompts: list[str], completions: list[Completion]
+) -> None:
+    """Print the first text as it comes, and each of the others once it is whole."""
+    texts.engine.scheduler.is_draining = True
+    shown = 0
+    _print(console, prompts[0])
+    while shown < len(completions):
+        for piece in texts.step():
+            if piece.completion is completions[shown]:
+                _print(console, piece.text)
+        while shown < len(completions) and completions[shown].finish_reason is not None:
+            _print(console, "\n")
+            if completions[shown].scores:
+                console.print(_scores(completions[shown], texts.tokenizer))
+            shown += 1
+            if shown < len(completions):
+                _print(console, f"\n{prompts[shown]}{completions[shown].stream.text}")
+
+
+def _print(console: Console, text: str) -> None:
+    """Print a part of a line, as it is, at once."""
+    console.file.write(text)
+    console.file.flush()
+
+
+def _scores(completion: Completion, tokenizer: Tokenizer) -> Table:
+    """Return a table of the logarithms of probabilities of a completion's tokens."""
+    table = Table()
+    for head in ("token", "log p", "the most probable"):
+        table.add_column(head, justify="right" if head == "log p" else "left")
+    for token, score in zip(completion.new_tokens, completion.scores, strict=True):
+        top = (f"{tokenizer.decode([id])!r} {value:.2f}" for id, value in score.top)
+        words = repr(tokenizer.decode([token])), f"{score.logprob:.3f}", ", ".join(top)
+        table.add_row(*map(Text, words))
+    return table
+
+
+def _document(prompts: list[str], completions: list[Completion], took_s: float) -> dict[str, Any]:
+    """Return what was generated, for another program."""
+    return {
+        "completions": [
+            {
+                "prompt": prompt,
+                "text": completion.stream.text,
+                "tokens": completion.new_tokens,
+                "finish_reason": completion.finish_reason,
+                "logprobs": [score.logprob for score in completion.scores] or None,
+            }
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ],
+        "took_s": took_s,
+    }

@@ -1,0 +1,1 @@
+"""Generation from a trained decoder: blocks of the cache, scheduler, runner, engine, HTTP."""

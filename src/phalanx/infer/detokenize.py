@@ -1,0 +1,77 @@
+"""Text of tokens as they come: in whole characters, up to the first stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+BROKEN = "\ufffd"
+"""What a decoder puts for bytes that are a part of a character alone; it is left out."""
+
+_LONGEST = 12
+"""Tokens that wait for the rest of a character, before they are taken for none."""
+
+
+class TextStream:
+    """Makes text of the tokens of one request.
+
+    Attributes:
+        text: all that was given out.
+        is_stopped: whether a stop text has come; nothing is given out after it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
+        self._ids: list[int] = []
+        self._begin = self._read = 0
+        self._held = ""
+        self.text = ""
+        self.is_stopped = False
+
+    def take(self, token: int) -> str:
+        """Return the text that is certain now that `token` has come."""
+        self._ids.append(token)
+        return self._give(self._new(is_last=False), is_last=False)
+
+    def end(self) -> str:
+        """Return the text that was held back, once no further token comes."""
+        return "" if self.is_stopped else self._give(self._new(is_last=True), is_last=True)
+
+    def _new(self, *, is_last: bool) -> str:
+        """Return the text of the tokens that were not read.
+
+        They are decoded behind the tokens before, since a decoder may drop the space of a first
+        word.
+        """
+        before = self._decode(self._ids[self._begin : self._read])
+        text = self._decode(self._ids[self._begin :])
+        is_broken = text.endswith(BROKEN) and len(self._ids) - self._read < _LONGEST
+        if is_broken and not is_last:
+            return ""
+        self._begin, self._read = self._read, len(self._ids)
+        return text[len(before) :].replace(BROKEN, "")
+
+    def _give(self, new: str, *, is_last: bool) -> str:
+        """Return what of the text is no part of a stop text, and cannot become one."""
+        text = self._held + new
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            given, self._held = text[: min(found)], ""
+        else:
+            num_held = (
+                0 if is_last else max(map(lambda s: _overlap(text, s), self._stops), default=0)
+            )
+            given, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+        self.text += given
+        return given
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many of the last characters of a text are the first of a stop text."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,182 @@
+"""The engine: requests in, tokens out, a step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.infer.options import Sampling, TokenScore
+from phalanx.infer.paged import FlatStep, Span
+from phalanx.infer.sampler import choose
+from phalanx.infer.scheduler import GenerationRequest, ScheduledStep, Scheduler
+
+
+class Logits(Protocol):
+    """What computes a flat step: a ModelRunner, or one that lets other ranks compute too."""
+
+    def __call__(self, step: FlatStep) -> Tensor:
+        """Return the logits [len(step.rows), V]."""
+        ...
+
+
+class NewToken(NamedTuple):
+    """A token of a request, and why the request ended with it, if it did."""
+
+    request: GenerationRequest
+    token: int
+    score: TokenScore | None
+    finished: str | None
+
+
+@dataclass
+class Counts:
+    """What an engine has done since it was made."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Engine:
+    """Generates for many requests at once.
+
+    Attributes:
+        scheduler: which tokens are computed when.
+        counts: what was done.
+        max_seq_len: most tokens of a prompt and its continuation.
+        end_ids: tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        logits: Logits,
+        scheduler: Scheduler,
+        *,
+        max_seq_len: int,
+        end_ids: Sequence[int] = (),
+        num_ids: int | None = None,
+    ) -> None:
+        """Make an engine.
+
+        Args:
+            logits: what computes a step.
+            scheduler: without requests.
+            max_seq_len: longest row of the model.
+            end_ids: tokens that end a text.
+            num_ids: ids of the tokenizer; a model may have more, which are never chosen.
+        """
+        self.scheduler, self.max_seq_len = scheduler, max_seq_len
+        self.counts = Counts()
+        self._logits, self.end_ids, self._num_ids = logits, frozenset(end_ids), num_ids
+
+    def add(
+        self, prompt: Sequence[int], *samplings: Sampling, now_s: float = 0.0
+    ) -> list[GenerationRequest]:
+        """Let a prompt wait for a continuation by each of the options; they share its blocks.
+
+        Raises:
+            ConfigError: it is empty, or too long for the model or the cache.
+        """
+        for sampling in samplings:
+            self.check(prompt, sampling)
+        first, *others = [GenerationRequest(list(prompt), each) for each in samplings]
+        first.siblings = list(others)
+        self.scheduler.add(first, now_s)
+        return [first, *others]
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse a prompt that is empty or too long."""
+        if not prompt:
+            raise ConfigError("the prompt has no token; expected at least one")
+        room = self.max_seq_len - len(prompt)
+        if room < sampling.max_tokens:
+            nearest = f"max_tokens {room}" if room > 0 else f"{self.max_seq_len - 1} prompt tokens"
+            raise ConfigError(
+                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} more are "
+                f"{len(prompt) + sampling.max_tokens}; the model has {self.max_seq_len} positions; "
+                f"the nearest that fits is {nearest}"
+            )
+
+    def abort(self, request: GenerationRequest, reason: str = "abort") -> None:
+        """End a request; its blocks are free at once."""
+        if request.finished is None:
+            self.scheduler.finish(request, reason)
+
+    def step(self, now_s: float = 0.0) -> list[NewToken]:
+        """Compute one step, and return the new token of each request that got one."""
+        step = self.scheduler.schedule(now_s)
+        if not step.parts:
+            return []
+        self.counts.steps += 1
+        self.counts.computed_tokens += step.num_tokens
+        requests = [part.request for part in step.parts if part.gives_token]
+        logits_NV = self._logits(flat(step))
+        if not requests:
+            return []
+        if self._num_ids is not None and self._num_ids < logits_NV.shape[1]:
+            logits_NV[:, self._num_ids :] = -float("inf")
+        tokens, scores = choose(
+            logits_NV,
+            [request.sampling for request in requests],
+            [request.num_generated for request in requests],
+        )
+        return list(map(self._take, requests, tokens, scores))
+
+    def _take(self, request: GenerationRequest, token: int, score: TokenScore | None) -> NewToken:
+        """Append a token to its request, and end the request where it is the last."""
+        if request.num_generated == 0:
+            self.counts.prompt_tokens += len(request.prompt)
+            self.counts.found_tokens += request.num_found or 0
+        if token < 0:  # the model computes NaN
+            self.scheduler.finish(request, "error")
+            return NewToken(request, token, None, "error")
+        request.tokens.append(token)
+        self.counts.generated_tokens += 1
+        finished = None
+        if token in self.end_ids and not request.sampling.ignore_end:
+            finished = "stop"
+        elif request.num_generated >= request.sampling.max_tokens:
+            finished = "length"
+        if finished is not None:
+            self.scheduler.finish(request, finished)
+        return NewToken(request, token, score, finished)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[Sampling] | Sampling,
+        heard: Callable[[NewToken], object] | None = None,
+    ) -> list[list[int]]:
+        """Continue all prompts, and return the new tokens of each."""
+        if isinstance(samplings, Sampling):
+            samplings = [samplings] * len(prompts)
+        requests = [self.add(*pair)[0] for pair in zip(prompts, samplings, strict=True)]
+        self.scheduler.is_draining = True
+        while self.scheduler.has_work:
+            for new in self.step():
+                if heard is not None:
+                    heard(new)
+        return [request.tokens[len(request.prompt) :] for request in requests]
+
+    def weights_changed(self) -> None:
+        """Forget all keys and values; requests under way are recomputed with the new weights."""
+        self.scheduler.preempt_all()
+
+
+def flat(step: ScheduledStep) -> FlatStep:
+    """Return a scheduled step as plain numbers."""
+    tokens: list[int] = []
+    rows: list[int] = []
+    spans: list[Span] = []
+    for request, start, stop in step.parts:
+        tokens += request.tokens[start:stop]
+        spans.append(Span(start, stop, list(request.table.blocks)))
+        if stop == len(request.tokens):
+            rows.append(len(tokens) - 1)
+    return FlatStep(tokens, spans, rows, tuple(step.copies))

@@ -1,0 +1,84 @@
+"""The options of an engine, and of each request. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from phalanx.config.fields import SEED, THREADS, Range
+
+Batching = Literal["rolling", "dynamic", "static"]
+"""When requests are admitted; see infer/scheduler.py."""
+
+MAX_LOGPROBS: Final = 20
+"""Alternatives of a token whose logarithms a request may ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """One request's options, as the HTTP interface of OpenAI names them.
+
+    The filters act on the probabilities at the temperature, in this order: top_k, top_p, min_p.
+    """
+
+    max_tokens: Annotated[int, Range(1, 2**31 - 1, "[]")] = 64
+    """Most tokens to generate."""
+    temperature: Annotated[float, Range(0, 100, "[]")] = 1.0
+    """Logits are divided by it; 0 takes the token with the largest."""
+    top_k: Annotated[int, Range(0)] = 0
+    """Choose among this number of most probable tokens; 0: among all."""
+    top_p: Annotated[float, Range(0, 1, "(]")] = 1.0
+    """Choose among the fewest most probable tokens whose probabilities sum up to this (Holtzman et
+    al. 2020)."""
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    """Leave out tokens less probable than this part of the most probable one (Nguyen et al.
+    2024)."""
+    seed: Annotated[int, SEED] = 0
+    """Draws depend on it and on the position alone: not on other requests."""
+    stop: list[str] = dataclasses.field(default_factory=list[str])
+    """Texts that end the generation; they are not part of the result. Give it once for each."""
+    logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS, "[]")] = None
+    """Give the logarithm of each token's probability, and of this number of alternatives."""
+    ignore_end: bool = False
+    """Generate past the token that ends a text."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """The logarithm of the probability of a token, and of the most probable ones.
+
+    Probabilities are the model's: at temperature 1, without filters.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine computes, and how much it computes at once."""
+
+    precision: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of weights and arithmetic; auto: bfloat16 where the device has it, else
+    float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    threads: Annotated[int | None, THREADS] = None
+    """CPU threads; torch's own choice if unset."""
+    batching: Batching = "rolling"
+    """When requests are admitted: as soon as a slot is free; or in whole batches, which begin after
+    a short wait (dynamic), or when they are full (static)."""
+    slots: Annotated[int, Range(1)] = 64
+    """Most requests that run together."""
+    budget: Annotated[int, Range(1)] = 512
+    """Most tokens that a step computes; longer prompts are computed in chunks."""
+    block_size: Annotated[int, Range(1)] = 16
+    """Positions of a block of the cache."""
+    cache_tokens: Annotated[int | None, Range(1)] = None
+    """Positions of the whole cache; if unset, the longest sequence for every slot, or less where
+    memory is short."""
+    prefix_cache: bool = True
+    """Find the keys and values of prompts that begin alike, and compute them once."""
+    chunked_prefill: bool = True
+    """Compute long prompts in chunks beside other requests; otherwise in one step."""

@@ -1,0 +1,199 @@
+"""Attention over a key-value cache in blocks.
+
+A step computes tokens of several sequences as one row [1, N]. In each layer the keys and values of
+all of them are written to their slots first, and then each sequence attends to its own blocks.
+
+A block whose size is the longest sequence makes of this the contiguous cache: one block a sequence.
+
+Suffixes: see models/decoder.py; N tokens of a step, n tokens of one sequence of it, S
+slots of the cache, T keys of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from phalanx.infer.pool import BlockCopy
+from phalanx.models.attention import attend, runs_flash
+
+
+class Span(NamedTuple):
+    """The tokens of one sequence in a step: positions `start` to `stop`, and its blocks."""
+
+    start: int
+    stop: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True)
+class FlatStep:
+    """One step as plain numbers, which a rank of tp gets from the first.
+
+    Attributes:
+        tokens: of all sequences, one after another.
+        spans: which of these are whose.
+        rows: which tokens have logits that are read.
+        copies: blocks to copy before anything is written.
+    """
+
+    tokens: list[int]
+    spans: list[Span]
+    rows: list[int]
+    copies: Sequence[BlockCopy] = ()
+
+
+class KVCache:
+    """Keys and values of all layers on one rank, in blocks.
+
+    Attributes:
+        block_size: positions of a block.
+        keys, values: [L, S, G, K].
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int, int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make an empty cache of (layers, blocks, key-value heads, width of a head)."""
+        num_layers, num_blocks, num_groups, head_dim = sizes
+        shape = (num_layers, num_blocks * block_size, num_groups, head_dim)
+        self.block_size = block_size
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return sum(part.nbytes for part in self.parts())
+
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Return whether keys of this type lie in the cache as they are."""
+        return self.keys.dtype == dtype
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks, one after another, in all layers."""
+        size = self.block_size
+        for source, target in copies:
+            for part in self.parts():
+                part[:, target * size :][:, :size] = part[:, source * size :][:, :size]
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return all tensors [L, S, ...] of the cache."""
+        return self.keys, self.values
+
+    def write(self, layer: int, slots_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> None:
+        """Write keys and values of one layer to their slots."""
+        self.keys[layer].index_copy_(0, slots_N, k_NGK)
+        self.values[layer].index_copy_(0, slots_N, v_NGK)
+
+    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Return k_TGK and v_TGK of slots; a slice of them is not copied."""
+        if isinstance(slots, slice):
+            return self.keys[layer, slots], self.values[layer, slots]
+        return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
+
+
+class PagedAttention:
+    """What replaces `models.attention.attend` during one step.
+
+    What all layers of a kind share is worked out once.
+    """
+
+    def __init__(self, cache: KVCache, step: FlatStep) -> None:
+        self._cache, self._spans = cache, step.spans
+        self._lengths = [span.stop - span.start for span in step.spans]
+        self._device, size = cache.keys.device, cache.block_size
+        places = [(span, at) for span in step.spans for at in range(span.start, span.stop)]
+        self.positions_1N = torch.tensor([[at for _, at in places]], device=self._device)
+        slots = [span.blocks[at // size] * size + at % size for span, at in places]
+        self._slots_N = torch.tensor(slots, device=self._device)
+        self._keys: dict[int | None, list[tuple[slice | Tensor, Tensor | None]]] = {}
+        self._tables: tuple[Tensor, ...] | None = None
+
+    def attend(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k and v [1, N, G, K] of a layer, and return what q [1, N, H, K] reads."""
+        self._cache.write(layer, self._slots_N, k[0], v[0])
+        if runs_flash(q) and self._cache.holds(q.dtype):
+            return self._attend_at_once(layer, window, q[0])[None]
+        if window not in self._keys:
+            self._keys[window] = [self._keys_of(span, window) for span in self._spans]
+        parts = zip(*(x.split(self._lengths, dim=1) for x in (q, k, v)), strict=True)
+        mixed: list[Tensor] = []
+        for span, keys, part in zip(self._spans, self._keys[window], parts, strict=True):
+            if span.start == 0:  # a prompt's first tokens read nothing from the cache
+                mixed.append(attend(part[0], part[1], part[2], None, window))
+            else:
+                mixed.append(self._attend_to_cache(layer, part[0][0], *keys)[None])
+        return torch.cat(mixed, dim=1)
+
+    def _keys_of(self, span: Span, window: int | None) -> tuple[slice | Tensor, Tensor | None]:
+        """Return the slots that a sequence reads, and the mask [n, T] where not all read all."""
+        first = 0 if window is None else max(0, span.start - window + 1)
+        size, stop = self._cache.block_size, span.stop
+        blocks = span.blocks[first // size : (stop - 1) // size + 1]
+        offset = first % size
+        slots: slice | Tensor
+        if all(b - a == 1 for a, b in pairwise(blocks)):
+            begin = blocks[0] * size + offset
+            slots = slice(begin, begin + stop - first)
+        else:
+            starts = torch.tensor(blocks, device=self._device)[:, None] * size
+            slots = (starts + torch.arange(size, device=self._device)).flatten()
+            slots = slots[offset : offset + stop - first]
+        if stop - span.start == 1:
+            return slots, None
+        queries_n1 = torch.arange(span.start, stop, device=self._device)[:, None]
+        keys_T = torch.arange(first, stop, device=self._device)
+        mask_nT = keys_T <= queries_n1
+        return slots, mask_nT if window is None else mask_nT & (keys_T > queries_n1 - window)
+
+    def _attend_to_cache(
+        self, layer: int, q_nHK: Tensor, slots: slice | Tensor, mask_nT: Tensor | None
+    ) -> Tensor:
+        """Attend of one sequence to its slots; a tensor like q_nHK."""
+        k_1GTK, v_1GTK = (x.transpose(0, 1)[None] for x in self._cache.read(layer, slots))
+        if mask_nT is None:  # the heads of a group are as queries of one head
+            q_1GhK = q_nHK.view(1, k_1GTK.shape[1], -1, q_nHK.shape[2])
+            return F.scaled_dot_product_attention(q_1GhK, k_1GTK, v_1GTK).view(q_nHK.shape)
+        mixed = F.scaled_dot_product_attention(
+            q_nHK.transpose(0, 1)[None], k_1GTK, v_1GTK, attn_mask=mask_nT, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1)
+
+    def _attend_at_once(self, layer: int, window: int | None, q_NHK: Tensor) -> Tensor:
+        """Attend of all sequences by one flash call over block tables; a tensor like q_NHK."""
+        if self._tables is None:
+            borders = [0, *accumulate(self._lengths)]
+            most = max(len(span.blocks) for span in self._spans)
+            tables = [[*s.blocks, *[0] * (most - len(s.blocks))] for s in self._spans]
+            stops = [span.stop for span in self._spans]
+            self._tables = tuple(
+                torch.tensor(each, dtype=torch.int32, device=self._device)
+                for each in (borders, stops, tables)
+            )
+        borders_N, stops_N, blocks_NM = self._tables
+        k, v = (x[layer].unflatten(0, (-1, self._cache.block_size)) for x in self._cache.parts())
+        mixed = varlen_attn(
+            *(q_NHK, k, v),
+            cu_seq_q=borders_N,
+            cu_seq_k=None,
+            max_q=max(self._lengths),
+            max_k=max(span.stop for span in self._spans),
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=q_NHK.shape[1] != k.shape[2],
+            seqused_k=stops_N,
+            block_table=blocks_NM,
+            num_splits=1,  # a request's numbers do not depend on the others of its step
+        )
+        return cast(Tensor, mixed)

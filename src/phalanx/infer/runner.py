@@ -1,0 +1,79 @@
+"""Run the steps of a scheduler on the module that was trained, with its attention swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from phalanx.infer.paged import FlatStep, KVCache, PagedAttention
+from phalanx.models.attention import Attention
+from phalanx.models.decoder import Decoder
+from phalanx.parallel.batch_shape import BatchShape, batch_scope, batch_shape
+from phalanx.parallel.tensor import operators
+from phalanx.parallel.tensor.layout import Layout
+
+
+class ModelRunner:
+    """Computes logits of flat steps, and keeps keys and values in the cache.
+
+    The decoder stays the one that is trained: between two steps its attention is its own again.
+
+    Attributes:
+        model: the decoder.
+        cache: keys and values of this rank's heads.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, layout: Layout | None = None) -> None:
+        """Take a decoder whose tensors are split by `layout`, if by any."""
+        self.model, self.cache, self._layout = model, cache, layout
+        self._attentions = [cast(Any, block).attention for block in model.blocks]
+
+    @torch.no_grad()
+    def __call__(self, step: FlatStep) -> Tensor:
+        """Return the logits [len(step.rows), V], float32 or wider."""
+        self.cache.copy(step.copies)
+        paged = PagedAttention(self.cache, step)
+        tokens_1N = torch.tensor([step.tokens], device=paged.positions_1N.device)
+        model, positions_1N = self.model, paged.positions_1N
+        rows = torch.tensor(step.rows, dtype=torch.int64, device=tokens_1N.device)
+        with self._attending(paged), batch_scope(BatchShape(1, len(step.tokens))):
+            x_1ND = model.embed(tokens_1N, positions_1N, None)
+            x_1ND = model.run_blocks(x_1ND, positions_1N, None, None)
+            if not step.rows:
+                logits = x_1ND.new_empty(1, 0, model.shape.vocab_size)
+            elif self._layout is None:
+                logits = model.read(x_1ND[:, rows])
+            else:
+                logits = self._read(x_1ND, rows, self._layout)
+        return logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _read(self, x: Tensor, rows: Tensor, layout: Layout) -> Tensor:
+        """Return the logits of some tokens of a residual that is split over ranks."""
+        hidden = self.model.shape.hidden
+        full = operators.unshard(layout, x, layout.residual, batch_shape(), hidden)[:, rows]
+        with batch_scope(BatchShape(1, len(rows))):
+            return self.model.read(operators.shard(layout, full, layout.residual))
+
+    @contextmanager
+    def _attending(self, paged: PagedAttention) -> Generator[None]:
+        """Let each layer attend to its blocks."""
+        before = [attention.attend for attention in self._attentions]
+        try:
+            for layer, attention in enumerate(self._attentions):
+                attention.attend = _of_layer(paged, layer, attention)
+            yield
+        finally:
+            for attention, attend in zip(self._attentions, before, strict=True):
+                attention.attend = attend
+
+
+def _of_layer(paged: PagedAttention, layer: int, attention: Attention) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Any, window: int | None) -> Tensor:
+        del documents
+        return paged.attend(layer, window, q, k, v)
+
+    return attend

@@ -1,0 +1,92 @@
+"""Choose the next token of each request from its logits: the one sampler of all that generates.
+
+A draw is a function of the request's seed and the number of the token in its request. So a request
+gets the same tokens alone, among others and in any order (as long as its logits are the same).
+
+Suffixes: N requests, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.infer.options import Sampling, TokenScore
+from phalanx.models.random import key, uniform
+
+
+def choose(
+    logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]
+) -> tuple[list[int], list[TokenScore | None]]:
+    """Return the next token of each request, and its score where the request asks for it.
+
+    Args:
+        logits_NV: of any dtype; ids that no token stands for are -inf. A row with a NaN has no
+            next token: it gets -1.
+        samplings: the options of each request.
+        numbers: how many tokens each request has generated before.
+    """
+    largest_N, ids_N = logits_NV.max(-1)
+    tokens = ids_N.where(~largest_N.isnan(), -1).tolist()
+    drawn = [n for n, each in enumerate(samplings) if each.temperature > 0 and tokens[n] >= 0]
+    if drawn:
+        few = [samplings[row] for row in drawn]
+        found = _draw(logits_NV[drawn].double(), few, [numbers[row] for row in drawn])
+        for row, token in zip(drawn, found, strict=True):
+            tokens[row] = token
+    return tokens, _scores(logits_NV, samplings, tokens)
+
+
+def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) -> list[int]:
+    """Return a token of each row, by the inverse of the cumulated probabilities."""
+
+    def column(name: str) -> Tensor:
+        values = [getattr(each, name) for each in samplings]
+        return torch.tensor(values, dtype=torch.float64, device=logits_NV.device)[:, None]
+
+    p_NV = torch.softmax(logits_NV / column("temperature"), dim=-1)
+    if any(each.top_k or each.top_p < 1 for each in samplings):
+        p_NV = _without_tail(p_NV, column("top_k"), column("top_p"))
+    if any(each.min_p for each in samplings):
+        least_N1 = p_NV.amax(-1, keepdim=True) * column("min_p")
+        p_NV = p_NV.where(p_NV >= least_N1, 0.0)
+    draws = torch.tensor(
+        [
+            float(uniform(key(each.seed, "sample"), torch.tensor([number])))
+            for each, number in zip(samplings, numbers, strict=True)
+        ],
+        dtype=torch.float64,
+    ).to(logits_NV.device)
+    sums_NV = p_NV.cumsum(-1)
+    found_N1 = torch.searchsorted(sums_NV, draws[:, None] * sums_NV[:, -1:])
+    return found_N1.clamp_(max=logits_NV.shape[1] - 1)[:, 0].tolist()
+
+
+def _without_tail(p_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor) -> Tensor:
+    """Zero all but the top_k most probable, and of those the fewest whose sum reaches top_p.
+
+    The sum is of probabilities among the top_k alone. The most probable token always stays.
+    """
+    sorted_NV, order_NV = p_NV.sort(dim=-1, descending=True, stable=True)
+    ranks_V = torch.arange(p_NV.shape[1], device=p_NV.device)
+    sorted_NV = sorted_NV.where((ranks_V < top_k_N1) | (top_k_N1 == 0), 0.0)
+    before_NV = sorted_NV.cumsum(-1) - sorted_NV
+    is_kept = before_NV < top_p_N1 * sorted_NV.sum(-1, keepdim=True)
+    sorted_NV = sorted_NV.where(is_kept | (ranks_V == 0), 0.0)
+    return torch.zeros_like(p_NV).scatter_(-1, order_NV, sorted_NV)
+
+
+def _scores(
+    logits_NV: Tensor, samplings: Sequence[Sampling], tokens: Sequence[int]
+) -> list[TokenScore | None]:
+    scores: list[TokenScore | None] = [None] * len(tokens)
+    for row, sampling in enumerate(samplings):
+        if sampling.logprobs is None or tokens[row] < 0:
+            continue
+        logprobs_V = torch.log_softmax(logits_NV[row].double(), dim=-1)
+        values, ids = logprobs_V.topk(min(sampling.logprobs, len(logprobs_V)))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        scores[row] = TokenScore(float(logprobs_V[tokens[row]]), top)
+    return scores

@@ -1,0 +1,134 @@
+"""What a folder holds to generate from: weights, tokenizer, tokens that begin and end texts.
+
+The folder is a run, a checkpoint of any strategy, or one in the layout of Hugging Face: nothing is
+exported before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from phalanx.checkpoint import manifest
+from phalanx.checkpoint.foreign import read_json
+from phalanx.checkpoint.weights import Weights, open_checkpoint
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.errors import CheckpointError
+from phalanx.hugging_face.companions import (
+    GENERATION,
+    ORIGIN,
+    TOKENIZER_CONFIG,
+    ids_of,
+    tokenizer_of,
+)
+from phalanx.hugging_face.config import IDS
+from phalanx.hugging_face.convert import kind_of, open_hugging_face
+from phalanx.hugging_face.folder import read_config
+
+TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model on disk, with its words.
+
+    Attributes:
+        name: of the folder.
+        weights: each weight, whole, whatever strategy has written it.
+        tokenizer: of texts; text that spells a special token stays text.
+        begin_ids: tokens before each text; None where the tokenizer itself puts them there.
+        end_ids: tokens that end a text.
+        chat_template: Jinja source that makes one text of messages; None without one.
+        template_names: names that the template may use, as `bos_token`.
+    """
+
+    name: str
+    weights: Weights
+    tokenizer: Tokenizer
+    begin_ids: tuple[int, ...] | None
+    end_ids: tuple[int, ...]
+    chat_template: str | None
+    template_names: dict[str, str]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt."""
+        if self.begin_ids is None:
+            return self.tokenizer.encode(text, add_special_tokens=True).ids
+        return [*self.begin_ids, *self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+
+def open_served(path: Path) -> Served:
+    """Open a run, its checkpoint, or a Hugging Face folder.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or has no tokenizer.
+        ConfigError: its config.json describes a model that is not computed.
+    """
+    is_foreign = kind_of(path) == "hugging face"
+    weights = open_hugging_face(path) if is_foreign else open_checkpoint(path)
+    file = tokenizer_of(weights.folder)
+    if file is None:
+        raise CheckpointError(
+            f"{weights.folder} has no tokenizer.json; put the model's beside its weights"
+        )
+    tokenizer = load_tokenizer(file)
+    if is_foreign:
+        given = read_config(path)
+        if (path / GENERATION).is_file():
+            given |= read_json(path / GENERATION)
+        ids: dict[str, Any] = {name: given.get(name) for name in IDS}
+    else:
+        ids = dict(ids_of(weights.folder))
+    # A run puts one token between documents; a published model begins as its tokenizer says.
+    is_run = not is_foreign and not (weights.folder / ORIGIN).is_file()
+    run = manifest.run_of(weights.folder)
+    template, names = _template(weights.folder)
+    return Served(
+        name=(run or path).resolve().name,
+        weights=weights,
+        tokenizer=tokenizer,
+        begin_ids=_several(ids["bos_token_id"]) if is_run else None,
+        end_ids=_several(ids["eos_token_id"]),
+        chat_template=template,
+        template_names=names,
+    )
+
+
+def _several(ids: Any) -> tuple[int, ...]:
+    """Return the ids of an entry of config.json: one, a list or none."""
+    if isinstance(ids, list):
+        return tuple(cast("list[int]", ids))
+    return () if ids is None else (ids,)
+
+
+def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """Return the chat template of a folder, and the texts of tokens that it may name."""
+    file = folder / TOKENIZER_CONFIG
+    config = read_json(file) if file.is_file() else {}
+    names: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token: Any = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            names[name] = text
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text("utf-8"), names
+    template: Any = config.get("chat_template")
+    return template if isinstance(template, str) else None, names
+
+
+def fill_from(weights: Weights) -> Any:
+    """Return what fills the shards of a plan from weights: see `parallel.plan.FirstWeights`."""
+
+    @torch.no_grad()
+    def fill(shard: Tensor, name: str, full: tuple[int, ...], offset: tuple[int, ...]) -> None:
+        del full
+        held = zip(offset, shard.shape, strict=True)
+        shard.copy_(weights.read(name)[tuple(slice(at, at + size) for at, size in held)])
+
+    return fill

@@ -1,0 +1,89 @@
+"""Completions: requests of an engine with their texts, as the screen and HTTP show them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from phalanx.infer.detokenize import TextStream
+from phalanx.infer.engine import Engine
+from phalanx.infer.options import Sampling, TokenScore
+from phalanx.infer.scheduler import GenerationRequest
+
+
+@dataclass(eq=False)
+class Completion:
+    """One continuation of a prompt.
+
+    Attributes:
+        request: its tokens.
+        stream: its text.
+        scores: of each token, where the request asks for them.
+        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+    """
+
+    request: GenerationRequest
+    stream: TextStream
+    scores: list[TokenScore] = field(default_factory=list[TokenScore])
+    finish_reason: str | None = None
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The tokens that were generated."""
+        return self.request.tokens[len(self.request.prompt) :]
+
+
+class Piece(NamedTuple):
+    """What one step adds to a completion: text, perhaps none, of one token."""
+
+    completion: Completion
+    text: str
+    token: int
+    score: TokenScore | None
+
+
+class TextEngine:
+    """An engine that gives texts, and ends requests at their stop texts."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self._running: dict[GenerationRequest, Completion] = {}
+
+    def add(
+        self, prompt: Sequence[int], *samplings: Sampling, now_s: float = 0.0
+    ) -> list[Completion]:
+        """Let a prompt wait for a continuation by each of the options; see `Engine.add`."""
+        completions = [
+            Completion(request, TextStream(self.tokenizer, request.sampling.stop))
+            for request in self.engine.add(prompt, *samplings, now_s=now_s)
+        ]
+        self._running |= {each.request: each for each in completions}
+        return completions
+
+    def abort(self, completion: Completion, reason: str = "abort") -> None:
+        """End a completion; its blocks are free at once."""
+        self.engine.abort(completion.request, reason)
+        self._running.pop(completion.request, None)
+        completion.finish_reason = completion.finish_reason or reason
+
+    def step(self, now_s: float = 0.0) -> list[Piece]:
+        """Compute one step, and return what it adds."""
+        pieces: list[Piece] = []
+        for request, token, score, finished in self.engine.step(now_s):
+            completion = self._running[request]
+            stream = completion.stream
+            if score is not None:
+                completion.scores.append(score)
+            is_text = token >= 0 and token not in self.engine.end_ids
+            text = stream.take(token) if is_text else ""
+            if stream.is_stopped and finished is None:
+                self.engine.abort(request, finished := "stop")
+            if finished is not None:
+                text += stream.end()
+                completion.finish_reason = "stop" if stream.is_stopped else finished
+                del self._running[request]
+            pieces.append(Piece(completion, text, token, score))
+        return pieces

@@ -1,0 +1,73 @@
+"""Small decoders with their transformers twins, engines over them, and prompts."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hugging_face"))
+
+from small_models import model_of
+
+from phalanx.hugging_face.convert import decoder_of
+from phalanx.infer.assembly import cache_sizes
+from phalanx.infer.engine import Engine
+from phalanx.infer.paged import KVCache
+from phalanx.infer.pool import BlockPool
+from phalanx.infer.runner import ModelRunner
+from phalanx.infer.scheduler import Scheduler
+from phalanx.models.decoder import Decoder
+
+VOCABULARY = 97
+NUM_NEW = 24
+
+
+@functools.cache
+def twins(name: str) -> tuple[Decoder, PreTrainedModel]:
+    """Return a decoder and the model of transformers that it computes."""
+    theirs = model_of(name)
+    return decoder_of(theirs).eval(), theirs
+
+
+def prompts(num: int, seed: int = 0) -> list[list[int]]:
+    """Return prompts of 1 to 36 tokens, of which half begin alike."""
+    draw = random.Random(seed)
+    begin = [draw.randrange(VOCABULARY) for _ in range(18)]
+    return [
+        (begin if number % 2 else [])
+        + [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 18))]
+        for number in range(num)
+    ]
+
+
+@functools.cache
+def expected(name: str, num: int) -> list[list[int]]:
+    """Return what `generate` of transformers continues each prompt with, greedily, one by one."""
+    _, theirs = twins(name)
+    found: list[list[int]] = []
+    for prompt in prompts(num):
+        ids: Any = theirs.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False)  # pyright: ignore[reportCallIssue]
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def engine(
+    model: Decoder,
+    *,
+    block_size: int = 16,
+    num_tokens: int = 4096,
+    finds_prefixes: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Engine:
+    """Return an engine over a decoder whose cache has room for `num_tokens`."""
+    pool = BlockPool(num_tokens // block_size, block_size, finds_prefixes=finds_prefixes)
+    cache = KVCache(cache_sizes(model.shape, pool), block_size, dtype, torch.device("cpu"))
+    scheduler = Scheduler(pool, **options)
+    return Engine(ModelRunner(model, cache), scheduler, max_seq_len=model.shape.max_seq_len)

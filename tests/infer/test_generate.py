@@ -1,0 +1,149 @@
+"""`phalanx generate` on what was trained, under any strategy, and on published layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_and_prompts import twins
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from phalanx import train_decoder
+from phalanx.checkpoint.weights import load_decoder
+from phalanx.cli.main import main
+from phalanx.config import ShapeConfig
+from phalanx.hugging_face.convert import convert
+from phalanx.infer.served import open_served
+from phalanx.train.report.sample import TEMPERATURE
+from small_run import small_run
+
+PROMPT = "The square of 7 is"
+
+
+def generated(
+    folder: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> list[dict[str, Any]]:
+    assert main(["generate", str(folder), *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["completions"]
+
+
+def trained(folder: Path, strategy: str) -> tuple[Path, str]:
+    """Train a small model under a strategy; return its run folder and the sample that it wrote."""
+    shape = ShapeConfig(
+        num_layers=2, hidden=16, num_heads=2, ffn=24, vocab_size=300, max_seq_len=64
+    )
+    config = small_run(folder, strategy=strategy, steps=12, shape=shape, prompt=PROMPT)
+    summary = train_decoder(config)
+    assert summary.sample is not None
+    return folder / "run", summary.sample
+
+
+@pytest.mark.parametrize("strategy", ["pp2", pytest.param("tp4:2d", marks=pytest.mark.slow)])
+def test_a_run_of_any_strategy_generates_the_sample_that_its_training_wrote(
+    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, sample = trained(tmp_path, strategy)
+    words = ("--precision", "float64", "--temperature", str(TEMPERATURE), "--max-tokens", "8")
+    (completion,) = generated(run, capsys, "--prompt", PROMPT, *words)
+    assert PROMPT + completion["text"] == sample
+    convert(run, tmp_path / "hf")
+    (again,) = generated(tmp_path / "hf", capsys, "--prompt", PROMPT, *words)
+    served, published = open_served(run), open_served(tmp_path / "hf")
+    assert served.end_ids == published.end_ids != ()
+    assert again["finish_reason"] == completion["finish_reason"]
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """Return a folder that transformers wrote, with a tokenizer of bytes."""
+    _, theirs = twins("llama")
+    theirs.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text(small_tokenizer())
+    return tmp_path / "hf"
+
+
+def small_tokenizer() -> str:
+    """Return a tokenizer of 97 tokens: printable letters, which begins each text with one more."""
+    letters = [chr(code) for code in range(32, 127)]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE({**vocabulary, "<s>": 95, "</s>": 96}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 95)]
+    )
+    return tokenizer.to_str()
+
+
+def test_a_published_folder_is_continued_as_transformers_does(
+    published: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = generated(
+        published, capsys, "--prompt", "Once", "--prompt", "upon a", "--temperature", "0",
+        "--precision", "float32", "--max-tokens", "12", "--logprobs", "2",
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(published / "tokenizer.json"))
+    model: Any = AutoModelForCausalLM.from_pretrained(published)
+    for each in found:
+        ids = tokenizer(each["prompt"], return_tensors="pt")["input_ids"]
+        expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        assert each["tokens"] == expected.tolist()
+        assert each["text"].replace(" ", "") == tokenizer.decode(expected).replace(" ", "")
+        assert len(each["logprobs"]) == 12 and max(each["logprobs"]) < 0
+
+
+def test_a_stop_text_ends_a_text_before_it(
+    published: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--prompt", "Once", "--temperature", "0", "--max-tokens", "30")
+    (whole,) = generated(published, capsys, *words)
+    stop = whole["text"][5:7]
+    (short,) = generated(published, capsys, *words, "--stop", stop, "--stop", "no such")
+    assert short["finish_reason"] == "stop"
+    assert short["text"] == whole["text"][: whole["text"].index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "RUN is missing; expected: phalanx generate RUN --prompt TEXT"),
+        (["nowhere"], "nowhere does not exist"),
+        (["hf", "--top-p", "1.5"], "top_p is 1.5; expected a number in (0, 1]; the nearest is 1"),
+        (
+            ["hf", "--prompt", "Once", "--max-tokens", "200"],
+            "the model has 128 positions; the nearest that fits is max_tokens 123",
+        ),
+        (["hf", "--cache-tokens", "32"], "64 more are 65; the cache has room for 32"),
+        (["hf", "--device", "cuda"], "torch finds no CUDA device; the nearest is cpu"),
+    ],
+)
+def test_a_wrong_request_is_answered(
+    words: list[str],
+    message: str,
+    published: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    monkeypatch.chdir(published.parent)
+    assert main(["generate", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer_is_refused(
+    published: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (published / "tokenizer.json").unlink()
+    assert main(["generate", str(published)]) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
+
+
+def test_weights_are_read_in_the_type_of_the_engine(published: Path) -> None:
+    weights = open_served(published).weights
+    model = load_decoder(weights, torch.bfloat16, "cpu")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

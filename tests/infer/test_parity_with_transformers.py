@@ -1,0 +1,191 @@
+"""Greedy tokens equal those of transformers, whatever the engine does to compute them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models_and_prompts import NUM_NEW, engine, expected, prompts, twins
+
+from phalanx.infer.options import Sampling
+from phalanx.infer.paged import FlatStep
+from phalanx.models.decoder import Decoder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # small products gain nothing by more
+    yield
+    torch.set_num_threads(before)
+
+
+GREEDY = Sampling(max_tokens=NUM_NEW, temperature=0)
+FAMILIES = ("llama-tied-llama3-rope", "qwen2", "qwen3-tied-every-other-window", "phi3", "olmo2")
+DEMAND = 32 * 44
+"""Positions that 32 prompts and their continuations fill, about."""
+
+GRID = list(itertools.product((1, 4, 16), (1, 7, 64, 512), (True, False), (True, False)))
+QUICK = {(1, 64, True, False), (4, 7, True, False), (16, 512, True, True), (16, 64, False, False)}
+
+
+@pytest.mark.parametrize(
+    ("block_size", "budget", "finds_prefixes", "is_ample"),
+    [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.slow) for c in GRID],
+)
+def test_tokens_equal_generate(
+    block_size: int, budget: int, finds_prefixes: bool, is_ample: bool
+) -> None:
+    model, _ = twins("llama")
+    served = engine(
+        model,
+        block_size=block_size,
+        budget=budget,
+        finds_prefixes=finds_prefixes,
+        num_tokens=2 * DEMAND if is_ample else int(0.35 * DEMAND),
+    )
+    assert served.generate(prompts(32), GREEDY) == expected("llama", 32)
+    assert served.scheduler.pool.num_held == 0
+    if not is_ample and budget > 7:
+        assert served.scheduler.num_preemptions > 0
+    assert (served.counts.found_tokens > 0) is finds_prefixes
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)],
+)
+def test_each_family_is_served(name: str) -> None:
+    model, _ = twins(name)
+    served = engine(model, block_size=4, budget=23, num_tokens=800)
+    assert served.generate(prompts(16), GREEDY) == expected(name, 16)
+
+
+def logits_of(model: Decoder, among: list[list[int]]) -> list[torch.Tensor]:
+    """Return the logits of each of the last prompt's new tokens, computed among the others."""
+    served = engine(model, block_size=4, budget=50)
+    own: Any = served._logits  # pyright: ignore[reportPrivateUsage]
+    request = [served.add(each, GREEDY)[0] for each in among][-1]
+    found: list[torch.Tensor] = []
+
+    def logits(step: FlatStep) -> torch.Tensor:
+        result = own(step)
+        ends = [
+            sum(s.stop - s.start for s in step.spans[: n + 1]) - 1 for n in range(len(step.spans))
+        ]
+        for span, end in zip(step.spans, ends, strict=True):
+            if span.blocks == request.table.blocks and end in step.rows:
+                found.append(result[step.rows.index(end)])
+        return result
+
+    served._logits = logits  # pyright: ignore[reportPrivateUsage]
+    while served.scheduler.has_work:
+        served.step()
+    return found
+
+
+def test_a_request_has_the_same_logits_alone_and_among_31_others() -> None:
+    model, _ = twins("llama")
+    alone, among = (logits_of(model, prompts(32)[-n:]) for n in (1, 32))
+    assert len(alone) == len(among) == NUM_NEW
+    assert max(float((a - b).abs().max()) for a, b in zip(alone, among, strict=True)) <= 1e-5
+
+
+def test_a_seeded_sample_is_the_same_in_any_batch_and_order() -> None:
+    model, _ = twins("llama")
+    samplings = [
+        Sampling(max_tokens=NUM_NEW, temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=n)
+        for n in range(16)
+    ]
+    alone = [
+        engine(model).generate([prompt], sampling)[0]
+        for prompt, sampling in zip(prompts(16), samplings, strict=True)
+    ]
+    backwards = engine(model, block_size=4, budget=9, num_tokens=400)
+    assert backwards.generate(prompts(16)[::-1], samplings[::-1])[::-1] == alone
+    assert len({tuple(each) for each in alone}) == 16
+
+
+def test_siblings_continue_as_requests_of_their_own() -> None:
+    model, _ = twins("llama")
+    samplings = [Sampling(max_tokens=9, seed=seed) for seed in range(5)]
+    prompt = prompts(2)[1]
+    served = engine(model, block_size=4, budget=16)
+    requests = served.add(prompt, *samplings)
+    while served.scheduler.has_work:
+        served.step()
+    found = [request.tokens[len(prompt) :] for request in requests]
+    assert found == [engine(model).generate([prompt], each)[0] for each in samplings]
+    assert served.counts.computed_tokens == len(prompt) + 4 + 5 * 8
+
+
+def test_bfloat16_agrees_on_the_most_probable_tokens() -> None:
+    model, theirs = twins("mistral")
+    prompt = prompts(8)[-1]
+    with torch.no_grad():
+        logits: Any = theirs(torch.tensor([prompt])).logits
+    best = logits[0, -1].topk(5).indices.tolist()
+    half = Decoder(model.shape).to(torch.bfloat16)
+    half.load_state_dict({name: p.to(torch.bfloat16) for name, p in model.state_dict().items()})
+    served = engine(half.eval(), dtype=torch.bfloat16, budget=7)
+    served.add(prompt, Sampling(max_tokens=1, temperature=0, logprobs=5))
+    scores = [new.score for _ in range(9) for new in served.step()]
+    assert scores[0] is not None
+    assert len(set(best) & {token for token, _ in scores[0].top}) >= 4
+
+
+def test_changed_weights_are_used_at_once_and_the_prefixes_forgotten() -> None:
+    model, _ = twins("llama")
+    other, _ = twins("llama-tied-llama3-rope")
+    assert model.shape != other.shape
+    live = Decoder(model.shape)
+    live.load_state_dict(model.state_dict())
+    served = engine(live.eval(), block_size=4)
+    before = served.generate(prompts(8), GREEDY)
+    with torch.no_grad():
+        for parameter in live.parameters():
+            parameter.mul_(1.5)
+    served.weights_changed()
+    served.counts.found_tokens = 0
+    (request,) = served.add(prompts(8)[1], GREEDY)
+    served.step()
+    assert request.num_found == 0
+    served.weights_changed()  # while a request is under way
+    after = served.generate(prompts(8), GREEDY)
+    assert after == engine(live).generate(prompts(8), GREEDY) != before
+
+
+def test_the_attention_of_training_is_back_after_a_step() -> None:
+    model, _ = twins("llama")
+    tokens = torch.tensor(prompts(1))
+    with torch.no_grad():
+        before = model(tokens)
+        engine(model).generate(prompts(2), GREEDY)
+        assert torch.equal(model(tokens), before)
+
+
+def test_a_model_that_computes_nan_ends_its_requests_with_an_error() -> None:
+    model, _ = twins("llama")
+    broken = Decoder(model.shape)
+    broken.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        broken.norm.weight.fill_(torch.nan)
+    served = engine(broken.eval())
+    requests = [
+        served.add(each, sampling)[0]
+        for each, sampling in zip(prompts(2), (GREEDY, Sampling()), strict=True)
+    ]
+    served.step()
+    assert [each.finished for each in requests] == ["error", "error"]
+    assert served.scheduler.pool.num_held == 0
+
+
+def test_ids_beyond_the_tokenizer_are_never_chosen() -> None:
+    model, _ = twins("llama")
+    served = engine(model)
+    served._num_ids = 5  # pyright: ignore[reportPrivateUsage]
+    tokens = served.generate(prompts(4), Sampling(max_tokens=20, temperature=5))
+    assert {token for each in tokens for token in each} == set(range(5))

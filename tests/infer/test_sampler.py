@@ -1,0 +1,88 @@
+"""The sampler, beside the definitions of its filters, one token at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.infer.options import Sampling
+from phalanx.infer.sampler import choose
+
+
+def kept(logits: list[float], sampling: Sampling) -> dict[int, float]:
+    """Return the tokens that may be drawn, and their probabilities, by the definitions."""
+    weights = [math.exp(x / sampling.temperature) for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: (-weights[i], i))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    total, found, mass = sum(weights[i] for i in order), list[int](), 0.0
+    for i in order:
+        if mass >= sampling.top_p * total and found:
+            break
+        found.append(i)
+        mass += weights[i]
+    least = sampling.min_p * weights[order[0]]
+    found = [i for i in found if weights[i] >= least]
+    total = sum(weights[i] for i in found)
+    return {i: weights[i] / total for i in found}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.3, 3.0]), min_size=2, max_size=9),
+    st.sampled_from([0.5, 1.0, 2.0]),
+    st.integers(0, 10),
+    st.sampled_from([0.1, 0.55, 0.93, 1.0]),
+    st.sampled_from([0.0, 0.07, 0.61]),
+)
+def test_draws_follow_the_filtered_probabilities(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    num = 300
+    rows = torch.tensor([logits] * num)
+    tokens, _ = choose(rows, [sampling] * num, range(num))
+    expected = kept(logits, sampling)
+    counts = Counter(tokens)
+    assert set(counts) <= set(expected)
+    for token, p in expected.items():  # five standard deviations
+        assert abs(counts[token] - num * p) <= 5 * math.sqrt(num * p * (1 - p)) + 1
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, 50)
+    samplings = [
+        Sampling(seed=n, temperature=n % 3, top_k=n % 5, top_p=0.8 if n % 2 else 1)
+        for n in range(40)
+    ]
+    together, _ = choose(logits, samplings, range(40))
+    alone = [choose(logits[n : n + 1], [samplings[n]], [n])[0][0] for n in range(40)]
+    assert together == alone
+    assert together[::3] == logits.argmax(-1).tolist()[::3]  # temperature 0
+
+
+def test_scores_are_of_the_model_not_of_the_filters() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    (token,), (score,) = choose(logits, [Sampling(temperature=0, top_k=1, logprobs=2)], [0])
+    logprobs = torch.log_softmax(logits[0].double(), -1).tolist()
+    assert (token, score.logprob if score else None) == (1, logprobs[1])
+    assert score is not None and score.top == ((1, logprobs[1]), (2, logprobs[2]))
+    assert choose(logits, [Sampling()], [0])[1] == [None]
+
+
+def test_a_row_with_a_nan_has_no_token() -> None:
+    logits = torch.tensor([[0.0, math.nan], [0.0, 1.0]])
+    for temperature in (0.0, 1.0):
+        tokens, scores = choose(logits, [Sampling(temperature=temperature, logprobs=1)] * 2, [0, 0])
+        assert tokens[0] == -1 and tokens[1] >= 0 and scores[0] is None
+
+
+def test_a_tail_without_weight_is_never_drawn() -> None:
+    logits = torch.full((500, 6), -math.inf)
+    logits[:, 2] = 0.0
+    assert set(choose(logits, [Sampling()] * 500, range(500))[0]) == {2}

@@ -1,0 +1,207 @@
+"""The scheduler, on a clock of tokens and steps: no model is needed to know what it computes."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.infer.options import Sampling
+from phalanx.infer.pool import BlockPool
+from phalanx.infer.scheduler import GenerationRequest, ScheduledStep, Scheduler
+
+
+def request(num_prompt: int, num_new: int, first: int = 0) -> GenerationRequest:
+    """Make a request whose prompt is the numbers from `first`."""
+    return GenerationRequest(
+        list(range(first, first + num_prompt)), Sampling(max_tokens=num_new, ignore_end=True)
+    )
+
+
+def take(scheduler: Scheduler, step: ScheduledStep) -> list[GenerationRequest]:
+    """Give each request of a step its next token; return those."""
+    served = [part.request for part in step.parts if part.gives_token]
+    for each in served:
+        each.tokens.append(-len(each.tokens))
+        if each.num_generated == each.sampling.max_tokens:
+            scheduler.finish(each, "length")
+    return served
+
+
+def run(
+    scheduler: Scheduler, seen: Callable[[ScheduledStep, list[GenerationRequest]], object]
+) -> None:
+    """Run until no request is left."""
+    for _ in range(10_000):
+        if not scheduler.has_work:
+            return
+        step = scheduler.schedule()
+        assert step.parts, "work is left, but no step is scheduled"
+        seen(step, take(scheduler, step))
+    raise AssertionError("it does not end")
+
+
+def scheduler_of(num_blocks: int = 4096, size: int = 16, **options: Any) -> Scheduler:
+    return Scheduler(BlockPool(num_blocks, size), **options)
+
+
+def workload() -> list[GenerationRequest]:
+    """Return 128 requests: prompts of 8 to 128 tokens, 8, 16, 32 or 128 new ones."""
+    draw = random.Random(0)
+    lengths = [8, 16, 32, 128] * 32
+    draw.shuffle(lengths)
+    return [request(draw.randint(8, 128), n, 1000 * i) for i, n in enumerate(lengths)]
+
+
+def decode_steps(batching: Any, delay_s: float = 0.0) -> int:
+    scheduler = scheduler_of(slots=8, batching=batching, delay_s=delay_s)
+    for each in workload():
+        scheduler.add(each)
+    scheduler.is_draining = True
+    steps: list[int] = []
+    run(scheduler, lambda step, served: steps.append(len(served)))
+    return len(steps)
+
+
+def test_rolling_batches_take_few_steps_and_static_batches_many() -> None:
+    ideal = sum(each.sampling.max_tokens for each in workload()) / 8
+    assert decode_steps("rolling") <= 1.15 * ideal
+    assert decode_steps("static") >= 2 * ideal
+    assert decode_steps("dynamic") == decode_steps("static")  # all requests are there at once
+
+
+def test_a_batch_begins_when_it_is_full_or_after_its_delay() -> None:
+    for batching, waits in (("dynamic", True), ("static", False), ("rolling", None)):
+        scheduler = scheduler_of(slots=2, batching=batching, delay_s=1.0)
+        scheduler.add(request(4, 8), now_s=0.0)
+        assert bool(scheduler.schedule(0.5).parts) is (waits is None)
+        if waits is not None:
+            assert bool(scheduler.schedule(1.0).parts) is waits
+        scheduler.add(request(4, 8, 100), now_s=1.5)
+        has_joined = scheduler.schedule(1.5).parts[-1].request.prompt[0] == 100
+        assert has_joined is (batching != "dynamic")  # whose batch has begun without it
+
+
+def test_a_request_that_is_alone_wastes_at_most_the_end_of_a_block() -> None:
+    wasted: list[float] = []
+    scheduler = scheduler_of(slots=16, num_blocks=4096)
+    for number in range(16):
+        scheduler.add(request(150 + 9 * number, 60, 1000 * number))
+    run(scheduler, lambda step, served: wasted.append(scheduler.waste))
+    assert 0 < max(wasted[:-1]) and statistics.mean(wasted) <= 0.04
+    contiguous = scheduler_of(num_blocks=16, size=1024, slots=16)
+    for number in range(16):
+        contiguous.add(request(150 + 9 * number, 60, 1000 * number))
+    contiguous.schedule()
+    assert contiguous.waste > 0.7
+
+
+@pytest.mark.parametrize("budget", [100, 512, 4096])
+def test_a_prefix_that_is_shared_is_computed_once(budget: int) -> None:
+    scheduler = scheduler_of(budget=budget)
+    requests = [request(1024, 4) for _ in range(32)]
+    for number, each in enumerate(requests):
+        each.prompt += [5000 + number] * 20
+        each.tokens = list(each.prompt)
+        scheduler.add(each)
+    computed: list[int] = []
+    run(scheduler, lambda step, served: computed.append(step.num_tokens))
+    assert sum(computed) <= 1024 + 32 * (20 + 3) + 32 * 16
+    assert requests[0].num_found == 0
+    assert all(each.num_found == 1024 for each in requests[1:])
+    assert scheduler.pool.num_held == 0
+
+
+def longest_gap(is_chunked: bool) -> float:
+    """Return the longest pause of 8 streams while a long prompt arrives, in usual pauses.
+
+    The clock counts the tokens that are computed.
+    """
+    scheduler = scheduler_of(budget=24, is_chunked=is_chunked)
+    streams = [request(4, 300, 1000 * number) for number in range(8)]
+    for each in streams:
+        scheduler.add(each)
+    clock, gaps, last = 0, list[int](), dict[GenerationRequest, int]()
+    for number in range(250):
+        if number == 60:
+            scheduler.add(request(2048, 8, 10**6))
+        step = scheduler.schedule()
+        clock += step.num_tokens
+        for each in take(scheduler, step):
+            if each in streams:
+                gaps += [clock - last[each]] if each in last else []
+                last[each] = clock
+    return max(gaps) / statistics.median(gaps)
+
+
+def test_chunks_of_a_long_prompt_delay_no_other_request_by_much() -> None:
+    assert longest_gap(is_chunked=True) <= 3
+    assert longest_gap(is_chunked=False) > 3
+
+
+def test_the_request_that_came_last_is_preempted_and_computed_again() -> None:
+    scheduler = scheduler_of(num_blocks=12, size=4, slots=4)
+    requests = [request(8, 24, 100 * number) for number in range(3)]
+    for each in requests:
+        scheduler.add(each)
+    ended: list[GenerationRequest] = []
+    run(scheduler, lambda step, served: ended.extend(r for r in served if r.finished))
+    assert scheduler.num_preemptions > 0
+    assert ended == requests  # the first is never preempted for a later one
+    assert scheduler.pool.num_held == 0
+
+
+@pytest.mark.parametrize("num_blocks", [40, 12])
+def test_siblings_compute_their_prompt_once_and_part_at_its_last_token(num_blocks: int) -> None:
+    scheduler = scheduler_of(num_blocks=num_blocks, size=4, budget=64)
+    first, *others = [request(10, 6) for _ in range(4)]
+    first.siblings = list(others)
+    scheduler.add(first)
+    scheduler.finish(others[0], "abort")  # whose client has left
+    copies, computed = list[Any](), list[int]()
+
+    def seen(step: ScheduledStep, served: list[GenerationRequest]) -> None:
+        copies.extend(step.copies)
+        computed.append(step.num_tokens)
+
+    run(scheduler, seen)
+    assert [each.finished for each in others] == ["abort", "length", "length"]
+    if num_blocks == 40:
+        assert len(copies) >= 2  # each writes to a copy of the block that is partly full
+        assert sum(computed) == 10 + 2 * 1 + 3 * 5
+    assert scheduler.pool.num_held == 0
+
+
+def test_a_request_that_never_fits_is_refused() -> None:
+    scheduler = scheduler_of(num_blocks=3, size=4)
+    with pytest.raises(ConfigError, match="10 tokens and 3 more are 13; the cache has room for 12"):
+        scheduler.add(request(10, 3))
+    scheduler.add(request(10, 2))
+
+
+def test_random_arrivals_and_aborts_leave_nothing_behind() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        scheduler = scheduler_of(num_blocks=20, size=4, slots=5, budget=draw.choice([3, 9, 64]))
+        alive: list[GenerationRequest] = []
+        for _ in range(150):
+            if draw.random() < 0.3:
+                each = request(draw.randint(1, 40), draw.randint(1, 30), draw.choice([0, 50]))
+                each.siblings = [request(0, 9) for _ in range(draw.choice([0, 0, 2]))]
+                for sibling in each.siblings:
+                    sibling.prompt = list(each.prompt)
+                    sibling.tokens = list(each.prompt)
+                alive += [each, *each.siblings]
+                scheduler.add(each)
+            step = scheduler.schedule()
+            assert step.num_tokens <= scheduler.budget
+            take(scheduler, step)
+            alive = [each for each in alive if each.finished is None]
+            if alive and draw.random() < 0.1:
+                scheduler.finish(draw.choice(alive), "abort")
+        run(scheduler, lambda step, served: None)
+        assert scheduler.pool.num_held == 0
