@@ -53,8 +53,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "'trian' is not a verb (did you mean 'train'?)"),
         (["doctr", "--json"], "(did you mean 'doctor'?)"),
         (
-            ["serve", "--help"],
-            "'serve' is not built yet; today phalanx convert writes a folder that servers of",
+            ["report", "--help"],
+            "'report' is not built yet; today phalanx train --report prints where time, bytes",
         ),
         (["repor"], "'repor' is not a verb (did you mean 'report', which is not built yet?); the"),
         (["--json"], "'--json' is not a verb"),

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_and_prompts import twins
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from served_model import published
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from phalanx import train_decoder
@@ -57,26 +56,9 @@ def test_a_run_of_any_strategy_generates_the_sample_that_its_training_wrote(
     assert again["finish_reason"] == completion["finish_reason"]
 
 
-@pytest.fixture
-def published(tmp_path: Path) -> Path:
-    """Return a folder that transformers wrote, with a tokenizer of bytes."""
-    _, theirs = twins("llama")
-    theirs.save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf" / "tokenizer.json").write_text(small_tokenizer())
-    return tmp_path / "hf"
-
-
-def small_tokenizer() -> str:
-    """Return a tokenizer of 97 tokens: printable letters, which begins each text with one more."""
-    letters = [chr(code) for code in range(32, 127)]
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE({**vocabulary, "<s>": 95, "</s>": 96}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 95)]
-    )
-    return tokenizer.to_str()
+@pytest.fixture(name="published")
+def _published(tmp_path: Path) -> Path:
+    return published(tmp_path)
 
 
 def test_a_published_folder_is_continued_as_transformers_does(
@@ -117,7 +99,10 @@ def test_a_stop_text_ends_a_text_before_it(
             ["hf", "--prompt", "Once", "--max-tokens", "200"],
             "the model has 128 positions; the nearest that fits is max_tokens 123",
         ),
-        (["hf", "--cache-tokens", "32"], "64 more are 65; the cache has room for 32"),
+        (
+            ["hf", "--cache-tokens", "32"],
+            "64 more are 65; the cache has 32 positions; the nearest that fits is max_tokens 31",
+        ),
         (["hf", "--device", "cuda"], "torch finds no CUDA device; the nearest is cpu"),
     ],
 )

@@ -41,12 +41,12 @@ VERBS: Final[Mapping[str, str]] = {
     "doctor": "show versions, devices and backends, and let two processes meet",
     "convert": "turn Hugging Face weights into a checkpoint, or back",
     "generate": "continue prompts with a trained model, on the screen",
+    "serve": "serve a trained model over HTTP, by the interface of OpenAI",
 }
 """The verbs that are built, each in phalanx.cli.<verb> with `run(argv) -> exit code`."""
 
 NOT_BUILT: Final[Mapping[str, str]] = {
     "report": "phalanx train --report prints where time, bytes and memory went",
-    "serve": "phalanx convert writes a folder that servers of transformers models load",
 }
 """Verbs that will come, and what does a part of it today."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.infer.options import Sampling, TokenScore
-from phalanx.infer.paged import FlatStep, Span
+from phalanx.infer.paged import FlatStep, StepSpan
 from phalanx.infer.sampler import choose
 from phalanx.infer.scheduler import GenerationRequest, ScheduledStep, Scheduler
 
@@ -87,6 +87,8 @@ class Engine:
             self.check(prompt, sampling)
         first, *others = [GenerationRequest(list(prompt), each) for each in samplings]
         first.siblings = list(others)
+        for other in others:
+            other.arrival_s = now_s
         self.scheduler.add(first, now_s)
         return [first, *others]
 
@@ -94,14 +96,21 @@ class Engine:
         """Refuse a prompt that is empty or too long."""
         if not prompt:
             raise ConfigError("the prompt has no token; expected at least one")
-        room = self.max_seq_len - len(prompt)
+        room = self.most_tokens - len(prompt)
         if room < sampling.max_tokens:
-            nearest = f"max_tokens {room}" if room > 0 else f"{self.max_seq_len - 1} prompt tokens"
+            nearest = f"max_tokens {room}" if room > 0 else f"{self.most_tokens - 1} prompt tokens"
+            owner = "model" if self.most_tokens == self.max_seq_len else "cache"
             raise ConfigError(
                 f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} more are "
-                f"{len(prompt) + sampling.max_tokens}; the model has {self.max_seq_len} positions; "
-                f"the nearest that fits is {nearest}"
+                f"{len(prompt) + sampling.max_tokens}; the {owner} has {self.most_tokens} "
+                f"positions; the nearest that fits is {nearest}"
             )
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a prompt and its continuation, by the model and by the cache."""
+        pool = self.scheduler.pool
+        return min(self.max_seq_len, pool.num_blocks * pool.block_size)
 
     def abort(self, request: GenerationRequest, reason: str = "abort") -> None:
         """End a request; its blocks are free at once."""
@@ -173,10 +182,10 @@ def flat(step: ScheduledStep) -> FlatStep:
     """Return a scheduled step as plain numbers."""
     tokens: list[int] = []
     rows: list[int] = []
-    spans: list[Span] = []
+    spans: list[StepSpan] = []
     for request, start, stop in step.parts:
         tokens += request.tokens[start:stop]
-        spans.append(Span(start, stop, list(request.table.blocks)))
+        spans.append(StepSpan(start, stop, list(request.table.blocks)))
         if stop == len(request.tokens):
             rows.append(len(tokens) - 1)
     return FlatStep(tokens, spans, rows, tuple(step.copies))

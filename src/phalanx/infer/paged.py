@@ -25,7 +25,7 @@ from phalanx.infer.pool import BlockCopy
 from phalanx.models.attention import attend, runs_flash
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """The tokens of one sequence in a step: positions `start` to `stop`, and its blocks."""
 
     start: int
@@ -45,7 +45,7 @@ class FlatStep:
     """
 
     tokens: list[int]
-    spans: list[Span]
+    spans: list[StepSpan]
     rows: list[int]
     copies: Sequence[BlockCopy] = ()
 
@@ -137,7 +137,7 @@ class PagedAttention:
                 mixed.append(self._attend_to_cache(layer, part[0][0], *keys)[None])
         return torch.cat(mixed, dim=1)
 
-    def _keys_of(self, span: Span, window: int | None) -> tuple[slice | Tensor, Tensor | None]:
+    def _keys_of(self, span: StepSpan, window: int | None) -> tuple[slice | Tensor, Tensor | None]:
         """Return the slots that a sequence reads, and the mask [n, T] where not all read all."""
         first = 0 if window is None else max(0, span.start - window + 1)
         size, stop = self._cache.block_size, span.stop

@@ -277,7 +277,6 @@ class Scheduler:
         for sibling in reversed(_unfinished(request.siblings)):
             sibling.table = self.pool.fork(request.table)
             sibling.num_computed = len(sibling.prompt) - 1
-            sibling.arrival_s = request.arrival_s
             self.waiting.appendleft(sibling)
         request.siblings = []
 

@@ -1,0 +1,117 @@
+"""`phalanx serve RUN`: a trained model over HTTP."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from phalanx.cli.screen import say, screen
+from phalanx.config.command_line import read_command_line
+from phalanx.config.fields import Positional, Range
+from phalanx.errors import ConfigError
+from phalanx.infer.options import EngineConfig
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(EngineConfig):
+    """Serve a trained model over HTTP, by the interface of OpenAI, to many clients at once."""
+
+    run: Annotated[str | None, Positional("RUN")] = None
+    """A run folder, whose latest checkpoint is taken; a checkpoint, of any strategy; or a Hugging
+    Face folder."""
+    host: str = "127.0.0.1"
+    """The address to listen on; the default takes connections of this host alone."""
+    port: Annotated[int, Range(0, 65535, "[]")] = 8000
+    """The port to listen on; 0 takes a free one."""
+    api_key: str | None = None
+    """What clients have to send as `Authorization: Bearer KEY`."""
+    max_waiting: Annotated[int, Range(0)] = 256
+    """Most requests that wait; further ones are answered by 429."""
+    max_body_bytes: Annotated[int, Range(1)] = 1 << 20
+    """Largest body of a request; larger ones are answered by 413."""
+    properties: str | None = None
+    """A serving.properties of LMI, whose options stand for options here; the command line wins."""
+
+
+def run(argv: list[str]) -> int:
+    """Serve until a signal comes.
+
+    Raises:
+        ConfigError: no folder is given, or an option does not fit.
+    """
+    config = _read(argv)
+    if config.run is None:
+        raise ConfigError("RUN is missing; expected: phalanx serve RUN")
+    if config.batching == "static":
+        raise ConfigError(
+            "batching is static, whose batches begin when they are full: a client that is alone "
+            "would wait forever; the nearest is dynamic"
+        )
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise ConfigError(
+            f"serve needs {', '.join(missing)}, which is not installed: "
+            "pip install 'phalanx-train[serve]'"
+        )
+    _serve(config, Path(config.run))
+    return 0
+
+
+def _read(argv: list[str]) -> ServeConfig:
+    """Return the settings of the command line, over those of a serving.properties."""
+    return read_command_line(argv, ServeConfig, prog="phalanx serve")
+
+
+def _serve(config: ServeConfig, folder: Path) -> None:
+    import uvicorn
+
+    from phalanx.infer.app import Limits, app_of
+    from phalanx.infer.assembly import engine_of
+    from phalanx.infer.served import open_served
+
+    console = screen()
+    served = open_served(folder)
+    texts = engine_of(served, config)
+    limits = Limits(
+        max_waiting=config.max_waiting,
+        max_body_bytes=config.max_body_bytes,
+        api_key=config.api_key,
+    )
+    app = app_of(served, texts, limits)
+    pool = texts.engine.scheduler.pool
+    say(
+        console,
+        f"serving {served.name}: {config.slots} slots, a cache of "
+        f"{pool.num_blocks * pool.block_size:,} tokens in blocks of {pool.block_size}",
+    )
+    if config.api_key is None and not _is_loopback(config.host):
+        say(console, f"{config.host} is reached by other hosts, and no --api-key is set", "yellow")
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            for server in self.servers:
+                for socket in server.sockets:
+                    host, port = socket.getsockname()[:2]
+                    say(console, f"listening on http://{host}:{port}")
+
+    options = uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        log_level="warning",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+    )
+    Server(options).run()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,155 @@
+"""The answers to completions and chats: whole, or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from phalanx.infer.engine_thread import Ticket, Update
+from phalanx.infer.options import TokenScore
+from phalanx.infer.protocol import envelope, error_body, new_id, usage
+from phalanx.infer.served import Served
+from phalanx.infer.texts import Completion
+
+
+class Answer(ABC):
+    """One answer, to one HTTP request."""
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    piece_kind: ClassVar[str]
+
+    def __init__(self, logprobs: int | None, served: Served) -> None:
+        self._has_scores, self._tokenizer = logprobs is not None, served.tokenizer
+        self._model, self._id = served.name, new_id(self.prefix)
+
+    @abstractmethod
+    def choice(self, text: str) -> dict[str, Any]:
+        """Return the text of a whole choice."""
+
+    @abstractmethod
+    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
+        """Return the text of a piece of a choice."""
+
+    @abstractmethod
+    def scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
+        """Return the logarithms of probabilities of tokens."""
+
+    def whole(self, tickets: Sequence[Ticket]) -> dict[str, Any]:
+        """Return the answer once all has been generated."""
+        choices: list[dict[str, Any]] = []
+        for ticket in tickets:
+            found = _completion(ticket)
+            content = self.choice(found.stream.text)
+            content |= self._end(ticket.number, found.finish_reason)
+            if self._has_scores:
+                content["logprobs"] = self.scores(found.new_tokens, found.scores)
+            choices.append(content)
+        about = envelope(self._id, self.kind, self._model)
+        return {**about, "choices": choices, "usage": _usage(tickets)}
+
+    async def stream(
+        self, updates: AsyncGenerator[Update], tickets: Sequence[Ticket], *, has_usage: bool
+    ) -> AsyncGenerator[str]:
+        """Yield the events of an answer."""
+        begun: set[int] = set()
+        about = envelope(self._id, self.piece_kind, self._model)
+        try:
+            async for number, piece, finished in updates:
+                if piece is None or finished == "error":
+                    yield _event(error_body("the engine has ended by an error", "server_error"))
+                    return
+                if not piece.text and finished is None and not self._has_scores and number in begun:
+                    continue
+                content = self.piece(piece.text, number not in begun) | self._end(number, finished)
+                if piece.score is not None:
+                    content["logprobs"] = self.scores([piece.token], [piece.score])
+                begun.add(number)
+                yield _event({**about, "choices": [content]})
+            if has_usage:
+                yield _event({**about, "choices": [], "usage": _usage(tickets)})
+            yield "data: [DONE]\n\n"
+        finally:
+            await updates.aclose()
+
+    def _end(self, number: int, finished: str | None) -> dict[str, Any]:
+        return {"index": number, "logprobs": None, "finish_reason": finished}
+
+    def _text_of(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+class CompletionAnswer(Answer):
+    """An answer of `/v1/completions`."""
+
+    prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
+
+    @override
+    def choice(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    @override
+    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    @override
+    def scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
+        texts = [self._text_of(token) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [score.logprob for score in scores],
+            "top_logprobs": [{self._text_of(id): p for id, p in score.top} for score in scores],
+            "text_offset": [sum(map(len, texts[:n])) for n in range(len(texts))],
+        }
+
+
+class ChatAnswer(Answer):
+    """An answer of `/v1/chat/completions`."""
+
+    prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    @override
+    def choice(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    @override
+    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
+
+    @override
+    def scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._entry(token, score.logprob),
+                    "top_logprobs": [self._entry(*pair) for pair in score.top],
+                }
+                for token, score in zip(tokens, scores, strict=True)
+            ]
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text_of(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _completion(ticket: Ticket) -> Completion:
+    assert ticket.completion is not None, "it has finished"
+    return ticket.completion
+
+
+def _usage(tickets: Sequence[Ticket]) -> dict[str, Any]:
+    """Return the counts of an answer; a prompt of several choices counts once."""
+    prompts = {id(ticket.prompt): len(ticket.prompt) for ticket in tickets}
+    requests = [_completion(ticket).request for ticket in tickets]
+    num_found = sum(request.num_found or 0 for request in requests)
+    num_prompt = sum(prompts.values())
+    return usage(num_prompt, min(num_found, num_prompt), sum(r.num_generated for r in requests))
+
+
+def _event(value: Any) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -1,0 +1,249 @@
+"""The HTTP server: OpenAI's completions and chats over one engine, health, metrics and a page.
+
+Every refusal is an answer with a reason: 400 a body that asks for what is not computed, or a prompt
+that is too long; 401 without the key; 404 another model; 408 a body that does not come; 413 a body
+that is too large; 429 a full queue; 503 an engine that has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from phalanx.errors import ConfigError
+from phalanx.infer.answers import Answer, ChatAnswer, CompletionAnswer
+from phalanx.infer.chat import Chat
+from phalanx.infer.engine_thread import EngineFailed, EngineThread, QueueFull, Ticket, Update
+from phalanx.infer.metrics import ServerMetrics
+from phalanx.infer.protocol import (
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    envelope,
+    error_body,
+    parse,
+)
+from phalanx.infer.served import Served
+from phalanx.infer.texts import TextEngine
+
+BODY_TIMEOUT_S: Final = 30.0
+"""How long the body of a request may take to come."""
+
+DEFAULT_TOKENS: Final = 16
+"""Tokens of a completion that names no number, as OpenAI's; a chat takes all that fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        max_waiting: requests that wait beside those that run.
+        max_body_bytes: size of a body.
+        api_key: what clients have to send; None if nothing.
+    """
+
+    max_waiting: int = 256
+    max_body_bytes: int = 1 << 20
+    api_key: str | None = None
+
+
+class Gateway:
+    """Turns HTTP requests into tickets of the engine's thread, and updates into answers."""
+
+    def __init__(self, served: Served, texts: TextEngine, limits: Limits) -> None:
+        self.served, self.limits = served, limits
+        self.metrics = ServerMetrics(texts.engine)
+        self.thread = EngineThread(texts, self.metrics, limits.max_waiting)
+        self._chat = Chat(served)
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def completions(self, request: Request) -> Response:
+        """Answer `/v1/completions`."""
+        body: CompletionBody = await self._body(request, CompletionBody)
+        encoded = [p if isinstance(p, list) else self.served.encode(p) for p in body.prompts]
+        vocab_size = self.served.weights.shape.vocab_size
+        if any(token >= vocab_size for prompt in encoded for token in prompt):
+            raise ConfigError(f"prompt: a token is not below {vocab_size}, the vocabulary")
+        answer = CompletionAnswer(body.logprobs, self.served)
+        return await self._answer(request, body, encoded, DEFAULT_TOKENS, body.logprobs, answer)
+
+    async def chats(self, request: Request) -> Response:
+        """Answer `/v1/chat/completions`."""
+        body: ChatBody = await self._body(request, ChatBody)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ConfigError("top_logprobs: it needs logprobs: true")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        prompt = self._chat.encode(body.messages)
+        room = self.thread.texts.engine.most_tokens - len(prompt)
+        default = body.max_completion_tokens or max(room, 1)
+        answer = ChatAnswer(logprobs, self.served)
+        return await self._answer(request, body, [prompt], default, logprobs, answer)
+
+    async def _body(self, request: Request, kind: type[GenerationBody]) -> Any:
+        """Return the body of a request that may ask, and asks for this model."""
+        key = self.limits.api_key
+        given = request.headers.get("authorization", "")
+        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise HTTPException(401, "the header Authorization is not 'Bearer' and the key")
+        content = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in request.stream():
+                    content += part
+                    if len(content) > self.limits.max_body_bytes:
+                        most = f"{self.limits.max_body_bytes:,}"
+                        raise HTTPException(413, f"the body has more than {most} bytes")
+        except TimeoutError:
+            raise HTTPException(408, f"the body took over {BODY_TIMEOUT_S:.0f} s") from None
+        body = parse(kind, bytes(content))
+        if body.model not in (None, self.served.name):
+            raise HTTPException(
+                404, f"there is no model {body.model!r:.99}; it is {self.served.name!r}"
+            )
+        return body
+
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        logprobs: int | None,
+        answer: Answer,
+    ) -> Response:
+        """Generate, and answer at once or in pieces."""
+        if not 1 <= len(prompts) * body.num_choices <= MAX_CHOICES:
+            raise ConfigError(
+                f"{len(prompts)} prompts with n {body.num_choices} ask for "
+                f"{len(prompts) * body.num_choices} texts; expected 1 to {MAX_CHOICES}"
+            )
+        samplings = body.samplings(max_tokens, logprobs)
+        tickets, updates = self.thread.submit(prompts, samplings)
+        watcher = asyncio.ensure_future(self._watch(request, tickets, updates))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        found = self._updates(tickets, updates, watcher)
+        if body.stream:
+            pieces = answer.stream(found, tickets, has_usage=body.has_usage)
+            return StreamingResponse(pieces, media_type="text/event-stream")
+        async for update in found:
+            if update.finished == "error":
+                raise EngineFailed(self.thread.failure or "the model computes NaN")
+        return JSONResponse(answer.whole(tickets))
+
+    async def _watch(
+        self, request: Request, tickets: list[Ticket], updates: asyncio.Queue[Update]
+    ) -> None:
+        """Leave the completions of a client that has left."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        for ticket in tickets:
+            self.thread.release(ticket)
+        updates.put_nowait(Update(-1, None, "abort"))
+
+    async def _updates(
+        self, tickets: list[Ticket], updates: asyncio.Queue[Update], watcher: asyncio.Task[None]
+    ) -> AsyncGenerator[Update]:
+        """Yield what comes of the completions, until all have finished or the client has left."""
+        num_left = len(tickets)
+        try:
+            while num_left:
+                update = await updates.get()
+                if update.number < 0:
+                    return
+                num_left -= update.finished is not None
+                yield update
+        finally:
+            watcher.cancel()
+            for ticket in tickets:
+                self.thread.release(ticket)
+
+
+def app_of(served: Served, texts: TextEngine, limits: Limits) -> FastAPI:
+    """Return the application that serves a model."""
+    gateway = Gateway(served, texts, limits)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        gateway.thread.start(asyncio.get_running_loop())
+        yield
+        await asyncio.to_thread(gateway.thread.stop)
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.state.gateway = gateway
+    for kind, (status, name) in REFUSALS.items():
+        app.add_exception_handler(kind, _refusal(status, name))
+    app.add_exception_handler(HTTPException, _http_refusal)
+    app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", gateway.chats, methods=["POST"])
+    _add_views(app, gateway)
+    return app
+
+
+REFUSALS: Final[dict[type[Exception], tuple[int, str]]] = {
+    ConfigError: (400, "invalid_request_error"),
+    QueueFull: (429, "rate_limit_error"),
+    EngineFailed: (503, "server_error"),
+}
+"""The status and kind of the answer to each error."""
+
+
+def _refusal(status: int, kind: str) -> Callable[[Request, Exception], Response]:
+    headers = {"Retry-After": "1"} if status == 429 else None
+
+    def answer(request: Request, error: Exception) -> Response:
+        del request
+        return JSONResponse(error_body(str(error), kind), status, headers)
+
+    return answer
+
+
+def _http_refusal(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, HTTPException)
+    content = error_body(str(error.detail), "invalid_request_error")
+    return JSONResponse(content, error.status_code, error.headers)
+
+
+def _add_views(app: FastAPI, gateway: Gateway) -> None:
+    """Add what can be looked at without a key: nothing of them is of a user."""
+    page = files("phalanx.infer").joinpath("page.html").read_text("utf-8")
+
+    @app.get("/")
+    async def front() -> Response:
+        return HTMLResponse(page)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        about = envelope(gateway.served.name, "model", gateway.served.name)
+        about |= {"owned_by": "phalanx", "max_model_len": gateway.served.weights.shape.max_seq_len}
+        return JSONResponse({"object": "list", "data": [about]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        failure = gateway.thread.failure
+        if failure is not None:
+            return JSONResponse(error_body(failure, "server_error"), 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/stats")
+    async def stats() -> Response:
+        about = {"model": gateway.served.name, "has_key": gateway.limits.api_key is not None}
+        return JSONResponse({**about, **gateway.metrics.values()})
+
+    _ = front, models, health, metrics, stats

@@ -1,0 +1,59 @@
+"""Make one prompt of the messages of a chat, by the model's own template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from phalanx.errors import ConfigError
+from phalanx.infer.protocol import Message
+from phalanx.infer.served import Served
+
+
+class Chat:
+    """The template of a model.
+
+    A model without one was trained to continue texts: it continues the contents of the messages,
+    a line each.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._template = None
+        # A template spells special tokens, which a prompt of a user's may not.
+        self._tokenizer = Tokenizer.from_str(served.tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = False
+        if served.chat_template is not None:
+            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+            names: dict[str, Any] = environment.globals  # pyright: ignore[reportAssignmentType]
+            names["raise_exception"] = _refuse
+            try:
+                self._template = environment.from_string(served.chat_template)
+            except TemplateError as error:
+                raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a prompt.
+
+        Raises:
+            ConfigError: the template refuses the messages.
+        """
+        if self._template is None:
+            return self._served.encode("\n".join(message.text for message in messages) + "\n")
+        plain = [{"role": message.role, "content": message.text} for message in messages]
+        names: dict[str, Any] = dict(self._served.template_names)
+        try:
+            text = self._template.render(messages=plain, add_generation_prompt=True, **names)
+        except (TemplateError, TypeError, ArithmeticError, LookupError) as error:
+            raise ConfigError(
+                f"the model's chat template refuses these messages: {error}"
+            ) from None
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

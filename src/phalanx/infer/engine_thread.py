@@ -1,0 +1,207 @@
+"""The thread that an engine runs in, between the coroutines that wait for its tokens.
+
+Coroutines put orders into a queue; before each step the thread takes them. What a step adds goes to
+the queue of each completion, on the event loop. So only the thread touches the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phalanx.errors import PhalanxError, message_of
+from phalanx.infer.metrics import ServerMetrics
+from phalanx.infer.options import Sampling
+from phalanx.infer.scheduler import GenerationRequest
+from phalanx.infer.texts import Completion, Piece, TextEngine
+
+POLL_S = 0.005
+"""How long the thread waits for orders while a batch waits to begin."""
+
+
+class QueueFull(PhalanxError):
+    """As many requests wait as may."""
+
+
+class EngineFailed(PhalanxError):
+    """The engine has ended by an error; nothing more is generated."""
+
+
+class Update(NamedTuple):
+    """What a coroutine hears of one of its completions: a piece, or why there is none."""
+
+    number: int
+    piece: Piece | None
+    finished: str | None
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A completion that a coroutine waits for.
+
+    Attributes:
+        number: of the completion among those that the coroutine waits for.
+        updates: what comes of all of these.
+        completion: set once the thread has taken the order.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    number: int
+    updates: asyncio.Queue[Update]
+    completion: Completion | None = None
+
+
+class EngineThread:
+    """Runs an engine while there is work.
+
+    Attributes:
+        texts: the engine.
+        failure: the message of the error that ended it; None while it runs.
+    """
+
+    def __init__(self, texts: TextEngine, metrics: ServerMetrics, max_waiting: int) -> None:
+        self.texts, self.metrics = texts, metrics
+        self.failure: str | None = None
+        self._most = texts.engine.scheduler.slots + max_waiting
+        self._open: set[Ticket] = set()  # of the event loop
+        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._tickets: dict[GenerationRequest, Ticket] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin; updates are put into queues of this event loop."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step under way."""
+        self._orders.put(None)
+        self._thread.join()
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+    ) -> tuple[list[Ticket], asyncio.Queue[Update]]:
+        """Order a continuation of each prompt by each of the options; called on the event loop.
+
+        Returns:
+            The tickets, prompt by prompt, and the queue of what comes of them.
+
+        Raises:
+            QueueFull: too many requests wait.
+            EngineFailed: the engine has ended.
+            ConfigError: a prompt is too long.
+        """
+        if self.failure is not None:
+            raise EngineFailed(f"the engine has ended: {self.failure}")
+        for prompt in prompts:
+            for sampling in samplings:
+                self.texts.engine.check(prompt, sampling)
+        num_new = len(prompts) * len(samplings)
+        if len(self._open) + num_new > self._most:
+            raise QueueFull(
+                f"{len(self._open)} requests are served or wait, and {self._most} may; try again"
+            )
+        updates: asyncio.Queue[Update] = asyncio.Queue()
+        tickets = [
+            Ticket(prompt, sampling, number * len(samplings) + choice, updates)
+            for number, prompt in enumerate(prompts)
+            for choice, sampling in enumerate(samplings)
+        ]
+        self._open.update(tickets)
+        self._orders.put(lambda: self._add(tickets, len(samplings)))
+        return tickets, updates
+
+    def release(self, ticket: Ticket) -> None:
+        """Leave a completion, finished or not; called on the event loop."""
+        if ticket in self._open:
+            self._open.remove(ticket)
+            self._orders.put(lambda: self._abort(ticket))
+
+    def update_weights(self, change: Callable[[], object]) -> None:
+        """Change the weights between two steps, and forget the keys and values of the old ones."""
+
+        def order() -> None:
+            change()
+            self.texts.engine.weights_changed()
+
+        self._orders.put(order)
+
+    def _run(self) -> None:
+        try:
+            while self._take_orders():
+                self._step()
+        except Exception as error:  # each who waits is to hear of it
+            logging.getLogger(__name__).exception("the engine has ended")
+            self.failure = message_of(error)
+            self._call_on_loop(self._fail)
+
+    def _fail(self) -> None:
+        for ticket in self._open:
+            ticket.updates.put_nowait(Update(ticket.number, None, "error"))
+
+    def _take_orders(self) -> bool:
+        """Carry out orders, waiting for one if there is nothing to do; return False at the end."""
+        has_work = self.texts.engine.scheduler.has_work
+        while True:
+            try:
+                order = self._orders.get(block=not has_work)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            has_work = True
+
+    def _add(self, tickets: list[Ticket], num_choices: int) -> None:
+        now_s = time.monotonic()
+        for start in range(0, len(tickets), num_choices):
+            siblings = tickets[start : start + num_choices]
+            samplings = [ticket.sampling for ticket in siblings]
+            completions = self.texts.add(siblings[0].prompt, *samplings, now_s=now_s)
+            for ticket, completion in zip(siblings, completions, strict=True):
+                ticket.completion = completion
+                self._tickets[completion.request] = ticket
+
+    def _abort(self, ticket: Ticket) -> None:
+        if ticket.completion is not None:
+            self.texts.abort(ticket.completion)
+            self._tickets.pop(ticket.completion.request, None)
+            self.metrics.forget(ticket.completion)
+
+    def _step(self) -> None:
+        pieces = self.texts.step(time.monotonic())
+        now_s = time.monotonic()
+        updates: list[tuple[Ticket, Update]] = []
+        for piece in pieces:
+            completion = piece.completion
+            self.metrics.observe(completion, now_s)
+            ticket = self._tickets[completion.request]
+            updates.append((ticket, Update(ticket.number, piece, completion.finish_reason)))
+            if completion.finish_reason is not None:
+                del self._tickets[completion.request]
+        if updates:
+            self._send(updates)
+        elif not self.texts.engine.scheduler.running:
+            time.sleep(POLL_S)  # a batch waits to begin
+
+    def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
+        """Put updates into the queues of their completions, on the event loop."""
+
+        def put() -> None:
+            for ticket, update in updates:
+                ticket.updates.put_nowait(update)
+
+        self._call_on_loop(put)
+
+    def _call_on_loop(self, function: Callable[[], object]) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)

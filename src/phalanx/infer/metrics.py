@@ -1,0 +1,81 @@
+"""What a server counts and times, for Prometheus and for the page that tries the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from phalanx.infer.engine import Engine
+from phalanx.infer.texts import Completion
+
+SECONDS: Final = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0),
+)
+"""Borders of the histograms of times."""
+
+
+class ServerMetrics(Collector):
+    """Reads the engine when it is asked, and times tokens as they come."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._last_s: dict[Completion, float] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+        def histogram(name: str, about: str) -> Histogram:
+            return Histogram(f"phalanx_{name}", about, buckets=SECONDS, registry=self._registry)
+
+        self._first = histogram("first_token_seconds", "From a request's arrival to its token.")
+        self._between = histogram("between_tokens_seconds", "Between two tokens of a request.")
+        self._whole = histogram("request_seconds", "From a request's arrival to its end.")
+
+    def observe(self, completion: Completion, now_s: float) -> None:
+        """Time a token that has come."""
+        arrival_s = completion.request.arrival_s
+        last_s = self._last_s.get(completion)
+        if last_s is None:
+            self._first.observe(now_s - arrival_s)
+        else:
+            self._between.observe(now_s - last_s)
+        self._last_s[completion] = now_s
+        if completion.finish_reason is not None:
+            self._whole.observe(now_s - arrival_s)
+            del self._last_s[completion]
+
+    def forget(self, completion: Completion) -> None:
+        """Time a request that was left no further."""
+        self._last_s.pop(completion, None)
+
+    def text(self) -> bytes:
+        """Return all of it in the format of Prometheus."""
+        return generate_latest(self._registry)
+
+    def values(self) -> dict[str, float]:
+        """Return the gauges and counters, by name."""
+        scheduler, counts = self._engine.scheduler, self._engine.counts
+        pool = scheduler.pool
+        return {
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.waiting),
+            "cache_used_ratio": pool.num_held / pool.num_blocks,
+            "prompt_tokens_total": counts.prompt_tokens,
+            "prefix_hit_tokens_total": counts.found_tokens,
+            "computed_tokens_total": counts.computed_tokens,
+            "generated_tokens_total": counts.generated_tokens,
+            "steps_total": counts.steps,
+            "preemptions_total": scheduler.num_preemptions,
+            "evicted_blocks_total": pool.num_evicted,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what Prometheus asks for."""
+        for name, value in self.values().items():
+            about = name.removesuffix("_total").replace("_", " ")
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield kind(f"phalanx_{name.removesuffix('_total')}", about, value=value)

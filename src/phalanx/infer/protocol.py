@@ -1,0 +1,192 @@
+"""The bodies of HTTP requests and answers, in the form of OpenAI's API: parsed, checked, written.
+
+A field that is not known, or whose value is not computed, is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from phalanx.config.fields import check_values
+from phalanx.errors import ConfigError
+from phalanx.infer.options import MAX_LOGPROBS, Sampling
+
+MAX_CHOICES: Final = 64
+"""Most continuations that one request asks for: its prompts times n."""
+
+MAX_STOPS: Final = 16
+MAX_MESSAGES: Final = 4096
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside its pieces."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class GenerationBody(BaseModel):
+    """What completions and chats have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Count | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+    # Values that ask for nothing: others would change the result, and are not computed.
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Continuations of each prompt."""
+        return self.n or 1
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the counts of its tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def samplings(self, max_tokens: int, logprobs: int | None) -> list[Sampling]:
+        """Return the options of each continuation of a prompt; without a seed, random ones.
+
+        Raises:
+            ConfigError: a value is out of its range.
+        """
+        values = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        given: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        seed = secrets.randbits(62) if self.seed is None else self.seed
+        found: list[Sampling] = []
+        for number in range(self.num_choices):
+            sampling = Sampling(
+                max_tokens=self.max_tokens or max_tokens,
+                seed=(seed + number) % 2**63,
+                stop=[stop for stop in stops if stop],
+                logprobs=logprobs,
+                ignore_end=bool(self.ignore_eos),
+                **given,
+            )
+            check_values(sampling)
+            found.append(sampling)
+        return found
+
+
+class CompletionBody(GenerationBody):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[Count] | list[list[Count]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, as texts or as tokens."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        return [prompt] if prompt and isinstance(prompt[0], int) else prompt
+
+
+class MessagePart(BaseModel):
+    """A part of a message; only texts are read."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Annotated[str, Field(max_length=64)]
+    content: str | Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+def parse(kind: type[GenerationBody], content: bytes) -> Any:
+    """Return the body of a request.
+
+    Raises:
+        ConfigError: it is no JSON, or not of its kind.
+    """
+    try:
+        value = json.loads(content)
+        json.dumps(value, ensure_ascii=False).encode()  # of which half a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the body is no JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"the body is a {type(value).__name__}; expected an object")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:200]
+        why = "is not known, or not built" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{where}: {why}") from None
+
+
+def error_body(message: str, kind: str) -> dict[str, Any]:
+    """Return the body of an answer that refuses a request."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def new_id(prefix: str) -> str:
+    """Return a name that no other answer has."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def usage(num_prompt: int, num_found: int, num_new: int) -> dict[str, Any]:
+    """Return the counts of tokens of an answer."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": num_found},
+    }
+
+
+def envelope(id: str, kind: str, model: str) -> dict[str, Any]:
+    """Return what all answers and pieces of one request begin with."""
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model}

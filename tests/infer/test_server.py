@@ -1,0 +1,359 @@
+"""The HTTP server: what OpenAI's interface promises, and a reason for every refusal."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_and_prompts import engine, twins
+from served_model import Client, published, serving
+
+from phalanx.infer.app import Limits
+from phalanx.infer.options import Sampling
+from phalanx.models.decoder import Decoder
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[Client]:
+    limits = Limits(max_waiting=64, max_body_bytes=5000)
+    with serving(folder, limits) as found:
+        yield found
+
+
+def continued(prompt: str) -> str:
+    """Return what the engine alone continues a prompt with."""
+    model, _ = twins("llama")
+    ids = [95, *(ord(letter) - 32 for letter in prompt)]
+    sampling = Sampling(max_tokens=12, temperature=0, ignore_end=True)
+    (tokens,) = engine(model).generate([ids], sampling)
+    return "".join(chr(token + 32) for token in tokens if token < 95)
+
+
+def test_a_completion_whole_and_as_a_stream(client: Client) -> None:
+    body = {"model": "hf", "prompt": "Once upon", **GREEDY}
+    status, whole = client.ask("/v1/completions", body)
+    (choice,) = whole["choices"]
+    assert status == 200 and whole["object"] == "text_completion" and whole["model"] == "hf"
+    assert choice["text"].replace(" ", "") == continued("Once upon").replace(" ", "")
+    assert choice["finish_reason"] == "length"
+    usage = whole["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+        10,
+        12,
+        22,
+    )
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *pieces, last = client.events("/v1/completions", {**body, **options})
+    assert "".join(each["choices"][0]["text"] for each in pieces) == choice["text"]
+    assert [each["choices"][0]["finish_reason"] for each in pieces][-1] == "length"
+    assert len({each["id"] for each in [*pieces, last]}) == 1
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
+
+
+def test_several_prompts_choices_tokens_and_logprobs(client: Client) -> None:
+    body = {"prompt": ["Once", "upon a"], "n": 2, "seed": 3, "max_tokens": 6, "logprobs": 2}
+    status, whole = client.ask("/v1/completions", body)
+    assert status == 200 and [each["index"] for each in whole["choices"]] == [0, 1, 2, 3]
+    assert whole["usage"]["prompt_tokens"] == 5 + 7
+    scores = whole["choices"][1]["logprobs"]
+    num_tokens = len(scores["tokens"])
+    assert len(scores["token_logprobs"]) == num_tokens <= 6
+    assert all(len(top) == 2 for top in scores["top_logprobs"])
+    ids = [[95, *(ord(letter) - 32 for letter in text)] for text in body["prompt"]]
+    assert client.ask("/v1/completions", {**body, "prompt": ids})[1]["choices"] == whole["choices"]
+    events = client.events("/v1/completions", {**body, "stream": True})
+    texts = ["", "", "", ""]
+    for event in events:
+        (piece,) = event["choices"]
+        texts[piece["index"]] += piece["text"]
+    assert texts == [each["text"] for each in whole["choices"]]
+
+
+def test_a_chat_whole_and_as_a_stream(client: Client) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Once"}]}]
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 1, **GREEDY, "stop": ["\0"]}
+    status, whole = client.ask("/v1/chat/completions", body)
+    (choice,) = whole["choices"]
+    assert status == 200 and choice["message"]["role"] == "assistant"
+    assert len(choice["logprobs"]["content"]) == 12
+    pieces = client.events("/v1/chat/completions", {**body, "stream": True})
+    deltas = [each["choices"][0]["delta"] for each in pieces]
+    assert deltas[0]["role"] == "assistant" and "role" not in deltas[1]
+    assert "".join(delta["content"] for delta in deltas) == choice["message"]["content"]
+
+
+def test_a_template_makes_the_prompt_of_a_chat(tmp_path: Path) -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ raise_exception('no tools') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    config = {"chat_template": template, "bos_token": {"content": "<s>"}}
+    with serving(published(tmp_path, tokenizer_config=config)) as client:
+        body = {"messages": [{"role": "user", "content": "Hi"}], **GREEDY}
+        status, whole = client.ask("/v1/chat/completions", body)
+        assert status == 200 and whole["usage"]["prompt_tokens"] == 1 + len("[user]Hi")
+        expected = client.ask("/v1/completions", {"prompt": "[user]Hi", **GREEDY})[1]
+        assert whole["choices"][0]["message"]["content"] == expected["choices"][0]["text"]
+        body["messages"] = [{"role": "tool", "content": "Hi"}]
+        status, refused = client.ask("/v1/chat/completions", body)
+        assert status == 400 and "no tools" in refused["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "the body is no JSON"),
+        (b"[" * 3000, 400, "the body is no JSON"),
+        (b'{"prompt": "\\ud800"}', 400, "the body is no JSON"),
+        (b"\xff\xfe", 400, "the body is no JSON"),
+        (b"[1]", 400, "the body is a list; expected an object"),
+        ({}, 400, "prompt: Field required"),
+        ({"prompt": 3}, 400, "prompt"),
+        ({"prompt": []}, 400, "0 prompts with n 1 ask for 0 texts; expected 1 to 64"),
+        ({"prompt": [[]]}, 400, "the prompt has no token"),
+        ({"prompt": [1, 97]}, 400, "a token is not below 97, the vocabulary"),
+        ({"prompt": "a", "n": 65}, 400, "n: Input should be less than or equal to 64"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
+        (b'{"prompt": "a", "top_p": NaN}', 400, "top_p is nan"),
+        ({"prompt": "a", "tools": []}, 400, "tools: is not known, or not built"),
+        ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty"),
+        ({"prompt": "a", "echo": True}, 400, "echo"),
+        ({"prompt": "a" * 200}, 400, "the model has 128 positions; the nearest that fits is 127"),
+        ({"prompt": "a" * 120, "max_tokens": 20}, 400, "the nearest that fits is max_tokens 7"),
+        ({"prompt": "a", "model": "gpt-4"}, 404, "there is no model 'gpt-4'; it is 'hf'"),
+        ({"prompt": "a" * 6000}, 413, "the body has more than 5,000 bytes"),
+    ],
+)
+def test_a_refusal_has_a_reason(client: Client, body: Any, status: int, words: str) -> None:
+    found, answer = client.ask("/v1/completions", body)
+    assert (found, words in answer["error"]["message"]) == (status, True), answer
+    assert client.ask("/health") == (200, {"status": "ok"})
+
+
+def test_what_can_be_looked_at(client: Client) -> None:
+    assert client.ask("/v1/models")[1]["data"][0]["id"] == "hf"
+    assert client.ask("/no/such")[0] == 404 and client.ask("/v1/completions")[0] == 405
+    client.wait_until_idle()
+    before = client.ask("/stats")[1]
+    client.ask("/v1/completions", {"prompt": "abc", **GREEDY})
+    after = client.ask("/stats")[1]
+    assert after["generated_tokens_total"] - before["generated_tokens_total"] == 12
+    status, text = client.ask("/metrics")
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert status == 200
+    assert float(values["phalanx_generated_tokens_total"]) == after["generated_tokens_total"]
+    assert float(values["phalanx_first_token_seconds_count"]) > 0
+    status, page = client.ask("/")
+    assert (
+        status == 200
+        and "<!doctype html>" in page
+        and "http" not in page.lower().replace("httpequiv", "").replace("<!doctype html>", "")
+    )
+
+
+def test_a_key_is_asked_for(folder: Path) -> None:
+    with serving(folder, Limits(api_key="secret")) as client:
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer other"}, 401),
+            ({"Authorization": "Bearer secr\u00e9t"}, 401),
+            ({"Authorization": "Bearer secret"}, 200),
+        ):
+            body = {"prompt": "a", "max_tokens": 1}
+            assert client.ask("/v1/completions", body, **headers)[0] == status
+        assert client.ask("/health")[0] == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(client: Client, is_stream: bool) -> None:
+    client.wait_until_idle()
+    scheduler = client.engine.scheduler
+    before = client.engine.counts.generated_tokens
+    own, may_step = client.engine._logits, threading.Semaphore(0)  # pyright: ignore[reportPrivateUsage]
+
+    def logits(step: Any) -> Any:
+        assert may_step.acquire(timeout=60)
+        return own(step)
+
+    client.engine._logits = logits  # pyright: ignore[reportPrivateUsage]
+    try:
+        body = json.dumps(
+            {"prompt": "abc", "n": 2, "max_tokens": 100, "ignore_eos": True, "stream": is_stream}
+        )
+        gone = socket.create_connection(("127.0.0.1", client.port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        gone.sendall((head + body).encode())
+        for _ in range(5):
+            may_step.release()
+        while client.engine.counts.generated_tokens < before + 6:
+            time.sleep(0.01)
+        assert scheduler.pool.num_held > 0
+        gone.close()
+        time.sleep(0.3)  # the event loop hears of it; the engine stands before its next step
+        for _ in range(2):
+            may_step.release()
+        client.wait_until_idle()
+        assert client.engine.counts.generated_tokens <= before + 2 * 7
+    finally:
+        client.engine._logits = own  # pyright: ignore[reportPrivateUsage]
+        for _ in range(200):
+            may_step.release()
+
+
+def test_of_200_clients_those_beyond_the_queue_are_sent_away(client: Client) -> None:
+    client.wait_until_idle()
+    found: list[int] = []
+    begin = threading.Barrier(200)
+
+    def ask(number: int) -> None:
+        begin.wait()
+        body = {"prompt": f"{number:03d}", "max_tokens": 10, "ignore_eos": True, "seed": number}
+        found.append(client.ask("/v1/completions", body)[0])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    counts = Counter(found)
+    assert set(counts) == {200, 429} and sum(counts.values()) == 200
+    assert counts[200] >= 72  # 8 slots and a queue of 64
+    client.wait_until_idle()
+
+
+def nonsense(draw: random.Random, depth: int = 0) -> Any:
+    """Return a random JSON value."""
+    kinds: list[Any] = [
+        None, True, False, 0, 1, -1, 2**63, 1e308, -0.5, 10**400, "", "a", "é☃", "\0", "x" * 50,
+        [], {},
+    ]  # fmt: skip
+    if depth > 3 or draw.random() < 0.6:
+        return draw.choice(kinds)
+    if draw.random() < 0.5:
+        return [nonsense(draw, depth + 1) for _ in range(draw.randint(0, 3))]
+    return {str(n): nonsense(draw, depth + 1) for n in range(draw.randint(0, 3))}
+
+
+FIELDS = (
+    *("model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p"),
+    *("seed", "n", "stop", "stream", "stream_options", "logprobs", "echo", "best_of", "suffix"),
+    *("logit_bias", "user", "top_logprobs", "max_completion_tokens", "ignore_eos", "other"),
+)
+
+
+def malformed(draw: random.Random) -> bytes:
+    """Return a body that is mostly right, or random bytes, or a part of a right one."""
+    body: dict[str, Any] = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    body.pop(draw.choice(["prompt", "messages"]))
+    body["max_tokens"] = draw.choice([1, 2])
+    for field in draw.sample(FIELDS, draw.randint(0, 3)):
+        body[field] = nonsense(draw)
+    content = json.dumps(body).encode()
+    if draw.random() < 0.2:
+        content = content[: draw.randint(0, len(content))]
+    if draw.random() < 0.2:
+        at = draw.randint(0, len(content))
+        content = content[:at] + draw.randbytes(draw.randint(1, 9)) + content[at:]
+    return content
+
+
+@pytest.mark.parametrize("num", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_malformed_requests_are_refused_not_suffered(client: Client, num: int) -> None:
+    draw, statuses = random.Random(num), Counter[int]()
+    connection = client.connect()
+    for _ in range(num):
+        path = draw.choice(["/v1/completions", "/v1/chat/completions"])
+        connection.request("POST", path, malformed(draw))
+        answer = connection.getresponse()
+        answer.read()
+        statuses[answer.status] += 1
+    connection.close()
+    assert set(statuses) <= {200, 400, 404}, statuses
+    assert statuses[200] and statuses[400]
+    assert client.ask("/health") == (200, {"status": "ok"})
+    client.wait_until_idle()
+
+
+def test_broken_http_ends_no_server(client: Client) -> None:
+    for content in (b"\0\0\0", b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"G"):
+        with socket.create_connection(("127.0.0.1", client.port), timeout=30) as raw:
+            raw.sendall(content)
+    assert client.ask("/health")[0] == 200
+
+
+def test_an_engine_that_fails_answers_all_who_wait(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(folder) as client:
+
+        def fails(step: Any) -> Any:
+            raise ValueError("a kernel has failed")
+
+        client.engine._logits = fails  # pyright: ignore[reportPrivateUsage]
+        status, answer = client.ask("/v1/completions", {"prompt": "a"})
+        assert (status, answer["error"]["message"]) == (503, "a kernel has failed")
+        assert client.ask("/health")[0] == 503
+        assert client.ask("/v1/completions", {"prompt": "a"})[0] == 503
+        assert "the engine has ended" in caplog.text and "ValueError" in caplog.text
+
+
+def test_weights_are_changed_while_it_serves(folder: Path) -> None:
+    body = {"prompt": "abcdefghijklmnopqrstuvwxyz", **GREEDY}
+    with serving(folder) as client:
+        before = client.ask("/v1/completions", body)[1]["choices"]
+        runner: Any = client.engine._logits  # pyright: ignore[reportPrivateUsage]
+        model: Decoder = runner.model
+
+        def change() -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.3)
+
+        client.gateway.thread.update_weights(change)
+        answer = client.ask("/v1/completions", body)[1]
+        assert answer["choices"] != before
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_the_client_of_openai(folder: Path) -> None:
+    openai = pytest.importorskip("openai", reason="the openai client is not installed")
+    with serving(folder, Limits(api_key="secret")) as server:
+        client = openai.OpenAI(api_key="secret", base_url=f"http://127.0.0.1:{server.port}/v1")
+        assert [each.id for each in client.models.list()] == ["hf"]
+        options: dict[str, Any] = {"model": "hf", "temperature": 0, "max_tokens": 12}
+        whole = client.completions.create(prompt="Once upon", **options)
+        pieces = client.completions.create(prompt="Once upon", stream=True, **options)
+        assert "".join(each.choices[0].text for each in pieces) == whole.choices[0].text
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Once"}], **options}
+        message = client.chat.completions.create(**chat, logprobs=True, top_logprobs=2)
+        parts = client.chat.completions.create(
+            **chat, stream=True, stream_options={"include_usage": True}
+        )
+        texts, usage = list[str](), None
+        for part in parts:
+            usage = part.usage or usage
+            texts += [choice.delta.content or "" for choice in part.choices]
+        assert "".join(texts) == message.choices[0].message.content
+        assert usage.completion_tokens == message.usage.completion_tokens
+        with pytest.raises(openai.BadRequestError, match="the nearest that fits"):
+            client.completions.create(prompt="a", model="hf", max_tokens=1000)
+        with pytest.raises(openai.NotFoundError, match="there is no model"):
+            client.completions.create(prompt="a", model="other")
+        client.close()
