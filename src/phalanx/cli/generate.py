@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from phalanx.infer.options import EngineConfig, Sampling
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from phalanx.infer.served import Served
     from phalanx.infer.texts import Completion, TextEngine
 
 
@@ -46,13 +48,16 @@ def run(argv: list[str]) -> int:
     config = read_command_line(argv, GenerateConfig, prog="phalanx generate")
     if config.run is None:
         raise ConfigError("RUN is missing; expected: phalanx generate RUN --prompt TEXT")
-    from phalanx.infer.assembly import engine_of
-    from phalanx.infer.served import open_served
+    from phalanx.infer.ranks import with_engine
 
-    served = open_served(Path(config.run))
+    with_engine(Path(config.run), config, functools.partial(_generate, config))
+    return 0
+
+
+def _generate(config: GenerateConfig, served: Served, texts: TextEngine) -> None:
+    """Continue the prompts of the command line."""
     prompts = config.prompt or [""]
     tokens = [served.encode(prompt) for prompt in prompts]
-    texts = engine_of(served, config)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sampling)}
     console = screen()
     begin_s = time.perf_counter()
@@ -63,7 +68,6 @@ def run(argv: list[str]) -> int:
     say(console, f"\n{num_tokens:,} tokens in {took_s:.2f} s, {num_tokens / took_s:,.1f} a second")
     if config.json:
         print_json(_document(prompts, completions, took_s))
-    return 0
 
 
 def _write(

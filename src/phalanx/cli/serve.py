@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from phalanx.cli.screen import say, screen
-from phalanx.config.command_line import read_command_line
-from phalanx.config.fields import Positional, Range
+from phalanx.config.command_line import read_words
+from phalanx.config.fields import Positional, Range, check_values
 from phalanx.errors import ConfigError
 from phalanx.infer.options import EngineConfig
+
+if TYPE_CHECKING:
+    from phalanx.infer.served import Served
+    from phalanx.infer.texts import TextEngine
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
@@ -57,25 +62,33 @@ def run(argv: list[str]) -> int:
             f"serve needs {', '.join(missing)}, which is not installed: "
             "pip install 'phalanx-train[serve]'"
         )
-    _serve(config, Path(config.run))
+    from phalanx.infer.ranks import with_engine
+
+    with_engine(Path(config.run), config, functools.partial(_serve, config))
     return 0
 
 
 def _read(argv: list[str]) -> ServeConfig:
-    """Return the settings of the command line, over those of a serving.properties."""
-    return read_command_line(argv, ServeConfig, prog="phalanx serve")
+    """Return the settings of the command line, over what a serving.properties has."""
+    words = read_words(argv, ServeConfig, prog="phalanx serve")
+    if (file := words.get("properties")) is not None:
+        from phalanx.infer.properties import read_properties
+
+        found, left_out = read_properties(Path(file))
+        words = found | words
+        if left_out:
+            say(screen(), f"{file}: {', '.join(left_out)} have no meaning here and are left out")
+    config = ServeConfig(**words)
+    check_values(config)
+    return config
 
 
-def _serve(config: ServeConfig, folder: Path) -> None:
+def _serve(config: ServeConfig, served: Served, texts: TextEngine) -> None:
     import uvicorn
 
     from phalanx.infer.app import Limits, app_of
-    from phalanx.infer.assembly import engine_of
-    from phalanx.infer.served import open_served
 
     console = screen()
-    served = open_served(folder)
-    texts = engine_of(served, config)
     limits = Limits(
         max_waiting=config.max_waiting,
         max_body_bytes=config.max_body_bytes,

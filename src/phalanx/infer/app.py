@@ -1,6 +1,6 @@
 """The HTTP server: OpenAI's completions and chats over one engine, health, metrics and a page.
 
-Every refusal is an answer with a reason: 400 a body that asks for what is not computed, or a prompt
+Every refusal is an answer with a reason: 400 a body that asks for more than is built, or a prompt
 that is too long; 401 without the key; 404 another model; 408 a body that does not come; 413 a body
 that is too large; 429 a full queue; 503 an engine that has ended.
 """

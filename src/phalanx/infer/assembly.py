@@ -7,7 +7,7 @@ import torch
 from phalanx.checkpoint.weights import load_decoder
 from phalanx.data.tokenizer import count_ids
 from phalanx.errors import ConfigError
-from phalanx.infer.engine import Engine
+from phalanx.infer.engine import Engine, Logits
 from phalanx.infer.options import EngineConfig
 from phalanx.infer.paged import KVCache
 from phalanx.infer.pool import BlockPool
@@ -16,6 +16,7 @@ from phalanx.infer.scheduler import Scheduler
 from phalanx.infer.served import Served
 from phalanx.infer.texts import TextEngine
 from phalanx.measure.environment import free_memory_bytes, has_fast_bfloat16
+from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 
 CACHE_PART = 0.3
@@ -50,14 +51,13 @@ def engine_of(served: Served, config: EngineConfig) -> TextEngine:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = torch_device(config.device)
-    dtype = torch_dtype(config.precision, device)
-    model = load_decoder(served.weights, dtype, device)
-    pool = BlockPool(
-        _num_blocks(config, model.shape, dtype, device),
-        config.block_size,
-        finds_prefixes=config.prefix_cache,
-    )
-    cache = KVCache(cache_sizes(model.shape, pool), config.block_size, dtype, device)
+    model = load_decoder(served.weights, torch_dtype(config.precision, device), device)
+    pool = pool_of(config, model)
+    return assemble(served, config, ModelRunner(model, cache_of(config, model, pool)), pool)
+
+
+def assemble(served: Served, config: EngineConfig, logits: Logits, pool: BlockPool) -> TextEngine:
+    """Return the engine that computes by `logits`, over the blocks of a pool."""
     scheduler = Scheduler(
         pool,
         budget=config.budget,
@@ -66,13 +66,30 @@ def engine_of(served: Served, config: EngineConfig) -> TextEngine:
         is_chunked=config.chunked_prefill,
     )
     engine = Engine(
-        ModelRunner(model, cache),
+        logits,
         scheduler,
-        max_seq_len=model.shape.max_seq_len,
+        max_seq_len=served.weights.shape.max_seq_len,
         end_ids=served.end_ids,
         num_ids=count_ids(served.tokenizer),
     )
     return TextEngine(engine, served.tokenizer)
+
+
+def pool_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> BlockPool:
+    """Return the pool of a cache of which each rank holds one of `num_shards` shards.
+
+    Raises:
+        ConfigError: not even one block fits into the memory.
+    """
+    num_blocks = _num_blocks(config, model, num_shards)
+    return BlockPool(num_blocks, config.block_size, finds_prefixes=config.prefix_cache)
+
+
+def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: int = 1) -> KVCache:
+    """Return an empty cache on the device of a model."""
+    weight = next(model.parameters())
+    sizes = cache_sizes(model.shape, pool, num_shards)
+    return KVCache(sizes, config.block_size, weight.dtype, weight.device)
 
 
 def cache_sizes(
@@ -82,19 +99,19 @@ def cache_sizes(
     return shape.num_layers, pool.num_blocks, shape.num_kv_heads // num_shards, shape.head_dim
 
 
-def _num_blocks(
-    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device
-) -> int:
+def _num_blocks(config: EngineConfig, model: Decoder, num_shards: int) -> int:
     """Return how many blocks the cache has."""
-    size = config.block_size
+    size, shape, weight = config.block_size, model.shape, next(model.parameters())
     if config.cache_tokens is not None:
         return -(-config.cache_tokens // size)
     longest = -(-shape.max_seq_len // size)
-    block_bytes = 2 * dtype.itemsize * size * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    most = int(CACHE_PART * free_memory_bytes(device.type)) // block_bytes
+    num_groups = shape.num_kv_heads // num_shards
+    token_bytes = 2 * weight.dtype.itemsize * shape.num_layers * num_groups * shape.head_dim
+    free_bytes = free_memory_bytes(weight.device.type)
+    most = int(CACHE_PART * free_bytes) // (num_shards * size * token_bytes)
     if most < 1:
         raise ConfigError(
-            f"a block of the cache has {block_bytes:,} bytes, and {CACHE_PART:.0%} of the free "
-            "memory is less; give a smaller block_size, or free some memory"
+            f"a block of the cache has {size * token_bytes:,} bytes, and {CACHE_PART:.0%} of the "
+            "free memory is less; give a smaller block_size, or free some memory"
         )
     return min(config.slots * longest, most)

@@ -64,8 +64,11 @@ class EngineConfig:
     float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
+    strategy: str = "tp1"
+    """How several processes split the model: tpN or tpN:megatron, as in training."""
     threads: Annotated[int | None, THREADS] = None
-    """CPU threads; torch's own choice if unset."""
+    """CPU threads of each process; torch's own choice for one, the cores shared evenly by
+    several."""
     batching: Batching = "rolling"
     """When requests are admitted: as soon as a slot is free; or in whole batches, which begin after
     a short wait (dynamic), or when they are full (static)."""

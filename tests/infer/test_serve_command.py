@@ -1,0 +1,98 @@
+"""`phalanx serve`: what it refuses, the options of LMI, and its life as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_model import published
+
+from phalanx.cli import serve
+from phalanx.cli.main import main
+from phalanx.errors import ConfigError
+
+PROPERTIES = """
+# of LMI
+engine=Python
+option.model_id=/models/a
+option.rolling_batch=vllm
+option.max_rolling_batch_size=16
+option.max_rolling_batch_prefill_tokens=2048
+option.tensor_parallel_degree=2
+option.dtype=bf16
+"""
+
+
+def test_the_options_of_a_serving_properties(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serving.properties"
+    file.write_text(PROPERTIES)
+    read: Any = serve._read  # pyright: ignore[reportPrivateUsage]
+    config = read(["--properties", str(file), "--slots", "8"])
+    assert (config.run, config.batching, config.slots) == ("/models/a", "rolling", 8)
+    assert (config.budget, config.strategy, config.precision) == (2048, "tp2", "bfloat16")
+    assert "engine have no meaning here" in capsys.readouterr().out
+    file.write_text("option.rolling_batch=disable\n")
+    assert read(["--properties", str(file)]).batching == "dynamic"
+    for line, message in (
+        ("option.dtype=int3", "option.dtype cannot be 'int3'"),
+        ("option.max_rolling_batch_size=many", "cannot be 'many'"),
+        ("option.dtype", "line 1 is 'option.dtype'; expected KEY=VALUE"),
+        ("option.max_rolling_batch_size=0", "slots is 0; expected at least 1"),
+    ):
+        file.write_text(line)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            read(["--properties", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "RUN is missing; expected: phalanx serve RUN"),
+        (["a", "--batching", "static"], "would wait forever; the nearest is dynamic"),
+        (["a", "--port", "70000"], "port is 70000"),
+        (["a", "--properties", "none.properties"], "cannot read none.properties"),
+        (["nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_a_wrong_request_is_answered(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tp1", "tp2"])
+def test_a_server_answers_until_it_is_ended(strategy: str, tmp_path: Path) -> None:
+    words = ["serve", str(published(tmp_path)), "--port", "0", "--strategy", strategy]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", *words, "--threads", "1", "--precision", "float32"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    said = ""
+    while "listening" not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    (address,) = re.findall(r"http://127\.0\.0\.1:\d+", said)
+    body = json.dumps({"prompt": "Once", "max_tokens": 4, "temperature": 0}).encode()
+    with urllib.request.urlopen(f"{address}/v1/completions", body, timeout=60) as answer:
+        assert len(json.loads(answer.read())["choices"]) == 1
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode in (0, 143), out
+    assert "Traceback" not in out
