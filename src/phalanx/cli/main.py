@@ -171,7 +171,6 @@ def _usage() -> str:
         *(f"  {verb:<8} {text}" for verb, text in VERBS.items()),
         "",
         f"Not built yet: {', '.join(NOT_BUILT)}.",
-        "",
         "phalanx help VERB lists a verb's options; --json makes the last line of its output one",
         "JSON document; phalanx --version prints the version.",
         "",
