@@ -9,8 +9,9 @@ from phalanx.data.tokenizer import count_ids
 from phalanx.errors import ConfigError
 from phalanx.infer.engine import Engine, Logits
 from phalanx.infer.options import EngineConfig
-from phalanx.infer.paged import KVCache
+from phalanx.infer.paged import Int8Cache, KVCache
 from phalanx.infer.pool import BlockPool
+from phalanx.infer.quantize import quantize_linears
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from phalanx.infer.served import Served
@@ -52,6 +53,8 @@ def engine_of(served: Served, config: EngineConfig) -> TextEngine:
         torch.set_num_threads(config.threads)
     device = torch_device(config.device)
     model = load_decoder(served.weights, torch_dtype(config.precision, device), device)
+    if config.weights == "int8":
+        quantize_linears(model)
     pool = pool_of(config, model)
     return assemble(served, config, ModelRunner(model, cache_of(config, model, pool)), pool)
 
@@ -89,7 +92,8 @@ def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: 
     """Return an empty cache on the device of a model."""
     weight = next(model.parameters())
     sizes = cache_sizes(model.shape, pool, num_shards)
-    return KVCache(sizes, config.block_size, weight.dtype, weight.device)
+    kind = Int8Cache if config.cache == "int8" else KVCache
+    return kind(sizes, config.block_size, weight.dtype, weight.device)
 
 
 def cache_sizes(
@@ -106,7 +110,10 @@ def _num_blocks(config: EngineConfig, model: Decoder, num_shards: int) -> int:
         return -(-config.cache_tokens // size)
     longest = -(-shape.max_seq_len // size)
     num_groups = shape.num_kv_heads // num_shards
-    token_bytes = 2 * weight.dtype.itemsize * shape.num_layers * num_groups * shape.head_dim
+    head_bytes = weight.dtype.itemsize * shape.head_dim
+    if config.cache == "int8":
+        head_bytes = shape.head_dim + torch.float32.itemsize
+    token_bytes = 2 * shape.num_layers * num_groups * head_bytes
     free_bytes = free_memory_bytes(weight.device.type)
     most = int(CACHE_PART * free_bytes) // (num_shards * size * token_bytes)
     if most < 1:

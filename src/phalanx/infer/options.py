@@ -81,6 +81,11 @@ class EngineConfig:
     cache_tokens: Annotated[int | None, Range(1)] = None
     """Positions of the whole cache; if unset, the longest sequence for every slot, or less where
     memory is short."""
+    weights: Literal["full", "int8"] = "full"
+    """int8 rounds the linear maps of the blocks, a scale for each output; less memory, not less
+    time."""
+    cache: Literal["full", "int8"] = "full"
+    """int8 rounds keys and values, a scale for each position and head."""
     prefix_cache: bool = True
     """Find the keys and values of prompts that begin alike, and compute them once."""
     chunked_prefill: bool = True

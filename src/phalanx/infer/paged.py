@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from typing_extensions import override
 
 from phalanx.infer.pool import BlockCopy
+from phalanx.infer.quantize import quantized
 from phalanx.models.attention import attend, runs_flash
 
 
@@ -102,6 +104,43 @@ class KVCache:
         if isinstance(slots, slice):
             return self.keys[layer, slots], self.values[layer, slots]
         return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
+
+
+class Int8Cache(KVCache):
+    """The same in int8, with a scale for each position and head; read in the type it is made for.
+
+    Attributes:
+        key_scales, value_scales: [L, S, G, 1], float32.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int, int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(sizes, block_size, torch.int8, device)
+        self._dtype = dtype
+        shape = (*self.keys.shape[:3], 1)
+        self.key_scales = torch.zeros(shape, device=device)
+        self.value_scales = torch.zeros(shape, device=device)
+
+    @override
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    @override
+    def write(self, layer: int, slots_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> None:
+        values = (*quantized(k_NGK), *quantized(v_NGK))
+        homes = (self.keys, self.key_scales, self.values, self.value_scales)
+        for home, value in zip(homes, values, strict=True):
+            home[layer].index_copy_(0, slots_N, value)
+
+    @override
+    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        k, v, key_scales, value_scales = (part[layer][slots] for part in self.parts())
+        return (k * key_scales).to(self._dtype), (v * value_scales).to(self._dtype)
 
 
 class PagedAttention:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import broadcast_object
-from phalanx.errors import StrategyError
+from phalanx.errors import ConfigError, StrategyError
 from phalanx.infer.assembly import assemble, cache_of, engine_of, pool_of, torch_device, torch_dtype
 from phalanx.infer.options import EngineConfig
 from phalanx.infer.paged import FlatStep
@@ -52,6 +52,11 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> None:
     if strategy.num_ranks == 1:
         work(served, engine_of(served, config))
         return
+    if config.weights == "int8":
+        raise ConfigError(
+            f"weights is int8, which is built for one process, and strategy is {strategy}; the "
+            "nearest is weights full"
+        )
     plan_decoder(strategy, served.weights.shape)  # refuses before any process starts
     device = torch_device(config.device).type
     run_ranks(

@@ -1,0 +1,63 @@
+"""int8 weights and an int8 cache: what they take, and how far the logits move."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_and_prompts import engine, prompts, twins
+from served_model import published
+
+from phalanx.cli.main import main
+from phalanx.infer.assembly import cache_sizes, engine_of
+from phalanx.infer.options import EngineConfig, Sampling
+from phalanx.infer.paged import FlatStep, Int8Cache, StepSpan
+from phalanx.infer.quantize import quantize_linears, quantized
+from phalanx.infer.runner import ModelRunner
+from phalanx.infer.served import open_served
+
+
+def test_each_channel_is_rounded_by_its_own_scale() -> None:
+    x = torch.randn(5, 40) * torch.tensor([1e-6, 1.0, 1e3, 0.0, 1.0])[:, None]
+    q, scale = quantized(x)
+    assert q.dtype == torch.int8 and scale.shape == (5, 1)
+    assert ((q * scale - x).abs() <= 0.501 * scale).all()
+    assert (q[3] == 0).all() and int(q[0].abs().max()) == 127
+
+
+def logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
+    """Return the logits after a prompt whose last token reads the others from the cache."""
+    blocks = [3, 1, 2]
+    runner(FlatStep(prompt[:-1], [StepSpan(0, len(prompt) - 1, blocks)], []))
+    at = len(prompt) - 1
+    return runner(FlatStep(prompt[-1:], [StepSpan(at, at + 1, blocks)], [0]))[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_logits_move_little(name: str) -> None:
+    model, _ = twins(name)
+    prompt = prompts(2)[1]
+    served = engine(model, block_size=16, num_tokens=64)
+    runner: Any = served._logits  # pyright: ignore[reportPrivateUsage]
+    expected = logits(runner, prompt)
+    sizes = cache_sizes(model.shape, served.scheduler.pool)
+    cache = Int8Cache(sizes, 16, torch.float32, torch.device("cpu"))
+    assert cache.nbytes < 0.5 * runner.cache.nbytes  # heads of 8 numbers; wider ones are nearer 1/4
+    small = copy.deepcopy(model)
+    quantize_linears(small)
+    for changed in (ModelRunner(model, cache), ModelRunner(small, runner.cache)):
+        error = (logits(changed, prompt) - expected).abs().max() / expected.abs().max()
+        assert 0 < error < 0.02
+
+
+def test_an_engine_of_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = published(tmp_path)
+    config = EngineConfig(weights="int8", cache="int8", precision="float32", cache_tokens=640)
+    served = engine_of(open_served(folder), config).engine
+    found = served.generate(prompts(8), Sampling(max_tokens=9, temperature=0, ignore_end=True))
+    assert all(len(tokens) == 9 for tokens in found)
+    assert main(["generate", str(folder), "--weights", "int8", "--strategy", "tp2"]) == 2
+    assert "the nearest is weights full" in capsys.readouterr().err
