@@ -20,6 +20,7 @@ from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.planner import explain, hardware
 from phalanx.planner.chart import check_picture, draw_scaling
+from phalanx.planner.departure import departures
 from phalanx.planner.given import priced_strategy
 from phalanx.planner.perfetto import write_trace
 from phalanx.planner.price import timeline
@@ -154,6 +155,7 @@ def _found(config: PlanConfig, question: Question) -> dict[str, Any]:
     best = found.candidates[0] if found.candidates else None
     name = None if best is None else str(best.planned.strategy)
     document = _answer(question, found.candidates, explain.neighbours(name, found.rejected))
+    document |= {"recipe": [asdict(each) for each in departures(question, best)]}
     return document | {"num_legal": found.num_legal, "num_priced": found.num_priced}
 
 

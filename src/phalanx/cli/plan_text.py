@@ -34,6 +34,22 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
         _say(console, "\nadvice", "bold")
         for line in document["advice"]:
             _say(console, f"  {line}")
+    if document.get("recipe"):
+        _say(console, "\nrules of the field", "bold")
+        for each in document["recipe"]:
+            _show_rule(console, each)
+
+
+def _show_rule(console: Console, of: dict[str, Any]) -> None:
+    """Print a rule, its choice, and where the search departs from it."""
+    _say(console, f"  {of['kind']}, {of['rule']}: {of['why']}")
+    if of["step_time_s"] is None:
+        _say(console, f"    {of['strategy']} cannot run: {of['why_not']}")
+    else:
+        step = explain.time(of["step_time_s"])
+        _say(console, f"    {of['strategy']}, microbatch {of['microbatch']}: {step}")
+    if of["departs"]:
+        _say(console, f"    {of['departs']}")
 
 
 def _say(console: Console, text: str, style: str = "") -> None:

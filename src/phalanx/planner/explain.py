@@ -14,8 +14,9 @@ from typing import Final
 from phalanx.errors import StrategyError
 from phalanx.planner import network
 from phalanx.planner.planned import PlannedStep
+from phalanx.planner.recipe import RING
 from phalanx.planner.search import Candidate, Inequality, Question, fails
-from phalanx.strategy import AXES, Axis, Recompute, Strategy
+from phalanx.strategy import Axis, Recompute, Strategy
 
 GRADES: Final = ((0.4, "excellent"), (0.3, "good"))
 """An MFU above the number -> its grade; `low` below all."""
@@ -23,13 +24,10 @@ GRADES: Final = ((0.4, "excellent"), (0.3, "good"))
 NUM_REJECTED: Final = 8
 """Rejected strategies that are shown: the nearest to the best."""
 
-RING: Final = next(name for name in AXES if name not in ("pp", "dp", "fsdp", "tp"))
-"""The axis that splits positions, whose ranks form a ring."""
-
 _BOUND: Final = 0.7
 """Part of a step above which compute alone bounds it."""
 
-_WORTH: Final = 0.02
+WORTH: Final = 0.02
 """Part of a step below which a cause needs no advice."""
 
 
@@ -84,14 +82,7 @@ def figures(question: Question, candidate: Candidate) -> Figures:
         mfu_causal=cost.mfu,
         mfu_full=cost.mfu_full,
         grade=grade(cost.mfu),
-        causes_s={
-            "compute": cost.compute_s,
-            "tp": cost.tensor_s,
-            RING: cost.ring_s,
-            "pp": cost.bubble_s,
-            _of_data(planned.strategy): cost.exposed_s,
-            "optimizer": cost.optimizer_s,
-        },
+        causes_s=causes_s(candidate),
         sent_s=cost.sent_s,
         stage=candidate.memory.stage,
         memory=candidate.memory.causes(),
@@ -100,6 +91,19 @@ def figures(question: Question, candidate: Candidate) -> Figures:
         mesh=mesh(question, planned.strategy),
         devices=sizes(question, planned),
     )
+
+
+def causes_s(candidate: Candidate) -> dict[str, float]:
+    """Return the seconds of a step by cause."""
+    cost = candidate.price
+    return {
+        "compute": cost.compute_s,
+        "tp": cost.tensor_s,
+        RING: cost.ring_s,
+        "pp": cost.bubble_s,
+        _of_data(candidate.planned.strategy): cost.exposed_s,
+        "optimizer": cost.optimizer_s,
+    }
 
 
 def _of_data(strategy: Strategy) -> str:
@@ -196,7 +200,7 @@ def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
     }
     for cause, lever in levers.items():
         seconds = of.causes_s[cause]
-        if seconds > _WORTH * of.step_time_s:
+        if seconds > WORTH * of.step_time_s:
             name = cause if cause == "optimizer" else _text(strategy, cause)
             yield seconds, f"{name} costs {time(seconds)} ({seconds / of.step_time_s:.0%}) {lever}"
 

@@ -84,17 +84,19 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     )
 
 
-def model_seconds(planned: PlannedStep, device: Device, software: Software) -> float:
-    """Return the seconds that all operations of one microbatch take on one rank, without pp.
+def model_spent(planned: PlannedStep, device: Device, software: Software) -> Spent:
+    """Return the times of all operations of one microbatch on one rank, without pp.
 
     Raises:
         StrategyError: the strategy does not split the model.
     """
     shape = planned.shape
     windows = Counter(shape.window_of(number) for number in range(shape.num_layers))
-    total = 0.0
+    of_device = of_host = 0.0
     for number, (window, num_blocks) in enumerate(windows.items()):
         of = part_seconds(planned, device, software, window)
-        total += num_blocks * (of.block.alone + of.again_and_backward.alone)
-        total += of.inputs.alone + of.head.alone if number == 0 else 0.0
-    return total
+        parts = [(num_blocks, of.block), (num_blocks, of.again_and_backward)]
+        parts += [(1, of.inputs), (1, of.head)] if number == 0 else []
+        of_device += sum(num * part.device for num, part in parts)
+        of_host += sum(num * part.host for num, part in parts)
+    return Spent(of_device, of_host)

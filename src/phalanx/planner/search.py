@@ -18,27 +18,26 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from phalanx.account.parameters import num_parameters
+from phalanx.comm.axes import AXIS_SETS, SHARDS
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network
 from phalanx.planner.held import Memory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
-from phalanx.planner.parts import model_seconds
+from phalanx.planner.parts import model_spent
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
+from phalanx.planner.recipe import STATE_BYTES, shard_groups, units_of
 from phalanx.planner.software import Software
 from phalanx.strategy import AXES, Axis, Recompute, Strategy
 
 MICROBATCHES: Final = (1, 2, 4, 8)
-_RECOMPUTE: Final = ("none", "selective", "full")
+RECOMPUTE: Final = ("none", "selective", "full")
 _PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
 _MOST_TP: Final = 64
 _MOST_PP: Final = 64
 _LEAST_TOKENS: Final = 1024
 """Of a sequence on a rank: with fewer, a ring waits for its messages."""
-
-_STATE_BYTES: Final = 16
-"""Of a parameter: it, its gradient and two moments, 32 bits each."""
 
 
 @dataclass(frozen=True)
@@ -214,41 +213,62 @@ def least_bytes(planned: PlannedStep) -> float:
     strategy = planned.strategy
     split = num_parameters(planned.shape).total / strategy.tp.degree / strategy.pp.degree
     if strategy.fsdp.degree == 1:
-        return _STATE_BYTES * split
+        return STATE_BYTES * split
     shard = split / strategy.num_shards
     whole = {"zero1": 2 + (4 if planned.accumulation > 1 else 0), "zero2": 2}
-    return _STATE_BYTES * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
+    return STATE_BYTES * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
 
 
 def bound_s(question: Question, planned: PlannedStep) -> float:
     """Return a time that no step is below: of its operations and its large messages.
 
-    Sent at least are the weights, in 16 bits, and as many bytes of gradients: by zero3 for each
-    microbatch, by zero2 the gradients; and what tp gathers and scatters around each block.
+    The stage that computes longest takes at least as long as a stage of average size, with a
+    bubble of such stages. Sent are at least the weights of a stage's blocks, in 16 bits.
     """
     strategy, software = planned.strategy, question.software
-    device, axes = question.cluster.device, strategy.mesh_axes()
-    of_one = model_seconds(planned, device, software)
-    compute_s = planned.accumulation * of_one / strategy.pp.degree
+    spent = model_spent(planned, question.cluster.device, software)
+    of_stage = planned.accumulation / strategy.pp.degree
     bubble = (strategy.pp.degree - 1) / planned.accumulation / (strategy.pp.option or 1)
-    sent_s = tensor_s = 0.0
-    num_times = {"zero3": (planned.accumulation,) * 2, "zero2": (1, planned.accumulation)}
-    gathers, reduces = num_times.get(strategy.fsdp.kind, (1, 1))
-    group = network.group_of(axes, ("dp", "fsdp"))
-    if group.size > 1:
-        weights = 2 * num_parameters(question.shape).total / strategy.tp.degree / strategy.pp.degree
-        sent_bytes = weights * (gathers + reduces) * (group.size - 1) / group.size
-        sent_s = sent_bytes / network.reach(group, question.cluster, software).bandwidth
-    if strategy.tp.degree > 1:
-        tokens = (
-            planned.microbatch * planned.accumulation * planned.seq_len / strategy.sample_shards
-        )
-        blocks = question.shape.num_layers / strategy.pp.degree
-        sent_bytes = 8 * 2 * tokens * question.shape.hidden * blocks * (1 - 1 / strategy.tp.degree)
-        group = network.group_of(axes, ("tp",))
-        tensor_s = sent_bytes / network.reach(group, question.cluster, software).bandwidth
-    exposed_s = max(sent_s - software.overlap * 1.5 * compute_s, 0.0)
-    return (compute_s + tensor_s) * (1 + bubble) + exposed_s
+    with_tensor_s = spent.device * of_stage + _tensor_s(question, planned)
+    pipeline_s = max(with_tensor_s, spent.host * of_stage) * (1 + bubble)
+    sent_s, overlap = _sent_s(question, planned), software.overlap
+    return pipeline_s + max(sent_s - overlap * pipeline_s, 0.5 * (1 - overlap) * sent_s)
+
+
+def _tensor_s(question: Question, planned: PlannedStep) -> float:
+    """Return the least time in which tp gathers and scatters around the blocks of a stage."""
+    strategy = planned.strategy
+    tokens = planned.microbatch * planned.accumulation * planned.seq_len / strategy.sample_shards
+    blocks = question.shape.num_layers / strategy.pp.degree
+    sent = 8 * 2 * tokens * question.shape.hidden * blocks * (1 - 1 / strategy.tp.degree)
+    return _least_s(question, strategy, ("tp",), sent)
+
+
+def _sent_s(question: Question, planned: PlannedStep) -> float:
+    """Return the least time in which dp and fsdp send weights and gradients.
+
+    zero3 gathers twice and reduces once for each microbatch, zero2 gathers once.
+    """
+    strategy, count = planned.strategy, num_parameters(question.shape)
+    blocks = question.shape.num_layers // strategy.pp.degree
+    of_block = (count.attention + count.mlp) / question.shape.num_layers
+    weights = 2 * of_block * blocks / strategy.tp.degree
+    times = {"zero3": 3 * planned.accumulation, "zero2": 1 + planned.accumulation}
+    sent_s = 0.0
+    if strategy.fsdp.degree > 1:
+        sent = times.get(strategy.fsdp.kind, 2) * (weights - weights / strategy.num_shards)
+        sent_s = _least_s(question, strategy, AXIS_SETS[SHARDS], sent)
+    replicated = 2 * weights / strategy.num_shards * (1 - 1 / strategy.dp.degree)
+    return sent_s + _least_s(question, strategy, ("dp",), replicated)
+
+
+def _least_s(
+    question: Question, strategy: Strategy, names: tuple[str, ...], sent_bytes: float
+) -> float:
+    group = network.group_of(strategy.mesh_axes(), names)
+    if group.size == 1:
+        return 0.0
+    return sent_bytes / network.reach(group, question.cluster, question.software).bandwidth
 
 
 def _legal_steps(question: Question) -> Iterator[PlannedStep]:
@@ -294,7 +314,7 @@ def _strategies(
     pp = base.pp.degree
     kinds = _PIPELINES if pp > 1 else ((Strategy.pp.kind, None),)
     for (kind, chunks), (dp, fsdp), policy in itertools.product(
-        kinds, _of_data(question, replicas, base.num_ranks), _RECOMPUTE
+        kinds, _of_data(question, replicas, base.num_ranks // pp), RECOMPUTE
     ):
         if chunks is not None and (pp * chunks > question.shape.num_layers or accumulation % pp):
             continue
@@ -312,10 +332,8 @@ def _of_data(question: Question, replicas: int, inner: int) -> Iterator[tuple[Ax
     yield dataclasses.replace(dp, degree=replicas), fsdp
     for kind in ("zero1", "zero2", "zero3"):
         yield dp, Axis(replicas, kind)
-    for level in question.cluster.levels[:-1]:
-        size = level.devices // inner
-        if 1 < size < replicas and replicas % size == 0:
-            yield dataclasses.replace(dp, degree=replicas // size), Axis(size, "zero3")
+    for size in shard_groups(units_of(question.cluster), inner, replicas):
+        yield dataclasses.replace(dp, degree=replicas // size), Axis(size, "zero3")
 
 
 def _divisors(number: int, most: int) -> list[int]:
