@@ -38,6 +38,7 @@ from phalanx.comm.comm import Counting
 from phalanx.models import kernels
 from phalanx.models.attention import Documents
 from phalanx.models.decoder import Block, Decoder
+from phalanx.models.loss import chunk_rows
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
@@ -111,9 +112,22 @@ def kind_of(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
 def count(case: Case) -> Counted:
     """Count a case by running it on the meta device; each case runs once.
 
+    More sequences add what the second does, if the loss has full chunks of rows from the first on.
+
     Raises:
         StrategyError: the strategy does not split such a decoder.
     """
+    strategy, num = case.strategy, case.num_sequences
+    tokens, vocabulary = case.seq_len // strategy.sample_shards, case.shape.vocab_size
+    rows = chunk_rows(vocabulary // strategy.tp.degree, getattr(torch, case.precision), case.device)
+    if num <= 2 or tokens < rows:
+        return _count(case)
+    one, two = (_count(dataclasses.replace(case, num_sequences=n)) for n in (1, 2))
+    return Counted(*(a + (num - 1) * (b - a) for a, b in zip(one, two, strict=True)))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _count(case: Case) -> Counted:
     model = decoder_of(case)
     live, kernel_mode, (block, *_) = _Live(), Kernels(case.device), model.blocks
     block.forward = MethodType(functools.partial(_marked, live, kernel_mode), block)

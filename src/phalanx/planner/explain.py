@@ -15,7 +15,7 @@ from phalanx.errors import StrategyError
 from phalanx.planner import network
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.recipe import RING
-from phalanx.planner.search import Candidate, Inequality, Question, fails
+from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.strategy import Axis, Recompute, Strategy
 
 GRADES: Final = ((0.4, "excellent"), (0.3, "good"))
@@ -138,7 +138,7 @@ def sizes(question: Question, planned: PlannedStep) -> list[int]:
             planned, strategy=strategy.with_degree(axis, degree), accumulation=rows // degree
         )
         try:
-            if fails(fewer, question.cluster) is not None:
+            if isinstance(fits(question, fewer), Inequality):
                 break  # with fewer replicas each holds as much or more
         except StrategyError:  # interleaved chunks need a number of microbatches of their own
             continue
@@ -217,9 +217,11 @@ def _of_recompute(question: Question, candidate: Candidate) -> str | None:
     if planned.strategy.recompute == Recompute():
         return None
     kept = dataclasses.replace(planned.strategy, recompute=Recompute())
-    failed = fails(dataclasses.replace(planned, strategy=kept), question.cluster)
+    held = fits(question, dataclasses.replace(planned, strategy=kept))
     kind = planned.strategy.recompute.kind
-    return None if failed is None else f"recompute:{kind} makes it fit; without, {failed}"
+    if not isinstance(held, Inequality):
+        return None
+    return f"recompute:{kind} makes it fit; without, {held}"
 
 
 def time(seconds: float) -> str:

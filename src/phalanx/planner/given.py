@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 from phalanx.errors import BatchError, StrategyError
-from phalanx.planner.held import heaviest, memory
 from phalanx.planner.price import price
-from phalanx.planner.search import Candidate, Inequality, Question, check, fails
+from phalanx.planner.search import Candidate, Inequality, Question, check, fits
 from phalanx.strategy import Strategy, require_built
 
 
@@ -66,7 +65,7 @@ def _priced(
     question: Question, strategy: Strategy, microbatch: int, accumulation: int
 ) -> Candidate | Inequality:
     planned = question.step(strategy, microbatch, accumulation)
-    if (failed := fails(planned, question.cluster)) is not None:
-        return failed
-    cost = price(planned, question.cluster, question.software)
-    return Candidate(planned, cost, heaviest(memory(planned, question.cluster.device)))
+    held = fits(question, planned)
+    if isinstance(held, Inequality):
+        return held
+    return Candidate(planned, price(planned, question.cluster, question.software), held)

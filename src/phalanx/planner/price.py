@@ -247,7 +247,7 @@ class _Costs:
         if not sent:
             return 0.0
         each_bytes = sum(e.sent_bytes for e in sent) / sum(e.calls for e in sent)
-        if self._software.sends_parts:
+        if self._software.sends_parts and strategy.tp.kind == "megatron":
             each_bytes /= strategy.tp.degree
         axes = strategy.mesh_axes()
         group = network.group_of(axes, ("pp",))

@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from phalanx.account.parameters import num_parameters
-from phalanx.comm.axes import AXIS_SETS, SHARDS
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
-from phalanx.planner import network
+from phalanx.planner.bound import bound_s
 from phalanx.planner.held import Memory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
-from phalanx.planner.parts import model_spent
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
 from phalanx.planner.recipe import STATE_BYTES, shard_groups, units_of
@@ -36,7 +34,7 @@ RECOMPUTE: Final = ("none", "selective", "full")
 _PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
 _MOST_TP: Final = 64
 _MOST_PP: Final = 64
-_LEAST_TOKENS: Final = 1024
+_LEAST_TOKENS: Final = 2048
 """Of a sequence on a rank: with fewer, a ring waits for its messages."""
 
 
@@ -141,26 +139,36 @@ def search(question: Question, wanted: int = 10) -> Found:
             cost = price(planned, question.cluster, question.software)
             if cost.step_s > limit_s:  # whether it fits does not matter
                 continue
-            if (failed := fails(planned, question.cluster)) is not None:
-                rejected.setdefault(name, failed)
-                continue
+            held = fits(question, planned)
         except StrategyError:  # the model has parts that the strategy does not split
             continue
-        held = heaviest(memory(planned, question.cluster.device))
+        if isinstance(held, Inequality):
+            rejected.setdefault(name, held)
+            continue
         found.append(Candidate(planned, cost, held))
-        found.sort(key=lambda each: each.price.step_s)
+        found.sort(key=_order)
     names = {str(each.planned.strategy) for each in found}
     kept = tuple(each for name, each in rejected.items() if name not in names)
     return Found(tuple(found[:wanted]), kept, len(steps), num_priced)
 
 
+def _order(candidate: Candidate) -> tuple[float, float, int, str]:
+    """Return by what candidates are sorted: of equally fast ones the simplest is first."""
+    strategy = candidate.planned.strategy
+    parts = [(name, axis) for name, axis in strategy.axes() if axis.degree > 1]
+    kinds = sum(axis.kind != getattr(Strategy, name).kind for name, axis in parts)
+    num = len(parts) + kinds + (strategy.recompute != Recompute())
+    return float(f"{candidate.price.step_s:.9g}"), num, -candidate.planned.microbatch, str(strategy)
+
+
 def _by_bound(question: Question) -> list[tuple[float, PlannedStep]]:
     """Return the legal steps by their bounds; the bound is 0 where the state is too large."""
     found: list[tuple[float, PlannedStep]] = []
+    cluster, software = question.cluster, question.software
     for planned in _legal_steps(question):
         try:
-            is_large = too_large(planned, question.cluster.device) is not None
-            found.append((0.0 if is_large else bound_s(question, planned), planned))
+            is_large = too_large(planned, cluster.device) is not None
+            found.append((0.0 if is_large else bound_s(planned, cluster, software), planned))
         except StrategyError:  # the model has parts that the strategy does not split
             continue
     return sorted(found, key=lambda each: each[0])
@@ -177,22 +185,22 @@ def check(question: Question) -> None:
             raise ConfigError(f"plan: the {what} is {size}; it must be at least 1")
 
 
-def fails(planned: PlannedStep, cluster: Cluster) -> Inequality | None:
-    """Return why a planned does not fit; None if it does.
+def fits(question: Question, planned: PlannedStep) -> Memory | Inequality:
+    """Return what the heaviest stage holds, or why a planned does not fit.
 
     Raises:
         StrategyError: the strategy does not split the model.
     """
-    if (failed := too_large(planned, cluster.device)) is not None:
+    device = question.cluster.device
+    if (failed := too_large(planned, device)) is not None:
         return failed
-    room, name = cluster.device.usable_bytes, str(planned.strategy)
-    stages = memory(planned, cluster.device)
+    stages = memory(planned, device, question.software)
     most = heaviest(stages)
-    if most.total > room:
-        where = f"on stage {most.stage}" if len(stages) > 1 else "on each device"
-        where = f"{where}, with {planned.microbatch} x {planned.seq_len} tokens"
-        return Inequality(name, where, most.total, room)
-    return None
+    if most.total <= device.usable_bytes:
+        return most
+    where = f"on stage {most.stage}" if len(stages) > 1 else "on each device"
+    where = f"{where}, with {planned.microbatch} x {planned.seq_len} tokens"
+    return Inequality(str(planned.strategy), where, most.total, device.usable_bytes)
 
 
 def too_large(planned: PlannedStep, device: Device) -> Inequality | None:
@@ -217,58 +225,6 @@ def least_bytes(planned: PlannedStep) -> float:
     shard = split / strategy.num_shards
     whole = {"zero1": 2 + (4 if planned.accumulation > 1 else 0), "zero2": 2}
     return STATE_BYTES * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
-
-
-def bound_s(question: Question, planned: PlannedStep) -> float:
-    """Return a time that no step is below: of its operations and its large messages.
-
-    The stage that computes longest takes at least as long as a stage of average size, with a
-    bubble of such stages. Sent are at least the weights of a stage's blocks, in 16 bits.
-    """
-    strategy, software = planned.strategy, question.software
-    spent = model_spent(planned, question.cluster.device, software)
-    of_stage = planned.accumulation / strategy.pp.degree
-    bubble = (strategy.pp.degree - 1) / planned.accumulation / (strategy.pp.option or 1)
-    with_tensor_s = spent.device * of_stage + _tensor_s(question, planned)
-    pipeline_s = max(with_tensor_s, spent.host * of_stage) * (1 + bubble)
-    sent_s, overlap = _sent_s(question, planned), software.overlap
-    return pipeline_s + max(sent_s - overlap * pipeline_s, 0.5 * (1 - overlap) * sent_s)
-
-
-def _tensor_s(question: Question, planned: PlannedStep) -> float:
-    """Return the least time in which tp gathers and scatters around the blocks of a stage."""
-    strategy = planned.strategy
-    tokens = planned.microbatch * planned.accumulation * planned.seq_len / strategy.sample_shards
-    blocks = question.shape.num_layers / strategy.pp.degree
-    sent = 8 * 2 * tokens * question.shape.hidden * blocks * (1 - 1 / strategy.tp.degree)
-    return _least_s(question, strategy, ("tp",), sent)
-
-
-def _sent_s(question: Question, planned: PlannedStep) -> float:
-    """Return the least time in which dp and fsdp send weights and gradients.
-
-    zero3 gathers twice and reduces once for each microbatch, zero2 gathers once.
-    """
-    strategy, count = planned.strategy, num_parameters(question.shape)
-    blocks = question.shape.num_layers // strategy.pp.degree
-    of_block = (count.attention + count.mlp) / question.shape.num_layers
-    weights = 2 * of_block * blocks / strategy.tp.degree
-    times = {"zero3": 3 * planned.accumulation, "zero2": 1 + planned.accumulation}
-    sent_s = 0.0
-    if strategy.fsdp.degree > 1:
-        sent = times.get(strategy.fsdp.kind, 2) * (weights - weights / strategy.num_shards)
-        sent_s = _least_s(question, strategy, AXIS_SETS[SHARDS], sent)
-    replicated = 2 * weights / strategy.num_shards * (1 - 1 / strategy.dp.degree)
-    return sent_s + _least_s(question, strategy, ("dp",), replicated)
-
-
-def _least_s(
-    question: Question, strategy: Strategy, names: tuple[str, ...], sent_bytes: float
-) -> float:
-    group = network.group_of(strategy.mesh_axes(), names)
-    if group.size == 1:
-        return 0.0
-    return sent_bytes / network.reach(group, question.cluster, question.software).bandwidth
 
 
 def _legal_steps(question: Question) -> Iterator[PlannedStep]:
