@@ -5,7 +5,7 @@
 RUNS.jsonl has one run a line; the fields are those of `phalanx predict`. Without --all, of the runs
 that name a core the core is taken. Beside the error of the planner stands the error of a constant:
 the median MFU of the group itself, which no run but those of the group can know. `left out` prices
-each group as if its software had never been seen: with the constants of programs that are unknown.
+each group as if its program had never been seen: with the median of the constants of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from phalanx.errors import PhalanxError
 from phalanx.planner import published
-from phalanx.planner.software import SOFTWARE
+from phalanx.planner.software import typical
 
 
 class Priced(NamedTuple):
@@ -50,7 +50,7 @@ def priced(row: dict[str, Any]) -> Priced | None:
     shape = run.planned.shape
     if (step_s := published.measured_s(row, shape)) is None:
         return None
-    unknown = dataclasses.replace(run, software=SOFTWARE["compiled"])
+    unknown = dataclasses.replace(run, software=typical(without=run.software.name))
     gigabytes, fits = published.held(run)
     tokens = row["global_batch_seqs"] * row["seq_len"]
     peak = run.cluster.device.flops * row["num_gpus"]

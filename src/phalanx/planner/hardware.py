@@ -217,9 +217,12 @@ _NEURONLINK_OUT = _link("NeuronLink v3 between instances", 128, _HOP_S,
 _EFA_P5 = dataclasses.replace(
     _network("32x EFA 100 Gb/s a server", 50, "AWS EC2 P5 instances", "2023-07"),
     latency_s=45e-6,
-    strain=Strain(units=64, bandwidth=32.9 / 361.7, late_s=0.5),
-    source="AWS EC2 P5 instances; a hop, and the strain over 64 nodes: the Ultra-Scale Playbook, "
-    "collectives on 1 to 64 nodes, and pipelines on 64 nodes",
+    strains=tuple(
+        Strain(units=units, bandwidth=gigabytes_per_s / 361.7, late_s=0.5 if units > 32 else 0.0)
+        for units, gigabytes_per_s in ((4, 160.1), (8, 99.6), (16, 84.7), (32, 64.9), (64, 32.9))
+    ),
+    source="AWS EC2 P5 instances; a hop, and bandwidth over nodes: the Ultra-Scale Playbook, "
+    "all-gathers and all-reduces on 1 to 64 nodes; late messages: its pipelines on 64 nodes",
 )
 _EFA3 = _network("16x EFA v3 200 Gb/s an instance", 25, "AWS EC2 Trn2 instances", "2024-12")
 

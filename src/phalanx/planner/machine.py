@@ -134,10 +134,10 @@ class Strain:
 
     units: int
     bandwidth: float
-    late_s: float
+    late_s: float = 0.0
 
 
-_UNSTRAINED: Final = Strain(units=1, bandwidth=1.0, late_s=0.0)
+_UNSTRAINED: Final = Strain(units=1, bandwidth=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class Link:
         latency_s: of one hop.
         measured: collective -> its own latency and bandwidth, where they were measured.
         turn_s: by which a hop is longer for each further rank on a core.
-        strain: how it does over many units; None where nothing is known.
+        strains: how it does over more and more units; none where nothing is known.
     """
 
     name: str
@@ -159,13 +159,12 @@ class Link:
     date: str
     measured: Mapping[str, OpCost] = field(default_factory=dict, hash=False)
     turn_s: float = 4e-4
-    strain: Strain | None = None
+    strains: tuple[Strain, ...] = ()
 
     def over(self, num_units: int) -> Strain:
         """Return how it does between ranks that lie `num_units` apart."""
-        if self.strain is None or num_units < self.strain.units:
-            return _UNSTRAINED
-        return self.strain
+        strained = [each for each in self.strains if each.units <= num_units]
+        return strained[-1] if strained else _UNSTRAINED
 
 
 def ring(op: str, num_ranks: int, num_bytes: float) -> tuple[int, float]:

@@ -23,7 +23,7 @@ from phalanx.planner.held import heaviest, memory, of_libraries
 from phalanx.planner.machine import Cluster, Level
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
-from phalanx.planner.software import SOFTWARE, Software
+from phalanx.planner.software import SOFTWARE, TYPICAL, Software
 from phalanx.strategy import AXES, Strategy
 
 _PROGRAMS: Final = {
@@ -147,7 +147,7 @@ def _software(row: Mapping[str, Any]) -> Software:
     for word, name in _PROGRAMS.items():
         if word in text:
             return SOFTWARE[name]
-    return SOFTWARE["compiled"]
+    return SOFTWARE[TYPICAL]
 
 
 def _shape(row: Mapping[str, Any]) -> ModelShape:

@@ -6,6 +6,8 @@ several makes together. What the hardware can do stands in hardware.py.
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -40,7 +42,7 @@ class Software:
     products: float = 1.0
     attention: float = 1.0
     fusion: float = 1.0
-    launch_s: float = 12e-6
+    launch_s: float = 40e-6
     has_scores: bool = False
     overlap: float = 0.8
     inner_bandwidth: float = 0.8
@@ -53,23 +55,26 @@ class Software:
 
 
 _SOFTWARE = (
-    Software(name="phalanx"),
+    Software(name="phalanx", launch_s=12e-6),
     Software(name="compiled", fusion=0.5, launch_s=4e-6),
     Software(name="megatron", products=1.04, fusion=0.35, has_scores=True, overlap=0.47,
              inner_bandwidth=0.91, outer_bandwidth=0.14, sends_parts=True),
-    Software(name="megatron-deepspeed", products=0.87, fusion=0.63, launch_s=42e-6,
+    Software(name="megatron-deepspeed", products=0.87, fusion=0.63,
              has_scores=True, overlap=0.98, inner_bandwidth=0.45, outer_bandwidth=0.78,
              sends_parts=True),
     Software(name="megatron-core", products=0.59, attention=1.18, fusion=0.72, overlap=0.29,
              inner_bandwidth=0.89, outer_bandwidth=0.76),
     Software(name="llm-foundry", products=0.95, attention=0.95, fusion=0.96, overlap=0.82,
              inner_bandwidth=0.79),
-    Software(name="nanotron", products=0.89, attention=0.81, fusion=0.44, launch_s=42e-6,
-             overlap=0.35, inner_bandwidth=0.98, outer_bandwidth=0.90, entry_s=215e-6, kept=1.3,
+    Software(name="nanotron", products=0.93, attention=0.81, fusion=0.44,
+             overlap=0.35, inner_bandwidth=0.98, outer_bandwidth=0.90, entry_s=220e-6, kept=1.3,
              logit_bytes=10),
     Software(name="maxtext", products=1.12, attention=0.66, fusion=0.93, overlap=0.63,
              inner_bandwidth=0.98, outer_bandwidth=0.68),
 )  # fmt: skip
+
+TYPICAL: Final = "typical"
+"""The name of a program of which nothing is known."""
 
 _DEVICES: Final = {
     "v100": (0.74, 0.30),  # not fitted: as A100
@@ -98,7 +103,24 @@ def on_device(software: Software, device: Device) -> tuple[float, float]:
     return min(1.0, products * software.products), min(1.0, attention * software.attention)
 
 
-SOFTWARE: Final[Mapping[str, Software]] = MappingProxyType({each.name: each for each in _SOFTWARE})
+def typical(without: str = "") -> Software:
+    """Return the median of each constant over the programs of others, for one that is not known.
+
+    Args:
+        without: a program that is left out.
+    """
+    others = [each for each in _SOFTWARE[1:] if each.name != without]
+    medians = {
+        field.name: statistics.median(getattr(each, field.name) for each in others)
+        for field in dataclasses.fields(Software)
+        if field.type == "float" and field.name != "entry_s"
+    }
+    return Software(name=TYPICAL, **medians)
+
+
+SOFTWARE: Final[Mapping[str, Software]] = MappingProxyType(
+    {each.name: each for each in (*_SOFTWARE, typical())}
+)
 """Name -> software."""
 
 
