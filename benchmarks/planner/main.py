@@ -50,7 +50,9 @@ def priced(row: dict[str, Any]) -> Priced | None:
     shape = run.planned.shape
     if (step_s := published.measured_s(row, shape)) is None:
         return None
-    unknown = dataclasses.replace(run, software=typical(without=run.software.name))
+    of_others = typical(without=run.software.name)
+    of_others = dataclasses.replace(of_others, speed_up=run.software.speed_up)
+    unknown = dataclasses.replace(run, software=of_others)
     gigabytes, fits = published.held(run)
     tokens = row["global_batch_seqs"] * row["seq_len"]
     peak = run.cluster.device.flops * row["num_gpus"]
