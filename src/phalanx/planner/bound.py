@@ -51,7 +51,8 @@ def _tensor_s(planned: PlannedStep, cluster: Cluster, software: Software) -> flo
     strategy, calls = planned.strategy, _CALLS * planned.shape.num_layers
     sent = calls * _stream_bytes(planned) * (1 - 1 / strategy.tp.degree)
     group = network.group_of(strategy.mesh_axes(), ("tp",))
-    return network.seconds("all_gather", group, sent, calls, cluster, software)
+    halves = "all_gather", "reduce_scatter"
+    return sum(network.seconds(op, group, sent / 2, calls // 2, cluster, software) for op in halves)
 
 
 def _messages_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
@@ -86,4 +87,7 @@ def _least_s(
     planned: PlannedStep, names: tuple[str, ...], sent: float, cluster: Cluster, software: Software
 ) -> float:
     group = network.group_of(planned.strategy.mesh_axes(), names)
-    return sent / network.reach(group, cluster, software).bandwidth if group.size > 1 else 0.0
+    if group.size == 1:
+        return 0.0
+    measured = [cost.bandwidth for level in cluster.levels for cost in level.link.measured.values()]
+    return sent / max(network.reach(group, cluster, software).bandwidth, *measured, 0.0)
