@@ -9,6 +9,7 @@ exchange is added.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,9 +86,12 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
     sequences = row.get("global_batch_seqs") or microbatch * replicas * (row.get("grad_accum") or 1)
     accumulation = max(1, round(sequences / (microbatch * replicas)))
     software = _of_precision(row, _software(row))
+    shape, strategy = _shape(row), Strategy.parse(_strategy(row))
+    if software.name == "nanotron" and 1 < strategy.pp.degree <= shape.num_layers:
+        strategy = dataclasses.replace(strategy, cut=_cut(shape, strategy.pp.degree))
     planned = PlannedStep(
-        shape=_shape(row),
-        strategy=Strategy.parse(_strategy(row)),
+        shape=shape,
+        strategy=strategy,
         seq_len=row["seq_len"],
         microbatch=microbatch,
         accumulation=accumulation,
@@ -213,6 +217,21 @@ def _strategy(row: Mapping[str, Any]) -> str:
     if policy in ("full", "selective"):
         parts.append(f"recompute:{policy}")
     return ",".join(parts) or "dp1"
+
+
+def _cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Return the links of nanotron's stages: a stage ends where it has its part of the cost.
+
+    Blocks and the head cost their parameters, and the embedding nothing.
+    """
+    count, num_layers = num_parameters(shape), shape.num_layers
+    head = shape.vocab_size * shape.hidden / (count.attention + count.mlp) * num_layers
+    part = (num_layers + head) / num_stages
+    ends = [0]
+    for stage in range(1, num_stages):
+        most = 1 + num_layers - (num_stages - 1 - stage)
+        ends.append(min(most, max(ends[-1] + 1, 1 + math.ceil(stage * part))))
+    return tuple(after - before for before, after in itertools.pairwise([*ends, num_layers + 2]))
 
 
 def _cluster(row: Mapping[str, Any], num_devices: int) -> Cluster:

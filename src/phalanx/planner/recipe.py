@@ -1,13 +1,13 @@
 """The field's rules for a strategy: of thumb, by sizes alone; and by fit, by what a device holds.
 
     of thumb   data parallelism up to 128 devices and 1 B parameters; FSDP above; HSDP above 256
-               devices; context, pipeline and tensor parallelism above 1,000 devices, 50 B
+               devices; rings, pipelines and tensor parallelism above 1,000 devices, 50 B
                parameters or 16 K tokens
     by fit     one device holds the model            data parallelism
                one device holds its largest layer    FSDP, in the smallest unit that holds the rest
                none holds it                         tensor parallelism on the fast links of a host,
                                                      and pipelines over the slow ones between hosts
-               none holds a sequence                 context parallelism
+               none holds a sequence                 a ring of ranks that split its positions
                fewer sequences than devices          tensor parallelism and pipelines, as above
 
 Either takes the largest microbatch that fits, and recomputes where none fits without
@@ -27,6 +27,7 @@ from phalanx.account.parameters import num_parameters
 from phalanx.models.shape import ModelShape
 from phalanx.planner.machine import Cluster
 from phalanx.strategy import AXES, Axis, Strategy
+from phalanx.strategy.kinds import PARALLEL
 
 RING: Final = next(name for name in AXES if name not in ("pp", "dp", "fsdp", "tp"))
 """The axis that splits positions, whose ranks form a ring."""
@@ -137,7 +138,8 @@ def of_thumb(of: Sizes) -> Rule:
     ]  # fmt: skip
     if above:
         is_large = num > MOST_DEVICES or parameters > MOST_PARAMETERS
-        name = "context, pipeline and tensor parallelism" if is_large else "context parallelism"
+        names = [PARALLEL[RING], *([f"{PARALLEL['pp']} and {PARALLEL['tp']}"] if is_large else [])]
+        name = f"{', '.join(names)} parallelism"
         return Rule(name, ", ".join(above), _with_data(of, _by_thumb(of, is_large=is_large)))
     if parameters <= MOST_REPLICATED and num <= MOST_REPLICAS:
         why = f"{_billions(parameters)} parameters <= {_billions(MOST_REPLICATED)}"

@@ -69,8 +69,8 @@ _SOFTWARE = (
     Software(name="llm-foundry", products=0.95, attention=0.95, fusion=0.96, overlap=0.82,
              inner_bandwidth=0.79),
     Software(name="nanotron", products=0.93, attention=0.81, fusion=0.44,
-             overlap=0.35, inner_bandwidth=0.98, outer_bandwidth=0.90, entry_s=220e-6, kept=1.3,
-             logit_bytes=10),
+             overlap=0.35, inner_bandwidth=0.98, outer_bandwidth=0.90, entry_s=220e-6, kept=1.1,
+             logit_bytes=8),
     Software(name="maxtext", products=1.12, attention=0.66, fusion=0.93, overlap=0.63,
              inner_bandwidth=0.98, outer_bandwidth=0.68),
 )  # fmt: skip

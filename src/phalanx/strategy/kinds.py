@@ -109,6 +109,9 @@ KINDS: Final = {
 AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
 """The axes, outer to inner."""
 
+PARALLEL: Final = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
+"""Axis -> the word by which the field names its parallelism."""
+
 
 def built() -> dict[str, str]:
     """Return the text form of all that runs today, N for a degree, and what it does."""
