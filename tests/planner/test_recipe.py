@@ -10,7 +10,7 @@ import pytest
 from phalanx.models.registry import shape_of
 from phalanx.planner import recipe
 from phalanx.planner.hardware import CLUSTERS, cluster
-from phalanx.planner.recipe import Sizes, by_fit, held, inequality, of_thumb, sizes_of
+from phalanx.planner.recipe import JobSizes, by_fit, held, inequality, of_thumb, sizes_of
 from phalanx.strategy import Strategy
 
 MODELS = {0.124: "gpt2-124m", 1.24: "llama3-1b", 8.03: "llama3-8b", 70.6: "llama3-70b",
@@ -82,7 +82,7 @@ params devices sequence  rule of thumb                            choice        
 """  # noqa: E501
 
 
-def sizes(model: str, num_devices: int, seq_len: int) -> Sizes:
+def sizes(model: str, num_devices: int, seq_len: int) -> JobSizes:
     """Return a job of 16.8 million tokens a step, or fewer, on the cluster of Llama 3."""
     of = cluster(f"h100-llama3:{num_devices}")
     return sizes_of(shape_of(model), of, seq_len, 2048 * 8192 // seq_len)
@@ -122,7 +122,7 @@ def test_a_choice_uses_all_devices(rule: recipe.Rule) -> None:
 
 def test_two_layers_of_8_gb_on_devices_of_10_gb() -> None:
     """8 GB are half a billion parameters in weights, gradients and moments of 32 bits."""
-    of = Sizes(
+    of = JobSizes(
         layers=(500_000_000, 500_000_000),
         activation_bytes=0.0,
         heads=1,

@@ -15,7 +15,7 @@ from phalanx.planner.planned import PlannedStep
 from phalanx.planner.software import Software
 
 _ITEM_BYTES = 2
-"""Of what is sent, at least."""
+"""Of an element that is sent, at least."""
 
 _BUBBLE = 0.9
 """The least part of the bubble of equal stages: stages are not all alike."""

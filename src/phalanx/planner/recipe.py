@@ -55,7 +55,7 @@ _PART: Final = {"pp": 0.25}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class JobSizes:
     """What the rules look at.
 
     Attributes:
@@ -91,14 +91,14 @@ class Rule(NamedTuple):
     strategy: Strategy
 
 
-def sizes_of(shape: ModelShape, cluster: Cluster, seq_len: int, num_sequences: int) -> Sizes:
+def sizes_of(shape: ModelShape, cluster: Cluster, seq_len: int, num_sequences: int) -> JobSizes:
     """Return the sizes of a job."""
     of = num_parameters(shape)
     block = (of.attention + of.mlp + of.norm) // shape.num_layers
     layers = [of.embedding + of.position, *[block] * shape.num_layers, of.output]
     # Korthikanti et al. 2022, section 4, 16 bits: inputs of blocks, and all of one block at work.
     of_block = 34 * shape.hidden if shape.mlp == "gelu" else 18 * shape.hidden + 8 * shape.ffn
-    return Sizes(
+    return JobSizes(
         layers=tuple(layers),
         activation_bytes=seq_len * (2 * shape.hidden * shape.num_layers + of_block),
         heads=math.gcd(shape.num_heads, shape.num_kv_heads),
@@ -121,7 +121,7 @@ def units_of(cluster: Cluster) -> tuple[int, ...]:
     )
 
 
-def of_thumb(of: Sizes) -> Rule:
+def of_thumb(of: JobSizes) -> Rule:
     """Return the rule of thumb on which a job stands, and its choice."""
     num, parameters = of.num_devices, of.parameters
     if num == 1:
@@ -154,7 +154,7 @@ def of_thumb(of: Sizes) -> Rule:
     return Rule("FSDP", why, Strategy().with_degree("fsdp", num))
 
 
-def by_fit(of: Sizes) -> Rule:
+def by_fit(of: JobSizes) -> Rule:
     """Return the rule by fit on which a job stands, and its choice."""
     room, num = of.device_bytes, of.num_devices
     if num == 1 or (held(of, Strategy()) <= room and _is_dealt(of, Strategy())):
@@ -179,7 +179,7 @@ def by_fit(of: Sizes) -> Rule:
     return Rule("nothing fits", why, _with_data(of, split))
 
 
-def held(of: Sizes, strategy: Strategy) -> float:
+def held(of: JobSizes, strategy: Strategy) -> float:
     """Return the bytes of a rank: its shard of the state, a gathered layer, and one sequence.
 
     A pipeline has as many sequences in flight as stages, of each a stage's part.
@@ -190,24 +190,24 @@ def held(of: Sizes, strategy: Strategy) -> float:
     return state + gathered + of.activation_bytes / (tp * strategy.sample_shards)
 
 
-def inequality(of: Sizes, strategy: Strategy) -> str:
+def inequality(of: JobSizes, strategy: Strategy) -> str:
     """Return whether a strategy fits, as an inequality."""
     sign = "<=" if held(of, strategy) <= of.device_bytes else ">"
     name = "one device" if strategy.num_ranks == 1 else str(strategy)
     return f"{name} {_gb(held(of, strategy))} {sign} {_gb(of.device_bytes)}"
 
 
-def _sharded(of: Sizes, split: Strategy) -> Strategy:
+def _sharded(of: JobSizes, split: Strategy) -> Strategy:
     """Return a strategy with FSDP over all devices that a split leaves."""
     return split.with_degree("fsdp", of.num_devices // split.num_ranks)
 
 
-def _is_dealt(of: Sizes, split: Strategy) -> bool:
+def _is_dealt(of: JobSizes, split: Strategy) -> bool:
     """Return whether the sequences deal out evenly over the ranks beside a split."""
     return of.num_sequences % (of.num_devices // split.num_ranks) == 0
 
 
-def _splits(of: Sizes, *, is_long: bool) -> Iterator[Strategy]:
+def _splits(of: JobSizes, *, is_long: bool) -> Iterator[Strategy]:
     """Yield splits: a longer and longer ring, or tp within a host; then tp, then pipelines."""
     num, split = of.num_devices, Strategy()
     if is_long:
@@ -223,7 +223,7 @@ def _splits(of: Sizes, *, is_long: bool) -> Iterator[Strategy]:
             yield split.with_degree("pp", pp)
 
 
-def _rings(of: Sizes, num_devices: int) -> list[int]:
+def _rings(of: JobSizes, num_devices: int) -> list[int]:
     """Return the degrees of a ring whose ranks have tokens enough, two equal chunks each."""
     most = max(1, of.seq_len // _TOKENS_OF_RANK)
     return [
@@ -231,7 +231,7 @@ def _rings(of: Sizes, num_devices: int) -> list[int]:
     ]
 
 
-def _by_thumb(of: Sizes, *, is_large: bool) -> Strategy:
+def _by_thumb(of: JobSizes, *, is_large: bool) -> Strategy:
     """Return what splits samples, layers and tensors: a host, and stages that hold little."""
     left, strategy = of.num_devices, Strategy()
     if is_large:
@@ -247,7 +247,7 @@ def _by_thumb(of: Sizes, *, is_large: bool) -> Strategy:
     return strategy
 
 
-def _with_data(of: Sizes, split: Strategy) -> Strategy:
+def _with_data(of: JobSizes, split: Strategy) -> Strategy:
     """Return a strategy with FSDP over the other devices.
 
     Of a large job within the smallest unit whose devices hold the state in half of their memory.
