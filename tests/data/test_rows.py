@@ -40,9 +40,9 @@ def test_lists_of_names_and_numbers_have_a_row_each(rows: torch.Tensor | slice) 
         "of": "abc",
         "pair": [8],
     }
-    taken = take_rows(batch, rows)
+    taken = take_rows(batch | {"scale": torch.tensor(0.5)}, rows)
     numbers = whole[rows].tolist()
     assert taken["x"].tolist() == numbers
     assert taken["in"][0] == [names[number] for number in numbers]
     assert taken["in"][1].x["y"] == tuple(map(float, numbers))
-    assert taken["of"] == "abc" and taken["pair"] == [8]
+    assert float(taken["scale"]) == 0.5 and taken["of"] == "abc" and taken["pair"] == [8]

@@ -1,8 +1,8 @@
 """Batches of any form: a tensor, or mappings, lists, tuples and dataclasses of tensors.
 
 The first dimension of every tensor is the samples, which are called rows. A list of as many strings
-or numbers has one for each row, as default_collate makes it of names; any other value is of all.
-Samples of text, which `samples.py` packs, are one such form.
+or numbers has one for each row, as default_collate makes it of names; any other value is of all, a
+tensor without dimensions too. Samples of text, which `samples.py` packs, are one such form.
 """
 
 from __future__ import annotations
@@ -74,9 +74,14 @@ def take_rows(batch: Any, rows: Tensor | slice) -> Any:
         values = cast("Sequence[Any]", part)
         return len(values) == num_rows and all(isinstance(v, str | int | float) for v in values)
 
+    def take(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        return tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)]
+
     return map_tensors(
         batch,
-        lambda tensor: tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)],
+        take,
         lambda part: type(part)(part[at] for at in numbers) if has_rows(part) else part,
         has_rows,
     )
@@ -93,13 +98,13 @@ def count_rows(batch: Any) -> int:
     """Return the first dimension of the tensors of a batch.
 
     Raises:
-        ConfigError: there is no tensor in it, or they differ.
+        ConfigError: no tensor in it has rows, or they differ.
     """
-    sizes = {len(tensor) for tensor in tensors_of(batch)}
+    sizes = {len(tensor) for tensor in tensors_of(batch) if tensor.ndim}
     if not sizes:
         raise ConfigError(
-            f"a batch is a {type(batch).__name__} without a tensor; expected one at least, whose "
-            "first dimension is the samples"
+            f"a batch is a {type(batch).__name__} without a tensor whose first dimension is the "
+            "samples; expected one at least"
         )
     if len(sizes) > 1:
         raise ConfigError(

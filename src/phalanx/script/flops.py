@@ -44,7 +44,7 @@ class ModuleFlops:
 
         Those that are padded to the longest of their batch may not.
         """
-        filled = [each for each in microbatches if any(len(t) for t in tensors_of(each))]
+        filled = [each for each in microbatches if any(len(t) for t in tensors_of(each) if t.ndim)]
         return all(row_shapes(each) == self.row_shapes for each in filled)
 
 
