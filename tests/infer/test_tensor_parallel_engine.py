@@ -54,10 +54,12 @@ def test_tokens_equal_generate(strategy: str, cache_tokens: int, tmp_path: Path)
         ("tp4:2d", "the nearest are tp4 and tp4:megatron"),
         ("tp3", "3"),
         ("tpx", "tpx"),
+        ("tp2 --max-tokens 500", "the model has 128 positions"),  # what the first rank finds
     ],
 )
 def test_another_strategy_is_refused(
     strategy: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", str(published(tmp_path)), "--strategy", strategy]) == 2
+    words = ["generate", str(published(tmp_path)), "--prompt", "a", "--strategy"]
+    assert main([*words, *strategy.split()]) == 2
     assert message in capsys.readouterr().err
