@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 import torch
-from throughput import CACHE_TOKENS, twins, workload
 
 from phalanx.infer.assembly import cache_sizes
 from phalanx.infer.engine import Engine
@@ -22,6 +21,7 @@ from phalanx.infer.pool import BlockPool
 from phalanx.infer.quantize import quantize_linears
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
+from throughput import CACHE_TOKENS, twins, workload
 
 
 def engine(model: Any, cache_type: type[KVCache]) -> tuple[Engine, int]:
