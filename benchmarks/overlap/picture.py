@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from drawing import Drawing
+from phalanx.show.drawing import SvgDrawing
 
 COLOURS = {
     "computes": "#9db8d9", "waits": "#d9694f", "gathers": "#79b48a", "reductions": "#e0b354",
@@ -28,7 +28,9 @@ def label(name: str) -> str:
     return name.split(" ")[-1].removeprefix("blocks.").removeprefix("wait")
 
 
-def draw(drawing: Drawing, top: float, title: str, spans: list[dict[str, Any]], us: float) -> None:
+def draw(
+    drawing: SvgDrawing, top: float, title: str, spans: list[dict[str, Any]], us: float
+) -> None:
     """Draw one way below `top`; `us` is the width of a microsecond."""
     drawing.texts([(LEFT, top, title)], 12, weight="bold")
     for row, (track, colour) in enumerate(COLOURS.items()):
@@ -57,7 +59,7 @@ def main() -> None:
     titles = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     shown = [process for process, title in titles.items() if title.endswith("rank 0")]
     us = INNER / max(e["ts"] + e["dur"] for p in shown for e in spans_of(events, p))
-    drawing = Drawing(LEFT + INNER + 20, PANEL * len(shown) + 20)
+    drawing = SvgDrawing(LEFT + INNER + 20, PANEL * len(shown) + 20)
     for number, process in enumerate(shown):
         title = f"in flight: {titles[process].replace('none in flight', 'none')}"
         draw(drawing, 20 + PANEL * number, title, spans_of(events, process), us)

@@ -38,7 +38,7 @@ from phalanx.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import write_result
-from drawing import Drawing
+from phalanx.show.drawing import SvgDrawing
 
 NUM_ROWS, SEQ_LEN, NUM_KEPT = 4, 64, 2
 MIB = 2**20
@@ -198,7 +198,7 @@ def draw(num_blocks: int, path: Path) -> None:
     traces = {name: step(build(num_blocks, way)) for name, way in chosen.items()}
     sizes = [num_bytes for trace in traces.values() for _, _, num_bytes in trace.events]
     span = math.log(min(sizes)), math.log(max(trace.peak_bytes for trace in traces.values()))
-    drawing = Drawing(50 + COLUMN * len(traces), BLOCKS + HELD + 125)
+    drawing = SvgDrawing(50 + COLUMN * len(traces), BLOCKS + HELD + 125)
     for column, (name, trace) in enumerate(traces.items()):
         draw_way(drawing, 50 + COLUMN * column, num_blocks, name, trace, span)
     drawing.texts([(8, 130, "block"), (8, BLOCKS + 105, "held,"), (8, BLOCKS + 118, "MiB")], 10)
@@ -209,7 +209,7 @@ def draw(num_blocks: int, path: Path) -> None:
 
 
 def draw_way(
-    drawing: Drawing,
+    drawing: SvgDrawing,
     left: float,
     num_blocks: int,
     name: str,

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.cli.show import TOPICS, predecessor, si
+from phalanx.cli.show import CATALOGUE, predecessor, si
 from phalanx.planner.hardware import DEVICES
+from phalanx.show.topics import RUN
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -82,6 +83,12 @@ def test_the_picture_names_every_device(capsys: pytest.CaptureFixture[str], tmp_
         (["device", "h10"], "did you mean 'h100'"),
         (["device"], "such as h100"),
         (["devises"], "did you mean 'devices'"),
+        (["zero4"], "did you mean 'zero3'"),
+        (["ring", "--ranks", "9"], "ranks is 9; expected"),
+        (["ring", "--svg", "a.png"], "the nearest is a.svg"),
+        (["all-to-all", "--algorithm", "tree"], "all-to-all is written by ring"),
+        (["tp-2d", "--ranks", "3"], "the nearest"),
+        (["p2p", "--ranks", "1"], "a message needs 2"),
         (["devices", "--svg", "a.png"], "the nearest is a.svg"),
         (["devices", "--svg", "no/such/folder/a.svg"], "no/such/folder/a.svg: No such file"),
         (["devices", "h100"], "'h100' on the command line belongs to no option"),
@@ -96,10 +103,35 @@ def test_what_is_wrong_gets_one_message(
     assert not captured.out
 
 
-def test_help_lists_topics_and_clusters(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "--help")
-    assert all(f"\n  {topic} " in text for topic in TOPICS) and "h100-llama3" in text
+def test_no_topic_lists_them_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys)
+    rows = [line.split("  ")[0] for line in text.splitlines()]
+    assert [row for row in rows if row in RUN] == [*RUN]
+    assert {*CATALOGUE} < {*rows} and "h100-llama3" in text
+    assert shown(capsys, "--help") == text
     assert "--svg" in shown(capsys, "devices", "help")
+    assert "--algorithm" in shown(capsys, "ring", "help")
+
+
+def test_a_topic_is_run_printed_and_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "ring.svg"
+    *lines, last = shown(capsys, "ring", "--svg", str(path), "--json").splitlines()
+    assert all(len(line) <= 100 for line in lines if not line.endswith("."))
+    assert "   0      1  c" not in lines and lines[0] == "all-reduce by ring, 4 ranks"
+    assert sum("reduce-scatter" in line and line.startswith("step") for line in lines) == 3
+    assert sum("all-gather" in line and line.startswith("step") for line in lines) == 3
+    assert "torch.distributed.all_reduce gave the same on every rank." in lines
+    frames = json.loads(last)["parts"][0]["frames"]
+    assert frames[-1]["cells"] == [["1111", "2222", "3333", "4444"]] * 4
+    root = ElementTree.parse(path).getroot()
+    turns = [each for each in root.iter() if each.get("attributeName") == "opacity"]
+    assert len(turns) == len(frames) == 7
+    values = [each.get("values", "").split(";") for each in turns]
+    assert [value.index("1") for value in values] == [*range(7)]
+    assert all(value.count("1") == 1 for value in values)
+    assert sum(each.tag.endswith("animateMotion") for each in root.iter()) == 6 * 4
 
 
 def test_prefixes_of_units() -> None:

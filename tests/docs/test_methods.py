@@ -53,7 +53,7 @@ SPLITS = {
 """Axis -> what it splits, in the order of the table."""
 
 COMMANDS = {
-    "pp": "python benchmarks/pipeline/bubble.py --schedule {kind}",
+    "pp": "phalanx show {kind}",
 }
 """Axis -> what shows a method best, where it is not `phalanx verify`."""
 
@@ -62,14 +62,9 @@ def table() -> str:
     rows = ["| name in the field | run this |", "|---|---|"]
     for text, (method, _) in METHODS.items():
         axis, kind = sorted(kinds_of(text))[-1]
-        run = COMMANDS.get(axis, f"phalanx verify {text}").format(kind=kind_text(text) or kind)
+        run = COMMANDS.get(axis, f"phalanx verify {text}").format(kind=kind)
         rows.append(f"| {method} | `{run}` |")
     return "\n".join(rows)
-
-
-def kind_text(text: str) -> str:
-    """Return the kind of a strategy of one axis as it is written, with its option."""
-    return text.partition(":")[2]
 
 
 def overview() -> str:

@@ -37,7 +37,7 @@ VERBS: Final[Mapping[str, str]] = {
     "bench": "measure this machine: matmul ceiling, MFU, scaling, the time of each layer",
     "plan": "find the fastest strategies that fit a model on a cluster, by pricing them",
     "predict": "predict time and memory of published runs, of which a file has one a line",
-    "show": "show devices and clusters of the catalogue: peaks, memory, links, their sources",
+    "show": "run a method on ranks, step by step; or show devices and clusters of the catalogue",
     "doctor": "show versions, devices and backends, and let two processes meet",
     "convert": "turn Hugging Face weights into a checkpoint, or back",
     "generate": "continue prompts with a trained model, on the screen",

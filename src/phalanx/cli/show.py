@@ -1,13 +1,13 @@
-"""`phalanx show`: the hardware catalogue, as tables and a picture."""
+"""`phalanx show`: what a method does, run step by step; and the hardware catalogue."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +19,10 @@ from phalanx.errors import ConfigError, nearest
 from phalanx.planner import hardware
 from phalanx.planner.chart import draw_devices
 from phalanx.planner.machine import Chip, Cluster, Device, Level
+from phalanx.show import topics
+
+if TYPE_CHECKING:
+    from phalanx.show.shown import Shown, ShowRun
 
 BESIDE: Final = ("v100", "a100-40", "a100", "h100", "h200", "b200", "mi300x", "tpu-v5p")
 """Devices that stand beside the one that is shown."""
@@ -56,27 +60,52 @@ class ShowDevices:
 
 
 def run(argv: list[str]) -> int:
-    """Show what the first word names.
+    """Show what the first word names; without one, list what there is.
 
     Raises:
         ConfigError: there is nothing of this name.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_usage(), file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else 2
+        _list_topics()
+        return 0
     topic, *words = argv
-    if topic not in TOPICS:
+    known = [*topics.RUN, *CATALOGUE]
+    if topic not in known:
         raise ConfigError(
-            f"{topic!r} is nothing that show knows{nearest(topic, TOPICS)}; it shows "
-            f"{', '.join(TOPICS)}"
+            f"{topic!r} is nothing that show knows{nearest(topic, known)}; it shows "
+            f"{', '.join(known)}"
         )
-    schema, show = TOPICS[topic]
+    is_run = topic in topics.RUN
+    schema, show = topics.RUN[topic].load() if is_run else CATALOGUE[topic]
     words = ["--help"] if words[:1] == ["help"] else words
     config = read_command_line(words, schema, prog=f"phalanx show {topic}")
-    document = show(config)
+    document = (_show_run if is_run else show)(config, *([show] if is_run else []))
     if config.json:
         print_json(document)
     return 0
+
+
+def _show_run(config: ShowRun, show: Callable[[Any], Shown]) -> Any:
+    """Run a topic, print it, and draw it if asked; return it for JSON."""
+    from phalanx.show.animation import draw
+    from phalanx.show.tables import printed
+
+    path = None if config.svg is None else Path(config.svg)
+    if path is not None and path.suffix != ".svg":
+        raise ConfigError(f"{path} is no name of an SVG; the nearest is {path.with_suffix('.svg')}")
+    shown, console = show(config), screen()
+    for what, style in printed(shown):
+        if isinstance(what, str):
+            say(console, what, style)
+        else:
+            console.print(what)
+    if path is not None:
+        try:
+            draw(shown, path)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        say(console, f"wrote {path}")
+    return dataclasses.asdict(shown)
 
 
 def show_cluster(config: ShowCluster) -> Any:
@@ -276,18 +305,26 @@ def _named(name: str | None, form: str, example: str) -> str:
     return name
 
 
-TOPICS: Final[Mapping[str, tuple[type[Any], Callable[[Any], Any]]]] = {
+CATALOGUE: Final[Mapping[str, tuple[type[Any], Callable[[Any], Any]]]] = {
     "cluster": (ShowCluster, show_cluster),
     "device": (ShowDevice, show_device),
     "devices": (ShowDevices, show_devices),
 }
-"""What can be shown -> its settings, and what shows it and returns it for JSON."""
+"""What of the catalogue can be shown -> its settings, and what shows it and returns it for JSON."""
 
 
-def _usage() -> str:
-    lines = ["usage: phalanx show TOPIC [OPTIONS]", "", "Show the hardware catalogue:", ""]
-    for topic, (schema, _) in TOPICS.items():
-        about = (schema.__doc__ or "").partition(".")[0].removeprefix("Show ")
-        lines.append(f"  {topic:<8} {about}")
-    lines += ["", f"clusters: {', '.join([*hardware.CLUSTERS, hardware.THIS])}"]
-    return "\n".join([*lines, "", "phalanx show TOPIC --help lists a topic's options."])
+def _list_topics() -> None:
+    """Print the topics, first the methods, then the catalogue."""
+    console = screen()
+    say(console, "usage: phalanx show TOPIC [OPTIONS]\n")
+    say(console, "Run a method on 4 ranks of this host, step by step (--ranks N, --svg FILE):\n")
+    rows = [(name, topic.about) for name, topic in topics.RUN.items()]
+    console.print(_table(("topic", "shows"), rows, numbers=()))
+    say(console, "\nShow the hardware catalogue:\n")
+    rows = [
+        (name, (schema.__doc__ or "").partition(".")[0].removeprefix("Show "))
+        for name, (schema, _) in CATALOGUE.items()
+    ]
+    console.print(_table(("topic", "shows"), rows, numbers=()))
+    say(console, f"\nclusters: {', '.join([*hardware.CLUSTERS, hardware.THIS])}")
+    say(console, "phalanx show TOPIC --help lists a topic's options.")

@@ -48,7 +48,8 @@ __all__ = [
     "recv", "reduce", "reduce_scatter", "scatter", "send",
 ]  # fmt: skip
 
-Group = dist.ProcessGroup | None
+Group = dist.ProcessGroup | int | None
+"""A group as `torch.distributed.new_group` returns it: a number where this rank is not in it."""
 
 DEFAULT: Final = {
     "broadcast": "tree", "reduce": "tree", "scatter": "tree", "gather": "tree",

@@ -92,10 +92,11 @@ class Tally:
 class Ledger(Watch):
     """Counts the collectives that run inside `with Ledger(comm) as ledger:`."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, tally: Tally | None = None) -> None:
+        """Count into a tally of one's own, if there is one."""
         super().__init__()
         self._axis_of = comm.axis_by_ranks()
-        self._tally = Tally()
+        self._tally = Tally() if tally is None else tally
 
     def entries(self) -> list[Entry]:
         """Return what was counted, alike collectives added up, in the order first seen."""

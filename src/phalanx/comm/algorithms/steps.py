@@ -18,7 +18,7 @@ gather, an all-gather the reduce-scatter (Chan et al., Collective communication,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -46,12 +46,18 @@ class CollectiveStep(NamedTuple):
 Steps = tuple[CollectiveStep, ...]
 
 
-def moves_of(source: int, target: int, chunks: Iterable[int]) -> Iterator[Move]:
-    """Yield a move for each run of consecutive chunks."""
-    ordered = sorted(chunks)
-    for _, run in itertools.groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
-        numbers = [number for _, number in run]
-        yield Move(source, target, range(numbers[0], numbers[-1] + 1))
+def runs_of(numbers: Iterable[int]) -> list[range]:
+    """Return the runs of consecutive numbers."""
+    runs = list[range]()
+    for number in sorted(numbers):
+        begin = runs.pop().start if runs and runs[-1].stop == number else number
+        runs.append(range(begin, number + 1))
+    return runs
+
+
+def moves_of(source: int, target: int, chunks: Iterable[int]) -> list[Move]:
+    """Return a move for each run of consecutive chunks."""
+    return [Move(source, target, run) for run in runs_of(chunks)]
 
 
 def steps_of(part: str, moves: Iterable[Iterable[Move]]) -> Steps:

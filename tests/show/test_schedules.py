@@ -6,57 +6,60 @@ import dataclasses
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from forked_torchrun import run_script as run_script_alone
 from marks import by_hand
-from phalanx.cli.bench import measure
-from phalanx.errors import ConfigError, StrategyError
+from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
+from phalanx.parallel.pipeline.lowering import lower
+from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule
 from phalanx.parallel.pipeline.simulate import Span, most_in_flight, simulate
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/pipeline"))
-import bubble
-from bubble import (
-    PipelineConfig,
+from phalanx.show import schedules
+from phalanx.show.schedules import (
+    ShowSchedule,
     joined,
     measured_timeline,
-    parse_schedule,
     parts_of,
     plan,
+    schedule_of,
+    show_schedule,
     stage_times,
 )
-from timed import RankRecord, StageTimes, run_rank
-from timeline import Outcome, trace_of
+from phalanx.show.shown import Grid, Lanes, Outcome
+from phalanx.show.timed import RankRecord, WaitTimes, run_rank
 
-SCRIPT = Path(bubble.__file__)
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved/2", "zb/1", "zb/2", "zbv", "dualpipev")
 
 
-def schedule_of(text: str, p: int, m: int) -> Schedule:
-    axis = parse_schedule(text, p)
-    return build_schedule(axis.kind, p, m, axis.option or 1)
+def config_of(text: str, p: int, m: int, **times_ms: float) -> tuple[str, ShowSchedule]:
+    kind, _, chunks = text.partition("/")
+    asked = int(chunks) if chunks else None
+    return kind, ShowSchedule(ranks=p, microbatches=m, chunks=asked, **times_ms)  # pyright: ignore[reportArgumentType]
+
+
+def built(text: str, p: int, m: int) -> Schedule:
+    return schedule_of(*config_of(text, p, m))
 
 
 def planned(text: str, p: int, m: int, **times_ms: float) -> Outcome:
-    config = PipelineConfig(schedule=text, ranks=p, microbatches=m, **times_ms)  # pyright: ignore[reportArgumentType]
-    schedule = schedule_of(text, p, m)
+    kind, config = config_of(text, p, m, **times_ms)
+    schedule = schedule_of(kind, config)
     return plan(schedule, stage_times(config, schedule))
 
 
+def in_flight(text: str, p: int, m: int) -> list[float]:
+    chunks = len(built(text, p, m).stages_of(0))
+    return [held / chunks for held in planned(text, p, m).held]
+
+
 def test_every_kind_is_covered() -> None:
-    assert {parse_schedule(text, 4).kind for text in SCHEDULES} == set(KINDS)
+    assert {text.partition("/")[0] for text in SCHEDULES} == set(KINDS)
 
 
 @pytest.mark.parametrize(
-    ("text", "mfu", "in_flight"),
+    ("text", "mfu", "held"),
     [
         ("naive", 1 / 4, [1, 1, 1, 1]),
         ("gpipe", 4 / 7, [4, 4, 4, 4]),
@@ -68,11 +71,11 @@ def test_every_kind_is_covered() -> None:
         ("dualpipev", 24 / 33, [2.5, 3, 3.5, 4]),
     ],
 )
-def test_four_stages_and_four_microbatches(text: str, mfu: float, in_flight: list[float]) -> None:
+def test_four_stages_and_four_microbatches(text: str, mfu: float, held: list[float]) -> None:
     found = planned(text, 4, 4)
     assert found.highest_mfu == pytest.approx(mfu)
     assert found.timeline.bubble == pytest.approx(1 - mfu)
-    assert found.in_flight == in_flight
+    assert in_flight(text, 4, 4) == held
 
 
 def test_the_table_in_the_document_has_the_planned_figures() -> None:
@@ -83,7 +86,7 @@ def test_the_table_in_the_document_has_the_planned_figures() -> None:
         bubble, mfu = f"{100 * found.timeline.bubble:.1f} %", f"{100 * found.highest_mfu:.1f} %"
         measured = r"[\d.]+( %)?"
         cells = (f"`{text}`", step, measured, bubble, measured, mfu, measured)
-        row = " \\| ".join((*cells, f"{max(found.in_flight):g}"))
+        row = " \\| ".join((*cells, f"{max(in_flight(text, 4, 4)):g}"))
         assert re.search(f"(?m)^\\| {row} \\|$", page), (
             f"benchmarks/pipeline/README.md should hold {row}"
         )
@@ -122,8 +125,8 @@ def test_bubbles_of_a_v_by_formula(p: int, m: int) -> None:
 def test_the_first_stage_without_a_gradient_of_its_input_changes_no_plan() -> None:
     """Its I takes nothing and its W both, in place of one each."""
     for text, p, m in itertools.product(SCHEDULES, (2, 3, 4), (1, 4, 7, 12)):
-        schedule = schedule_of(text, p, m)
-        alike = plan(schedule, StageTimes(1.0, 1.0, 1.0)).timeline.length
+        schedule = built(text, p, m)
+        alike = plan(schedule, WaitTimes(1.0, 1.0, 1.0)).timeline.length
         assert simulate(schedule).length == pytest.approx(alike), (text, p, m)
 
 
@@ -131,11 +134,12 @@ RUNS = [(text, m) for text in SCHEDULES for m in (3, 8)]
 
 
 def run_all(p: int, message_size: int) -> list[RankRecord]:
-    times = StageTimes(5e-4, 5e-4, 5e-4)
+    times = WaitTimes(5e-4, 5e-4, 5e-4)
     found: list[RankRecord] = []
     for text, m in RUNS:
-        axis = parse_schedule(text, p)
-        found.append(run_rank(axis.kind, axis.option or 1, m, times, message_size, 2))
+        schedule = built(text, p, m)
+        chunks = len(schedule.stages_of(0))
+        found.append(run_rank(schedule.kind, chunks, m, times, message_size, 2))
     return found
 
 
@@ -146,7 +150,7 @@ def test_what_runs_is_what_was_planned(p: int, subtests: pytest.Subtests) -> Non
     ranks: list[list[RankRecord]] = run_ranks(run_all, p, p, message_size, threads=1)
     for number, (text, m) in enumerate(RUNS):
         with subtests.test(schedule=text, microbatches=m):
-            schedule = schedule_of(text, p, m)
+            schedule = built(text, p, m)
             records = [of_rank[number] for of_rank in ranks]
             for record, order in zip(records, schedule.orders, strict=True):
                 expected = [part for action in order for part in parts_of(action)]
@@ -191,110 +195,47 @@ def test_an_action_is_joined_of_its_waits() -> None:
         joined(order, waits[::-1])
 
 
-@given(st.sampled_from(SCHEDULES), st.integers(2, 5), st.integers(1, 9))
-def test_a_trace_has_every_action_once(text: str, p: int, m: int) -> None:
-    schedule = schedule_of(text, p, m)
-    outcome = plan(schedule, StageTimes(0.02, 0.03, 0.01))
-    trace = json.loads(json.dumps(trace_of(schedule, [outcome, outcome])))
-    for process in range(2):
-        events = [event for event in trace["traceEvents"] if event["pid"] == process]
-        (name,) = [event for event in events if event["name"] == "process_name"]
-        assert name["args"]["name"] == "planned"
-        for rank, lane in enumerate(outcome.timeline.lanes):
-            drawn = [e for e in events if e["ph"] == "X" and e["tid"] == rank]
-            worked = [span for span in lane if span.end > span.begin]
-            assert len(drawn) == len(worked)
-            for event, (action, begin, end) in zip(drawn, worked, strict=True):
-                assert event["name"] == f"{action.op} {action.microbatch}"
-                args = {"stage": action.stage, "microbatch": action.microbatch}
-                assert event["args"] == args
-                assert event["ts"] == pytest.approx(1e6 * begin)
-                assert event["ts"] + event["dur"] == pytest.approx(1e6 * end)
-            counts = [
-                event["args"]["microbatches"]
-                for event in events
-                if event["ph"] == "C" and event["name"] == f"in flight on rank {rank}"
-            ]
-            assert max(counts) == outcome.in_flight[rank] and counts[-1] == 0
-
-
-def run_script(*words: str) -> None:
-    measure(list(words), "pipeline", PipelineConfig, bubble.run, "python bubble.py")
-
-
-def test_it_prints_draws_and_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--schedule zb/2 --ranks 2 --microbatches 2 --forward-ms 2 --steps 1 --json --out"
-    run_script(*words.split(), str(tmp_path))
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 100 for line in lines if str(tmp_path) not in line)
-    document = json.loads(last)
-    assert json.loads((tmp_path / "pipeline-zb-2-2x2.json").read_text()) == document
-    assert document["planned"]["bubble"] == pytest.approx(1 / 13)
-    assert document["planned"]["in_flight"] == document["measured"]["in_flight"] == [2, 2]
-    assert document["measured"]["step_s"] >= document["planned"]["step_s"] == pytest.approx(0.013)
-    assert document["measured"]["highest_mfu"] <= 12 / 13
-    trace = json.loads((tmp_path / "pipeline-zb-2-2x2.trace.json").read_text())
-    of_steps = document["planned"], document["measured"]
-    assert (trace["otherData"]["planned"], trace["otherData"]["measured"]) == of_steps
-    picture = (tmp_path / "pipeline-zb-2-2x2.svg").read_text()
-    assert picture.startswith("<svg")
-    for text in ("zb/2, 2 ranks, 4 stages, 2 microbatches", "planned: step 13.0 ms, bubble 7.7 %"):
-        assert text in picture
+def test_it_is_listed_drawn_and_measured(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    kind, config = config_of("zb/2", 2, 2, forward_ms=2.0)
+    config = dataclasses.replace(config, steps=1, trace=str(trace))
+    shown = show_schedule(kind, config)
+    (lanes,) = (part for part in shown.parts if isinstance(part, Lanes))
+    first, second = lanes.outcomes
+    assert first.timeline.bubble == pytest.approx(1 / 13)
+    assert first.held == second.held == (4, 4)
+    assert second.timeline.length >= first.timeline.length == pytest.approx(0.013)
+    assert second.highest_mfu <= 12 / 13
+    units, lists = (part for part in shown.parts if isinstance(part, Grid))
+    assert units.rows[0][1].split()[:2] == ["F0", "F1"]
+    listed = " ".join(row[1] for row in lists.rows if row[0] != "1").split()
+    assert listed[: len(lower(lanes.schedule, 0))] == [*map(str, lower(lanes.schedule, 0))]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == sum(map(len, lanes.schedule.orders))
 
 
 @pytest.mark.parametrize(("factor", "is_said"), [(1.01, False), (1.1, True)])
-def test_waits_that_took_too_long_are_said(
-    factor: float,
-    is_said: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def disturbed(config: PipelineConfig, schedule: Schedule, times: StageTimes) -> Outcome:
-        longer = plan(schedule, StageTimes(*(factor * time_s for time_s in times)))
-        work_s = plan(schedule, times).work_s
-        return dataclasses.replace(longer, name="measured", work_s=work_s)
-
-    monkeypatch.setattr(bubble, "measure", disturbed)
-    run_script("--json")
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert ("stages waited 10.0 % longer than they were told" in "\n".join(lines)) is is_said
+def test_waits_that_took_too_long_are_said(factor: float, is_said: bool) -> None:
+    kind, config = config_of("1f1b", 4, 8)
+    schedule = schedule_of(kind, config)
+    times = stage_times(config, schedule)
+    longer = plan(schedule, WaitTimes(*(factor * time_s for time_s in times)))
+    measured = dataclasses.replace(longer, work_s=plan(schedule, times).work_s)
+    lines = " ".join(schedules.remarks(config, measured))
+    assert ("Stages waited 10.0 % longer than asked" in lines) is is_said
     # Time that was spent, and no work done in it, is not in the highest MFU.
-    measured = json.loads(last)["measured"]
-    assert measured["highest_mfu"] == pytest.approx(8 / 11 / factor)
-    assert measured["bubble"] == pytest.approx(3 / 11)
+    assert measured.highest_mfu == pytest.approx(8 / 11 / factor)
+    assert measured.timeline.bubble == pytest.approx(3 / 11)
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "expected"),
+    ("text", "p", "expected"),
     [
-        ("--schedule 1f2b", StrategyError, "did you mean '1f1b'"),
-        ("--schedule zb", StrategyError, "zb lacks its option CHUNKS"),
-        ("--schedule 1f1b,dp2", ConfigError, "must be one kind of pp alone, such as 1f1b"),
-        ("--schedule interleaved/1", StrategyError, "CHUNKS must be at least 2"),
-        ("--ranks 1", ConfigError, "ranks is 1; expected at least 2"),
-        ("--microbatches 0", ConfigError, "microbatches is 0"),
-        ("--forward-ms 0", ConfigError, "forward_ms is 0"),
-        ("--ranks 5000", ConfigError, "5000 processes take at least"),
+        ("interleaved/1", 4, "interleaved takes at least 2; the nearest is 2"),
+        ("zbv/3", 4, "zbv has 2 a rank"),
+        ("1f1b", 1, "a pipeline takes at least 2; the nearest is 2"),
     ],
 )
-def test_bad_settings_are_one_message(words: str, error: type[Exception], expected: str) -> None:
-    with pytest.raises(error, match=expected):
-        run_script(*words.split())
-
-
-def process(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_the_script_ends_with_one_sentence_and_2() -> None:
-    done = run_script_alone(str(SCRIPT), "--ranks", "1")
-    expected = "phalanx: ranks is 1; expected at least 2; the nearest is 2\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
-
-
-@pytest.mark.slow
-def test_the_script_runs_on_ranks_of_its_own() -> None:
-    done = process("--ranks=2", "--microbatches=2", "--forward-ms=2", "--steps=1", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["planned"]["bubble"] == pytest.approx(1 / 3)
+def test_bad_settings_are_one_message(text: str, p: int, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        built(text, p, 4)

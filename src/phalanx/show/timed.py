@@ -33,7 +33,7 @@ from phalanx.parallel.pipeline.simulate import Span
 from phalanx.parallel.pipeline.stage import Stages
 
 
-class StageTimes(NamedTuple):
+class WaitTimes(NamedTuple):
     """How long a stage takes for one microbatch, in seconds.
 
     Attributes:
@@ -81,7 +81,7 @@ class TimedStages(Stages):
     has_fixed_sizes: ClassVar[bool] = True
 
     def __init__(
-        self, num_stages: int, here: Sequence[int], times: StageTimes, message_size: int
+        self, num_stages: int, here: Sequence[int], times: WaitTimes, message_size: int
     ) -> None:
         """Make a weight for each of the stages `here`; messages have `message_size` numbers."""
         super().__init__([range(stage, stage + 1) for stage in range(num_stages)], here)
@@ -160,14 +160,13 @@ def run_rank(
     kind: str,
     chunks: int,
     num_microbatches: int,
-    times: StageTimes,
+    times: WaitTimes,
     message_size: int,
     num_steps: int,
 ) -> RankRecord:
     """Run the schedule on this rank of a pipeline; the ranks begin each step together.
 
-    One step goes before those that are kept: the sizes of messages are told in it, and the ranks
-    connect.
+    One step comes before the kept ones: in it the ranks learn the sizes of messages, and connect.
 
     Args:
         kind: of `schedule.KINDS`.

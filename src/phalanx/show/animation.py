@@ -1,0 +1,208 @@
+"""Draw what a topic shows as an animated SVG, which browsers and pages of Markdown play.
+
+Each part is drawn below the one before. The steps of a strip take turns: ranks stand in a circle,
+messages are arrows, and a cell that the step has changed is coloured. A bar runs down the rows of a
+table, and a line through a timeline. A viewer that knows no animation shows the first step.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from phalanx.show.drawing import Box, SvgDrawing
+from phalanx.show.lanes import draw_lanes, height_of_lanes
+from phalanx.show.shown import Frame, Grid, Lanes, Shown, Strip
+from phalanx.show.tables import sent_text
+
+# In pixels.
+WIDTH: Final = 960
+MARGIN: Final = 16
+ROW: Final = 17
+LETTER: Final = 6.9
+GAP: Final = 26
+
+LETTERS: Final = 140
+"""Of a line of prose."""
+
+BOX, CHANGED, ARROW, BAR = "#e8eef6", "#fbe3a2", "#b04a2f", "#9db8d9"
+
+Part = Strip | Grid | Lanes | str
+
+
+def draw(shown: Shown, path: Path) -> None:
+    """Draw a topic.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    about = [*shown.about, *([f"in torch: {shown.in_torch}"] if shown.in_torch else [])]
+    parts: list[Part] = [shown.title, *about, *shown.parts]
+    tops, top = list[float](), float(MARGIN)
+    for part in parts:
+        tops.append(top)
+        top += _height(part)
+    drawing = SvgDrawing(WIDTH, top + MARGIN)
+    for number, (part, at) in enumerate(zip(parts, tops, strict=True)):
+        _draw_part(drawing, part, at, is_title=number == 0)
+    drawing.write(path)
+
+
+def _height(part: Part) -> float:
+    if isinstance(part, str):
+        return ROW * len(textwrap.wrap(part, LETTERS)) + 4
+    if isinstance(part, Grid):
+        return ROW * (len(part.rows) + 1 + bool(part.title)) + GAP
+    if isinstance(part, Lanes):
+        return height_of_lanes(part) + GAP
+    place = _Places(part)
+    return 2 * place.radius_y + place.height + 3 * ROW + GAP
+
+
+def _draw_part(drawing: SvgDrawing, part: Part, top: float, *, is_title: bool) -> None:
+    if isinstance(part, str):
+        lines = textwrap.wrap(part, LETTERS)
+        texts = [(MARGIN, top + 12 + ROW * at, line) for at, line in enumerate(lines)]
+        drawing.texts(texts, 14 if is_title else 11, weight="bold" if is_title else "normal")
+    elif isinstance(part, Grid):
+        _draw_grid(drawing, part, top)
+    elif isinstance(part, Lanes):
+        draw_lanes(drawing, part, MARGIN, top)
+    else:
+        _draw_strip(drawing, part, top)
+
+
+def _draw_grid(drawing: SvgDrawing, grid: Grid, top: float) -> None:
+    if grid.title:
+        drawing.texts([(MARGIN, top + 12, grid.title)], weight="bold")
+        top += ROW
+    widths = [max(map(len, column)) for column in zip(grid.heads, *grid.rows, strict=True)]
+    lefts = [MARGIN + LETTER * (sum(widths[:at]) + 2 * at) for at in range(len(widths))]
+    length = LETTER * (sum(widths) + 2 * len(widths))
+    steps = [top + 4 + ROW * (at + 1) for at in range(len(grid.rows))]
+    if len(steps) > 1:
+        drawing.moving((MARGIN - 4, steps[0], length, ROW), BAR, "y", steps)
+    for at, row in enumerate([grid.heads, *grid.rows]):
+        y = top + 16 + ROW * at
+        for head, left, width, cell in zip(grid.heads, lefts, widths, row, strict=True):
+            is_number = head in grid.numbers
+            x = left + LETTER * width if is_number else left
+            anchor, weight = "end" if is_number else "start", "bold" if at == 0 else "normal"
+            drawing.texts([(x, y, cell)], 11, anchor, weight, is_mono=True)
+
+
+class _Places:
+    """Where the ranks of a strip stand.
+
+    Attributes:
+        width, height: of a rank's box.
+        radius_x, radius_y: of the ellipse of their centres.
+    """
+
+    def __init__(self, strip: Strip) -> None:
+        cells = [row for frame in strip.frames for row in frame.cells]
+        longest = max(
+            len(_line(h, c)) for row in cells for h, c in zip(strip.heads, row, strict=True)
+        )
+        self.num_ranks = len(strip.frames[0].cells)
+        self.width = max(90.0, LETTER * longest + 16)
+        self.height = ROW * (len(strip.heads) + 1) + 8
+        if self.num_ranks == 1:
+            self.radius_x = self.radius_y = 0.0
+        elif self.num_ranks == 2:
+            self.radius_x, self.radius_y = self.width / 2 + 110, 0.0
+        else:
+            around = 1 / math.sin(math.pi / self.num_ranks)
+            self.radius_y = max(80.0, (self.height + 48) / 2 * around)
+            self.radius_x = min(
+                WIDTH / 2 - self.width / 2 - MARGIN, max(170.0, (self.width + 70) / 2 * around)
+            )
+
+    def centre(self, rank: int, top: float) -> tuple[float, float]:
+        """Return where a rank stands: clockwise from the left top."""
+        angle = math.pi * (2 * rank / self.num_ranks - 1)
+        if self.num_ranks > 2:
+            angle += math.pi / self.num_ranks
+        x = WIDTH / 2 + self.radius_x * math.cos(angle)
+        return x, top + self.height / 2 + self.radius_y * (1 + math.sin(angle))
+
+
+class _Arrow(NamedTuple):
+    begin: tuple[float, float]
+    end: tuple[float, float]
+    label: tuple[float, float]
+
+
+def _draw_strip(drawing: SvgDrawing, strip: Strip, top: float) -> None:
+    place = _Places(strip)
+    if strip.title:
+        drawing.texts([(MARGIN, top + 12, strip.title)], weight="bold")
+    before: Frame | None = None
+    for number, frame in enumerate(strip.frames):
+        with drawing.turn(number, len(strip.frames)):
+            drawing.texts([(MARGIN, top + 12 + ROW, frame.title)])
+            _draw_arrows(drawing, frame, place, top + 3 * ROW)
+            _draw_ranks(drawing, strip.heads, frame, before, place, top + 3 * ROW)
+        before = frame
+
+
+def _draw_ranks(
+    drawing: SvgDrawing,
+    heads: Sequence[str],
+    frame: Frame,
+    before: Frame | None,
+    place: _Places,
+    top: float,
+) -> None:
+    for rank, cells in enumerate(frame.cells):
+        x, y = place.centre(rank, top)
+        left, up = x - place.width / 2, y - place.height / 2
+        drawing.boxes([(left, up, place.width, place.height)], BOX)
+        drawing.texts([(x, up + 14, f"rank {rank}")], 11, "middle", "bold")
+        changed: list[Box] = [
+            (left + 4, up + 4 + ROW * at, place.width - 8, ROW - 2)
+            for at, cell in enumerate(cells, 1)
+            if before is not None and before.cells[rank][at - 1] != cell
+        ]
+        if changed:
+            drawing.boxes(changed, CHANGED)
+        lines = [_line(head, cell) for head, cell in zip(heads, cells, strict=True)]
+        drawing.texts([(left + 8, up + 16 + ROW * at, line) for at, line in enumerate(lines, 1)])
+
+
+def _draw_arrows(drawing: SvgDrawing, frame: Frame, place: _Places, top: float) -> None:
+    ends = dict.fromkeys((sent.source, sent.target) for sent in frame.sent)
+    for source, target in ends:
+        alike = [s for s in frame.sent if (s.source, s.target) == (source, target)]
+        what = sent_text(alike).rpartition(" to ")[0]
+        arrow = _arrow(place, source, target, top)
+        drawing.arrow(arrow.begin, arrow.end, ARROW)
+        text = f"{what}: {sum(sent.num_bytes for sent in alike)} B"
+        x, y = arrow.label
+        width = LETTER * 0.85 * len(text)
+        drawing.boxes([(x - width / 2, y - 9, width, 12)], "#ffffff")
+        drawing.texts([(x, y, text)], 9, "middle")
+
+
+def _arrow(place: _Places, source: int, target: int, top: float) -> _Arrow:
+    """Return an arrow between the edges of two boxes, to the right of the way back."""
+    (x, y), (u, v) = place.centre(source, top), place.centre(target, top)
+    length = math.hypot(u - x, v - y)
+    dx, dy = (u - x) / length, (v - y) / length
+    x, y, u, v = x - 7 * dy, y + 7 * dx, u - 7 * dy, v + 7 * dx
+    edge = min(
+        (place.width / 2 + 3) / abs(dx) if dx else math.inf,
+        (place.height / 2 + 3) / abs(dy) if dy else math.inf,
+    )
+    edge = min(edge, length / 2 - 8)
+    begin, end = (x + edge * dx, y + edge * dy), (u - edge * dx, v - edge * dy)
+    at = 0.38
+    label = begin[0] + at * (end[0] - begin[0]), begin[1] + at * (end[1] - begin[1]) + 3
+    return _Arrow(begin, end, label)
+
+
+def _line(head: str, cell: str) -> str:
+    return f"{head}: {cell}" if head else cell

@@ -1,0 +1,273 @@
+"""Collectives by their algorithms: which chunk each rank holds, sends and adds in each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx import collectives
+from phalanx.collectives import DEFAULT
+from phalanx.comm.algorithms.catalogue import ROOTED, list_steps
+from phalanx.comm.algorithms.running import Collective, Flat, Passing
+from phalanx.comm.algorithms.steps import CollectiveStep, Move, Steps
+from phalanx.comm.comm import Ranks
+from phalanx.comm.ledger import Ledger
+from phalanx.config.fields import Range
+from phalanx.launch.local import run_ranks
+from phalanx.show.shown import Frame, Grid, MessageSent, Shown, ShowRun, Strip
+
+NOTHING: Final = -1
+"""Stands in a chunk that a rank has not got yet."""
+
+ITEM_BYTES: Final = 8
+"""Of a chunk: one int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowCollective(ShowRun):
+    """Run a collective on processes of this host, and print who sends which chunk in each step."""
+
+    algorithm: str | None = None
+    """ring, tree, halving-doubling, direct, or hierarchical/RANKS with RANKS on each host."""
+    root: Annotated[int, Range(0)] = 0
+    """Rank that a broadcast or a scatter starts at, and a reduce or a gather ends at."""
+
+
+class TorchCall(NamedTuple):
+    """A collective in words.
+
+    Attributes:
+        in_torch: the call of torch that gives the same.
+        passes: what the ranks pass.
+    """
+
+    in_torch: str
+    passes: str
+
+
+CALLS: Final = {
+    "broadcast": TorchCall(
+        "dist.broadcast(tensor, src=ROOT)",
+        "the root passes its tensor, the others a tensor of its size, which is overwritten",
+    ),
+    "reduce": TorchCall(
+        "dist.reduce(tensor, dst=ROOT, op=dist.ReduceOp.SUM)",
+        "every rank passes its tensor; the root's holds the sum afterwards, the others' nothing "
+        "of use",
+    ),
+    "scatter": TorchCall(
+        "dist.scatter(tensor, list_of_chunks if rank == ROOT else None, src=ROOT)",
+        "the root passes a chunk for each rank, the others None and room for one chunk",
+    ),
+    "gather": TorchCall(
+        "dist.gather(tensor, list_of_chunks if rank == ROOT else None, dst=ROOT)",
+        "every rank passes its chunk, the root room for all, the others None",
+    ),
+    "all-gather": TorchCall(
+        "dist.all_gather(list_of_chunks, chunk)",
+        "every rank passes its chunk, and room for all of them",
+    ),
+    "reduce-scatter": TorchCall(
+        "dist.reduce_scatter(chunk, list_of_chunks, op=dist.ReduceOp.SUM)",
+        "every rank passes its tensor, and room for its chunk of the sum",
+    ),
+    "all-reduce": TorchCall(
+        "dist.all_reduce(tensor, op=dist.ReduceOp.SUM)",
+        "every rank passes its tensor, which the sum overwrites",
+    ),
+    "all-to-all": TorchCall(
+        "dist.all_to_all_single(output, given)",
+        "every rank passes a chunk for each rank, and room for one from each",
+    ),
+    "barrier": TorchCall(
+        "dist.barrier()", "nobody passes anything; a byte of each rank says that it has come"
+    ),
+}
+
+
+def show_collective(collective: str, algorithm: str, config: ShowCollective) -> Shown:
+    """Run a collective by an algorithm; the command line may ask for another one.
+
+    Raises:
+        ConfigError: it is not written by this algorithm.
+    """
+    algorithm = config.algorithm or algorithm or DEFAULT[collective]
+    if algorithm == "hierarchical":
+        algorithm = f"hierarchical/{max(1, config.ranks // 2)}"
+    root = min(config.root, config.ranks - 1)
+    steps = list_steps(collective, algorithm, config.ranks, root)
+    found = run_ranks(walk, config.ranks, collective, algorithm, root, threads=1)
+    frames = [Frame("before", [cells[0] for cells, *_ in found])]
+    for number, title in enumerate(titles(steps), 1):
+        held = [cells[number] for cells, *_ in found]
+        frames.append(Frame(title, held, sends(steps[number - 1], collective, config.ranks)))
+    call = CALLS[collective]
+    rooted = f" rank {root} is the root;" if collective in ROOTED else ""
+    about = [f"{call.passes[0].upper()}{call.passes[1:]}.", values_text(collective)]
+    if rooted:
+        about[0] = f"Rank {root} is the root: {call.passes}."
+    heads = ["chunk", "from"][collective == "all-to-all"]
+    return Shown(
+        f"{collective} by {algorithm}, {config.ranks} ranks",
+        [each for each in about if each],
+        [
+            Strip("", [f"{heads} {chunk}" for chunk in range(config.ranks)], frames),
+            totals(found),
+            counted(steps),
+            *([] if collective == "barrier" else [compared(call, [same for *_, same in found])]),
+        ],
+        call.in_torch.replace("ROOT", str(root)),
+    )
+
+
+def values_text(collective: str) -> str:
+    """Say how to read the values."""
+    if collective == "all-to-all":
+        return "Value 12 goes from rank 1 to rank 2."
+    if collective == "barrier":
+        return "A rank knows of those whose chunk it has."
+    return (
+        "The digit of rank r is r places from the right, so 1111 is a sum of ranks 0 to 3; in "
+        "chunk c each is c + 1."
+    )
+
+
+def titles(steps: Steps) -> list[str]:
+    """Return a title for each step, which says the half of the algorithm and what receivers do."""
+    sizes, at, found = Counter(step.part for step in steps), Counter[str](), list[str]()
+    for number, step in enumerate(steps, 1):
+        at[step.part] += 1
+        does = "adds" if step.moves[0].is_reduced else "keeps"
+        found.append(
+            f"step {number} of {len(steps)}: {step.part} {at[step.part]} of {sizes[step.part]}, "
+            f"the receiver {does}"
+        )
+    return found
+
+
+def sends(step: CollectiveStep, collective: str, num_ranks: int) -> list[MessageSent]:
+    """Return the messages of a step."""
+    item_bytes = 1 if collective == "barrier" else ITEM_BYTES
+    return [
+        MessageSent(
+            move.source, move.target, _named(move, collective, num_ranks), size * item_bytes
+        )
+        for move in step.moves
+        for size in [len(move.chunks)]
+    ]
+
+
+def _named(move: Move, collective: str, num_ranks: int) -> str:
+    first, last = move.chunks[0], move.chunks[-1]
+    if collective == "all-to-all":
+        return f"{first // num_ranks}{first % num_ranks}"
+    return f"chunk {first}" if first == last else f"chunks {first}-{last}"
+
+
+def totals(found: Sequence[Any]) -> Grid:
+    """Return the messages and bytes of each rank, as the ledger has counted them."""
+    rows = [
+        (str(rank), str(num_messages), str(num_bytes))
+        for rank, (_, num_messages, num_bytes, _) in enumerate(found)
+    ]
+    heads = ("rank", "messages sent", "bytes sent")
+    return Grid("counted by the ledger while it ran", heads, rows, heads)
+
+
+def counted(steps: Steps) -> str:
+    """Say how many steps each half has."""
+    halves = Counter(step.part for step in steps)
+    each = ", ".join(f"{number} of the {part}" for part, number in halves.items())
+    return f"{len(steps)} steps: {each}." if len(halves) > 1 else f"{len(steps)} steps."
+
+
+def compared(call: TorchCall, same: Sequence[bool]) -> str:
+    """Say whether torch's own call gave the same."""
+    name = call.in_torch.partition("(")[0].replace("dist.", "torch.distributed.")
+    if all(same):
+        return f"{name} gave the same on every rank."
+    return f"{name} gave something else on rank {same.index(False)}: a fault of Phalanx."
+
+
+def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], int, int, bool]:
+    """Run a collective on this rank.
+
+    Returns:
+        What it holds before the first step and after each, the messages and bytes that the ledger
+        counted, and whether torch's own call gave the same.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    collectives.barrier()  # which connects the ranks
+    given = given_to(collective, rank, num_ranks, root)
+    output = torch.full_like(given, NOTHING)
+    if collective == "all-to-all":
+        held: Any = Passing(given.view(-1, 1), output.view(-1, 1), rank)
+    else:
+        held = Flat(output.copy_(given), num_ranks)
+    steps = list_steps(collective, algorithm, num_ranks, root)
+    comm = Ranks({"dp": num_ranks})
+    cells = [_cells(output)]
+    with Ledger(comm) as ledger:
+        work = Collective(steps, held, comm.mesh.get_group("dp")).begin()
+        cells += [_cells(output) for _ in work.remaining()]
+        work.wait()
+    entries = ledger.entries()
+    num_messages, num_bytes = sum(e.calls for e in entries), sum(e.sent_bytes for e in entries)
+    same = torch.equal(*result_of_torch(collective, given, output, root))
+    return cells, num_messages, int(num_bytes), same
+
+
+def given_to(collective: str, rank: int, num_ranks: int, root: int) -> Tensor:
+    """Return what a rank has before the first step."""
+    counts = torch.arange(num_ranks, device="cpu")
+    if collective == "all-to-all":
+        return 10 * rank + counts
+    given = (1 + counts) * 10**rank
+    if collective == "barrier":
+        given = torch.ones_like(counts, dtype=torch.int8)
+    if collective in ("all-gather", "gather", "barrier"):
+        given[counts != rank] = NOTHING
+    if collective in ("broadcast", "scatter") and rank != root:
+        given.fill_(NOTHING)
+    return given
+
+
+def result_of_torch(
+    collective: str, given: Tensor, output: Tensor, root: int
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's result as torch's own call gives it, and ours."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    whole, chunk, is_root = given.clone(), given[rank : rank + 1].clone(), rank == root
+    mine = output[rank : rank + 1]
+    if collective == "broadcast":
+        dist.broadcast(whole, root)
+    elif collective == "reduce":
+        dist.reduce(whole, root)
+        return (whole, output) if is_root else (mine, mine)
+    elif collective == "all-reduce":
+        dist.all_reduce(whole)
+    elif collective == "scatter":
+        dist.scatter(chunk, list(whole.split(1)) if is_root else None, root)
+        return chunk, mine
+    elif collective == "gather":
+        pieces = list(whole.split(1)) if is_root else None
+        dist.gather(chunk, pieces, root)
+        return (torch.cat(pieces), output) if pieces is not None else (mine, mine)
+    elif collective == "all-gather":
+        dist.all_gather(list(whole.split(1)), chunk)
+    elif collective == "reduce-scatter":
+        dist.reduce_scatter(chunk, list(whole.split(1)))
+        return chunk, mine
+    elif collective == "all-to-all":
+        dist.all_to_all_single(whole, given, [1] * num_ranks, [1] * num_ranks)
+    return whole, output
+
+
+def _cells(held: Tensor) -> list[str]:
+    return ["." if value == NOTHING else str(value) for value in held.tolist()]

@@ -1,0 +1,111 @@
+"""Pictures of many boxes in few lines of SVG: all boxes of a colour are one path."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+
+Box = tuple[float, float, float, float]
+"""Left, top, width and height, in pixels."""
+
+GREY = "#9aa3ad"
+
+TURN_S = 2
+"""How long a step of an animation stands, in seconds."""
+
+
+class SvgDrawing:
+    """Shapes on white, in the order in which they are added."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self._lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+            f'width="{width:g}" font-family="Helvetica, Arial, sans-serif" fill="#1d2430">',
+            f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
+        ]
+
+    def boxes(self, boxes: Iterable[Box], colour: str) -> None:
+        """Add boxes of one colour."""
+        drawn = "".join(f"M{x:.5g} {y:.5g}h{w:.4g}v{h:.4g}h{-w:.4g}z" for x, y, w, h in boxes)
+        self._lines.append(f'<path fill="{colour}" d="{drawn}"/>')
+
+    def texts(
+        self,
+        texts: Iterable[tuple[float, float, str]],
+        size: float = 11,
+        anchor: str = "start",
+        weight: str = "normal",
+        *,
+        is_mono: bool = False,
+    ) -> None:
+        """Add texts: each its place, by `anchor` and the line it stands on, and its words.
+
+        Of monospaced text all spaces are kept.
+        """
+        drawn = "".join(
+            f'<text x="{x:.5g}" y="{y:.5g}">{escape(words)}</text>' for x, y, words in texts
+        )
+        style = f'font-size="{size:g}" font-weight="{weight}" text-anchor="{anchor}"'
+        if is_mono:
+            style += ' font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
+            style += ' xml:space="preserve" style="white-space:pre"'
+        self._lines.append(f"<g {style}>{drawn}</g>")
+
+    def arrow(self, begin: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+        """Add an arrow, and a dot that runs along it."""
+        (x, y), (u, v) = begin, end
+        length = max(1e-6, ((u - x) ** 2 + (v - y) ** 2) ** 0.5)
+        dx, dy = 8 * (u - x) / length, 8 * (v - y) / length
+        head = f"M{u:.5g} {v:.5g}L{u - dx - dy / 2:.5g} {v - dy + dx / 2:.5g}"
+        head += f"L{u - dx + dy / 2:.5g} {v - dy - dx / 2:.5g}z"
+        path = f"M{x:.5g} {y:.5g}L{u:.5g} {v:.5g}"
+        self._lines.append(
+            f'<path d="{path}" stroke="{colour}" stroke-width="1.5" fill="none"/>'
+            f'<path d="{head}" fill="{colour}"/><circle r="4" cx="{x:.5g}" cy="{y:.5g}" '
+            f'fill="{colour}"><animateMotion path="M0 0L{u - x:.5g} {v - y:.5g}" dur="{TURN_S}s" '
+            'repeatCount="indefinite"/></circle>'
+        )
+
+    @contextmanager
+    def turn(self, number: int, turns: int) -> Generator[None]:
+        """Show shapes that are added inside in one of several turns, the first if nothing moves."""
+        values = ";".join(str(int(at == number)) for at in range(turns))
+        self._lines.append(f'<g opacity="{int(number == 0)}">')
+        if turns > 1:
+            self._lines.append(
+                f'<animate attributeName="opacity" calcMode="discrete" values="{values}" '
+                f'dur="{TURN_S * turns}s" repeatCount="indefinite"/>'
+            )
+        yield
+        self._lines.append("</g>")
+
+    def moving(self, box: Box, colour: str, attribute: str, to: Iterable[float]) -> None:
+        """Add a box, half transparent, whose `x` or `y` takes these values in turn."""
+        x, y, w, h = box
+        values = [f"{value:.5g}" for value in to]
+        self._lines.append(
+            f'<rect x="{x:.5g}" y="{y:.5g}" width="{w:.4g}" height="{h:.4g}" fill="{colour}" '
+            f'fill-opacity="0.35"><animate attributeName="{attribute}" calcMode="discrete" '
+            f'values="{";".join(values)}" dur="{TURN_S * len(values):g}s" '
+            'repeatCount="indefinite"/></rect>'
+        )
+
+    def key(self, colours: dict[str, str], x: float, y: float) -> None:
+        """Add a line that says what colours mean."""
+        for name, colour in colours.items():
+            self.boxes([(x, y - 9, 10, 10)], colour)
+            self.texts([(x + 15, y, name)])
+            x += 35 + 6 * len(name)
+
+    def below(self, left: float, top: float, ticks: Iterable[tuple[float, str]]) -> None:
+        """Add the ticks of an axis below a panel, each a distance from its left and a number."""
+        ticks = list(ticks)
+        self.boxes([(left, top, max(x for x, _ in ticks), 0.8)], GREY)
+        self.boxes([(left + x, top, 0.8, 4) for x, _ in ticks], GREY)
+        self.texts([(left + x, top + 15, words) for x, words in ticks], 10, "middle")
+
+    def write(self, path: Path) -> None:
+        """Write all of it."""
+        path.write_text("\n".join([*self._lines, "</svg>"]) + "\n", encoding="utf-8")

@@ -1,0 +1,164 @@
+"""The strategies that `one_step` runs, each with sentences on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from phalanx.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Example:
+    """A strategy that is shown, and sentences on it.
+
+    Attributes:
+        line: of the list of topics.
+        strategy: its text, with N for the ranks and H for half of them.
+        about: sentences.
+        in_torch: what does the same there.
+        shape: changes of SHAPE.
+        bucket_bytes: of the buckets of data parallelism, if other than the trainer's.
+        beside: a strategy whose memory stands beside, if there is one.
+        goes_round: whether what a rank holds of positions is sent round a ring.
+    """
+
+    line: str
+    strategy: str
+    about: Sequence[str]
+    in_torch: str
+    shape: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    bucket_bytes: int | None = None
+    beside: str = ""
+    goes_round: bool = False
+
+    def strategy_of(self, num_ranks: int) -> Strategy:
+        """Return the strategy of so large a job.
+
+        Raises:
+            StrategyError: it has no such number of ranks.
+        """
+        half = max(1, num_ranks // 2)
+        return Strategy.parse(self.strategy.replace("N", str(num_ranks)).replace("H", str(half)))
+
+
+STRATEGIES: Final = {
+    "buckets": Example(
+        "a step of dp: which bucket leaves under which backward",
+        "dpN",
+        [
+            "Gradients are put into flat buckets, here of 16 KiB or more in place of 25 MiB, last "
+            "layers first. A bucket leaves as soon as it is full, under the backward of the layer "
+            "that comes next."
+        ],
+        "DistributedDataParallel(model, bucket_cap_mb=25)",
+        {"num_layers": 4},
+        16 * 1024,
+    ),
+    "zero1": Example(
+        "a step with sharded optimizer state",
+        "fsdpN:zero1",
+        [
+            "Masters, gradients and moments are sharded; the weights are gathered once a step and "
+            "stay, and gradients are reduced once a step, whole."
+        ],
+        "ZeroRedundancyOptimizer(params, torch.optim.AdamW)",
+    ),
+    "zero2": Example(
+        "a step with sharded gradients too",
+        "fsdpN:zero2",
+        ["As zero1, but each microbatch reduces its gradients to shards at once."],
+        "fully_shard(module, reshard_after_forward=False)",
+    ),
+    "zero3": Example(
+        "a step with sharded parameters too",
+        "fsdpN:zero3",
+        [
+            "Weights are sharded too: a block is gathered before its forward, freed, and gathered "
+            "again before its backward, which reduces its gradients to shards."
+        ],
+        "fully_shard(module)",
+    ),
+    "hsdp": Example(
+        "a step with shards in groups, replicas across groups",
+        "dp2,fsdpH",
+        [
+            "Shards over the ranks of a group (fsdp), replicas across groups (dp): gathers stay "
+            "inside a group, and across groups travels the gradient of a shard alone."
+        ],
+        "fully_shard(module, mesh=init_device_mesh(device, (2, H)))",
+    ),
+    "recompute": Example(
+        "a step whose backward runs blocks again",
+        "dpN,recompute:full",
+        [
+            "A block keeps only its input. Its backward runs the forward again, so one block's "
+            "activations are held at a time; nothing more is sent."
+        ],
+        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
+        {"num_layers": 4},
+        beside="dpN",
+    ),
+    "ring-attention": Example(
+        "positions are split; keys and values go round",
+        "cpN:ring",
+        [
+            "A rank holds a part of the positions. Keys and values go round the ring in N - 1 "
+            "hops, each sent while the rank attends to it; in backward their gradients follow them "
+            "home."
+        ],
+        "torch.distributed.tensor.experimental.context_parallel(mesh, buffers=[q, k, v])",
+        goes_round=True,
+    ),
+    "ulysses": Example(
+        "positions are split; all-to-alls swap them for heads",
+        "cpN:ulysses",
+        [
+            "A rank holds a part of the positions; around attention an all-to-all gives it all "
+            "positions of some heads, and another takes them back."
+        ],
+        "dist.all_to_all_single before and after scaled_dot_product_attention",
+    ),
+    "tp-1d": Example(
+        "tensor parallelism with sequence parallelism",
+        "tpN",
+        [
+            "q, k, v, gate and up are split by rows (column-parallel), the output of attention and "
+            "down by columns (row-parallel); between the branches each rank holds a part of the "
+            "positions, so a branch begins with an all-gather and ends with a reduce-scatter."
+        ],
+        "parallelize_module(block, mesh, {... ColwiseParallel(), RowwiseParallel() ...})",
+    ),
+    "tp-2d": Example(
+        "tensor parallelism on a square of ranks (SUMMA)",
+        "tpN:2d",
+        [
+            "Activations and weights lie on a square of ranks (SUMMA): panels are broadcast along "
+            "rows and columns, and products reduced; no matrix is ever gathered whole."
+        ],
+        "none",
+    ),
+    "tp-2.5d": Example(
+        "tensor parallelism on two squares",
+        "tpN:2.5d/2",
+        [
+            "Two squares, each with the same weights and other rows of the batch; gradients are "
+            "summed over the depth."
+        ],
+        "none",
+    ),
+    "tp-3d": Example(
+        "tensor parallelism on a cube",
+        "tpN:3d",
+        [
+            "Weights and activations lie on a cube: each product gathers along two axes and "
+            "reduces along the third."
+        ],
+        "none",
+    ),
+}
+"""Topic -> the strategy, and sentences on it."""
+
+ON_CUBES: Final = ("tp-2.5d", "tp-3d")
+"""Topics that have 8 ranks if none are asked for."""

@@ -1,0 +1,130 @@
+"""What topics show comes from a run: sums, bytes by the ledger, gradients of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from marks import by_hand
+from phalanx.comm.algorithms.catalogue import COLLECTIVES, algorithms_of, list_steps
+from phalanx.show import main_device, one_step, owner
+from phalanx.show.collective import ShowCollective, show_collective
+from phalanx.show.point_to_point import show_messages
+from phalanx.show.shown import Frame, Grid, Shown, ShowRun, Strip
+from phalanx.show.strategies import ON_CUBES, STRATEGIES
+from phalanx.show.tables import printed
+from phalanx.show.topics import RUN
+
+
+def strips(shown: Shown) -> list[Strip]:
+    return [part for part in shown.parts if isinstance(part, Strip)]
+
+
+def grids(shown: Shown) -> list[Grid]:
+    return [part for part in shown.parts if isinstance(part, Grid)]
+
+
+def last(strip: Strip) -> Frame:
+    return strip.frames[-1]
+
+
+def test_the_exercise_of_every_course() -> None:
+    shown = show_messages(ShowRun(ranks=4))
+    blocking, asynchronous, tags, deadlock = strips(shown)
+    assert [[cell for (cell,) in frame.cells] for frame in blocking.frames] == [
+        ["0", "0"], ["1", "0"], ["1", "1"], ["1", "2"], ["2", "2"],
+    ]  # fmt: skip
+    assert [*map(list, last(asynchronous).cells)] == [["x 10, y 20"], ["x 20, y 10"]]
+    assert [frame.cells[1][0] for frame in tags.frames] == ["a 0, b 0", "a 0, b 2", "a 1, b 2"]
+    assert [*map(list, last(deadlock).cells)] == [["still sending after 0.5 s"]] * 2
+
+
+PAIRS = [(collective, name) for collective in COLLECTIVES for name in algorithms_of(collective)]
+FAST = [("scatter", "tree"), ("all-to-all", "halving-doubling"), ("barrier", "direct")]
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm"), [pair if pair in FAST else by_hand(*pair) for pair in PAIRS]
+)
+def test_collectives_give_the_result_of_torch_and_the_bytes_of_their_steps(
+    collective: str, algorithm: str
+) -> None:
+    shown = show_collective(collective, algorithm, ShowCollective(ranks=4, root=2))
+    (strip,), (totals,) = strips(shown), grids(shown)
+    name = "hierarchical/2" if algorithm == "hierarchical" else algorithm
+    steps = list_steps(collective, name, 4, 2)
+    assert len(strip.frames) == 1 + len(steps)
+    for rank, (_, num_messages, num_bytes) in enumerate(totals.rows):
+        sent = [s for frame in strip.frames for s in frame.sent if s.source == rank]
+        assert (int(num_messages), int(num_bytes)) == (len(sent), sum(s.num_bytes for s in sent))
+    assert collective == "barrier" or "gave the same on every rank." in shown.parts[-1]
+
+
+STEPS = [name if name in ("buckets", "ring-attention") else by_hand(name) for name in STRATEGIES]
+
+
+@pytest.mark.parametrize("topic", STEPS)
+def test_a_step_sends_what_its_plan_says(topic: str) -> None:
+    shown = one_step.show_step(topic, ShowRun(ranks=8 if topic in ON_CUBES else 4))
+    said = str(shown.parts[-1]).replace(",", "").split()
+    counted, planned = said[3], said[said.index("says") + 1].rstrip(".")
+    # Buckets of another size are as many bytes.
+    assert counted == planned and "All ranks have the loss" in str(shown.parts[-1])
+
+
+def test_buckets_leave_last_layers_first_under_backward() -> None:
+    shown = one_step.show_step("buckets", ShowRun(ranks=2))
+    buckets = next(grid for grid in grids(shown) if grid.heads[0] == "bucket")
+    under = [row[-1] for row in buckets.rows]
+    assert under == sorted(under, reverse=True) and len(set(under)) == 4
+    assert "output" in buckets.rows[0][1] and "embedding" in buckets.rows[-1][1]
+
+
+def test_gradients_with_a_main_device_and_without_are_one_processes() -> None:
+    shown = main_device.show_data_parallel(ShowRun(ranks=2))
+    gaps = [float(str(part).split()[-5]) for part in shown.parts if "differ" in str(part)]
+    assert len(gaps) == 2 and max(gaps) <= 1e-12
+    main, others = (grid for grid in grids(shown) if grid.heads[0] == "rank")
+    size = 8 * sum(p.numel() for p in main_device.make_model().parameters())
+    sent = [int(row[1].replace(",", "")) for row in main.rows]
+    assert sent[0] > size > 0 and all(row[1] == row[2] for row in others.rows)
+
+
+def test_owners_and_shards_give_the_same_gradients() -> None:
+    shown = owner.show_fsdp(ShowRun(ranks=3))
+    assert "Both forms give the same gradients on all ranks." in shown.parts
+    owners, shards, *_ = grids(shown)
+    held = [[row[-2] for row in grid.rows] for grid in (owners, shards)]
+    assert len(set(held[0])) == 2 and len(set(held[1])) == 1
+
+
+def test_owners_give_the_gradients_of_autograd() -> None:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [*zip(owner.WIDTHS[1:], owner.WIDTHS[:-1], strict=True)]
+    weights = [torch.randn(size, generator=draw, dtype=torch.float64) / 4 for size in sizes]
+    for weight in weights:
+        weight.requires_grad_()
+    for rank in range(2):
+        x = torch.randn(
+            owner.ROWS, owner.WIDTHS[0], generator=draw.manual_seed(1 + rank), dtype=torch.float64
+        )
+        for weight in weights:
+            x = x @ weight.T
+        (x.square().sum() / 2).backward()
+    (_, found), _ = owner.run_ranks(owner.run_layers, 2, "owner", threads=1)
+    for weight, gradient in zip(reversed(weights), found, strict=True):
+        assert weight.grad is not None
+        assert torch.allclose(gradient, weight.grad, rtol=1e-12)
+
+
+def test_every_topic_can_be_loaded_and_has_a_short_line() -> None:
+    for topic in RUN.values():
+        settings, _ = topic.load()
+        assert issubclass(settings, ShowRun)
+        assert len(topic.about) <= 70
+
+
+def test_tables_fit_a_line() -> None:
+    grid = Grid("", ["a", "b"], [["1", "x" * 10]], ["a"])
+    found = [what for what, _ in printed(Shown("t", ["s"], [grid, "p"], "call"))]
+    assert found[:3] == ["t", "s", "in torch: call"] and found[-1] == "p"
