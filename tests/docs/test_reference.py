@@ -57,10 +57,6 @@ def test_the_tables_of_counted_bytes_are_those_of_the_results() -> None:
         of[row["blocks"]].append(" | ".join([f"{row['runs']:,}", *sizes]))
     for cells in zip(*of.values(), strict=True):
         assert f"| {' | '.join(cells)} |" in page
-    page = (ROOT / "benchmarks/data_parallel/README.md").read_text()
-    for row in results_of("data_parallel/results/main-device-cpu.json"):
-        sizes = [f"{row[name] / 2**20:.2f}" for name in ("sent", "received", "kept", "peak")]
-        assert f"| {row['device']} | {' | '.join(sizes)} |" in page
 
 
 PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("benchmarks/*/README.md")]
