@@ -118,7 +118,7 @@ class _Places:
             around = 1 / math.sin(math.pi / self.num_ranks)
             self.radius_y = max(80.0, (self.height + 48) / 2 * around)
             self.radius_x = min(
-                WIDTH / 2 - self.width / 2 - MARGIN, max(170.0, (self.width + 70) / 2 * around)
+                WIDTH / 2 - self.width / 2 - MARGIN, max(170.0, (self.width + 130) / 2 * around)
             )
 
     def centre(self, rank: int, top: float) -> tuple[float, float]:

@@ -55,9 +55,9 @@ IN_TORCH: Final = {
 class ShowSchedule(ShowRun):
     """Run a pipeline schedule with stages that wait, and print its lists and timelines."""
 
-    microbatches: Annotated[int, Range(1, 64)] = 4
+    microbatches: Annotated[int, Range(1, 64, "[]")] = 4
     """Microbatches of a step."""
-    chunks: Annotated[int | None, Range(1, 8)] = None
+    chunks: Annotated[int | None, Range(1, 8, "[]")] = None
     """Stages a rank, of kinds that leave it open: interleaved and zb."""
     forward_ms: Annotated[float, Range(0, 1000, "(]")] = 10.0
     """Forward of a microbatch on a rank, F; with v stages a rank each takes 1/v of it."""
@@ -65,7 +65,7 @@ class ShowSchedule(ShowRun):
     """Gradient of the input, I, likewise; as long as the forward if unset. B is I + W."""
     weights_ms: Annotated[float | None, Range(0, 1000, "(]")] = None
     """Gradients of the weights, W, likewise; as long as the forward if unset."""
-    steps: Annotated[int, Range(1, 100)] = 3
+    steps: Annotated[int, Range(1, 100, "[]")] = 3
     """Steps to measure, after one that warms up."""
     trace: str | None = None
     """Write the measured timeline into this file, for ui.perfetto.dev."""

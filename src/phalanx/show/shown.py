@@ -18,7 +18,7 @@ MOST_RANKS = 8
 class ShowRun:
     """Run a method on processes of this host, with small tensors, and print it step by step."""
 
-    ranks: Annotated[int, Range(1, MOST_RANKS)] = 4
+    ranks: Annotated[int, Range(1, MOST_RANKS, "[]")] = 4
     """Ranks, processes of this host."""
     svg: str | None = None
     """Draw it into this file too, as an animated SVG."""
