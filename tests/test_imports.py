@@ -170,6 +170,7 @@ def test_light_modules_load_no_torch() -> None:
 def test_the_public_names() -> None:
     assert sorted(phalanx.__all__) == [
         "Callback",
+        "DistributedOptimizer",
         "Options",
         "Run",
         "Strategy",

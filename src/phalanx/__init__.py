@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     __version__: str
     from phalanx.config import TrainConfig as TrainConfig
     from phalanx.hugging_face.convert import decoder_of as decoder_of
+    from phalanx.script.average import DistributedOptimizer as DistributedOptimizer
     from phalanx.script.average import average_gradients as average_gradients
     from phalanx.script.deepspeed import from_deepspeed as from_deepspeed
     from phalanx.script.init import init as init
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Callback",
+    "DistributedOptimizer",
     "Options",
     "Run",
     "Strategy",
@@ -56,6 +58,7 @@ def __getattr__(name: str) -> Any:
         "Strategy": ("phalanx.strategy", "Strategy"),
         "Summary": ("phalanx.train.report.summary", "Summary"),
         "TrainConfig": ("phalanx.config", "TrainConfig"),
+        "DistributedOptimizer": ("phalanx.script.average", "DistributedOptimizer"),
         "average_gradients": ("phalanx.script.average", "average_gradients"),
         "decoder_of": ("phalanx.hugging_face.convert", "decoder_of"),
         "from_deepspeed": ("phalanx.script.deepspeed", "from_deepspeed"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from loops import Numbers, Twice, perceptron
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -27,26 +28,29 @@ class Looked(nn.Module):
         return self.last(self.table((x[:, 0] * 4).long().clamp(-4, 4) + 4)) * self.scale.exp()
 
 
-def trained(build: type[nn.Module], is_counted: bool) -> dict[str, Tensor]:
+def trained(build: type[nn.Module], how: str, batch_size: int) -> dict[str, Tensor]:
     """Train on this rank's rows of each batch; averaging is all that is known of other ranks."""
     run = phalanx.init()
     torch.manual_seed(3)
     model = build().double()
-    loader = run.prepare(DataLoader(Numbers(), 8, drop_last=not is_counted))
+    loader = run.prepare(DataLoader(Numbers(), batch_size, drop_last=how == "optimizer"))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if how == "optimizer":
+        optimizer = phalanx.DistributedOptimizer(optimizer)
     for x, y in loader:
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
-        phalanx.average_gradients(model, len(y) if is_counted else None)
+        if how == "count":
+            phalanx.average_gradients(model, len(y))
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def of_one_process(build: type[nn.Module], drop_last: bool) -> dict[str, Tensor]:
+def of_one_process(build: type[nn.Module], batch_size: int, drop_last: bool) -> dict[str, Tensor]:
     torch.manual_seed(3)
     model = build().double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for x, y in DataLoader(Numbers(), 8, drop_last=drop_last):
+    for x, y in DataLoader(Numbers(), batch_size, drop_last=drop_last):
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -54,12 +58,14 @@ def of_one_process(build: type[nn.Module], drop_last: bool) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize("build", [perceptron, Twice, Looked])
-@pytest.mark.parametrize(("is_counted", "num_ranks"), [(False, 2), by_hand(True, 2), (True, 3)])
+@pytest.mark.parametrize(
+    ("how", "num_ranks"), [("optimizer", 2), by_hand("count", 2), ("count", 3)]
+)
 def test_averaged_gradients_are_those_of_one_process(
-    build: type[nn.Module], is_counted: bool, num_ranks: int
+    build: type[nn.Module], how: str, num_ranks: int
 ) -> None:
-    expected = of_one_process(build, drop_last=not is_counted)
-    for ours in run_ranks(trained, num_ranks, build, is_counted, threads=1):
+    expected = of_one_process(build, 8, how == "optimizer")
+    for ours in run_ranks(trained, num_ranks, build, how, 8, threads=1):
         for name, weight in expected.items():
             torch.testing.assert_close(ours[name], weight, rtol=1e-12, atol=1e-13)
 
@@ -77,6 +83,19 @@ def words_of_other_weights() -> str:
 def test_ranks_that_began_with_other_weights_are_named() -> None:
     for words in run_ranks(words_of_other_weights, 2, threads=1):
         assert words.startswith("average_gradients: rank 1 has other weights than rank 0")
+
+
+def first_weights() -> Tensor:
+    run = phalanx.init()
+    torch.manual_seed(run.comm.coord("dp"))
+    model = perceptron()
+    phalanx.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    return next(model.parameters()).detach()
+
+
+def test_an_optimizer_begins_with_the_weights_of_the_first_rank() -> None:
+    ours, theirs = run_ranks(first_weights, 2, threads=1)
+    assert torch.equal(ours, theirs)
 
 
 def of_unlike_heads(num_outputs: int) -> dict[str, Tensor | None]:
@@ -120,28 +139,72 @@ def words_of_other_frozen_weights() -> str:
     return str(raised.value)
 
 
-def scaled() -> list[float]:
-    """Return the scales after steps in which the gradients of one rank overflow."""
+def with_a_closure(kind: str, is_distributed: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Train by closures on half of each batch a rank, or on the whole by one process."""
+    torch.manual_seed(3)
+    model = perceptron().double()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if kind == "L-BFGS":
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=3)
+    if kind == "line search":
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+    rank, num_ranks = 0, 1
+    if is_distributed:
+        optimizer = phalanx.DistributedOptimizer(optimizer)
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    losses: list[float] = []
+    for x, y in DataLoader(Numbers(), 8, drop_last=True):
+        rows = slice(rank, None, num_ranks)
+
+        def closure(x: Tensor = x[rows], y: Tensor = y[rows]) -> Tensor:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        losses.append(float(torch.as_tensor(optimizer.step(closure)).detach()))
+    return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+
+@pytest.mark.parametrize("kind", ["SGD", "L-BFGS", "line search"])
+def test_a_closure_is_followed_by_the_average(kind: str) -> None:
+    expected, losses = with_a_closure(kind, is_distributed=False)
+    for ours, found in run_ranks(with_a_closure, 2, kind, True, threads=1):
+        assert found == pytest.approx(losses, rel=1e-9)
+        for name, weight in expected.items():
+            torch.testing.assert_close(ours[name], weight, rtol=1e-9, atol=1e-10)
+
+
+def scaled(mean_of: str) -> tuple[list[float], str]:
+    """Return the scales after steps in which the gradients of one rank overflow, and an error."""
     rank = phalanx.init().comm.coord("dp")
     torch.manual_seed(0)
     model = nn.Linear(2, 1).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if mean_of == "optimizer":
+        optimizer = phalanx.DistributedOptimizer(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     scales: list[float] = []
-    for number in range(4):
-        optimizer.zero_grad()
-        factor = 1e308 if number == 1 + rank else 1.0
-        scaler.scale((factor * model(torch.ones(3, 2).double())).mean()).backward()
-        phalanx.average_gradients(model)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
+    try:
+        for number in range(4):
+            optimizer.zero_grad()
+            factor = 1e308 if number == 1 + rank else 1.0
+            scaler.scale((factor * model(torch.ones(3, 2).double())).mean()).backward()
+            if mean_of == "gradients":
+                phalanx.average_gradients(model)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    except ScriptError as error:
+        return scales, str(error)
+    return scales, ""
 
 
-def test_a_scaler_skips_the_same_steps_on_all_ranks() -> None:
-    for found in run_ranks(scaled, 2, threads=1):
-        assert found == [64, 32, 16, 16]
+def test_a_scaler_skips_the_same_steps_or_is_refused() -> None:
+    for found in run_ranks(scaled, 2, "gradients", threads=1):
+        assert found == ([64, 32, 16, 16], "")
+    for _, words in run_ranks(scaled, 2, "optimizer", threads=1):
+        assert words.startswith("DistributedOptimizer: a GradScaler makes this step")
 
 
 def words_of_apart(how: str) -> str:
@@ -149,13 +212,18 @@ def words_of_apart(how: str) -> str:
     torch.manual_seed(0)
     model = perceptron()
     other = nn.Linear(6, 5)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if how == "rate":
+        optimizer = phalanx.DistributedOptimizer(optimizer)
     try:
         for _ in range(5):
             used = other if how == "models" and rank else model
             optimizer.zero_grad()
             used(torch.ones(1, 6)).sum().backward()
-            phalanx.average_gradients(used)
+            if how != "rate":
+                phalanx.average_gradients(used)
+            if how == "rate" and rank:
+                optimizer.param_groups[0]["lr"] = 0.2
             if how == "clip" and rank:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
@@ -167,6 +235,7 @@ def words_of_apart(how: str) -> str:
 @pytest.mark.parametrize(("how", "start"), [
     ("models", "average_gradients: rank 1 averages 2 parameters of 35 elements ((5, 6), (5,), ...)"
      " and rank 0 6 parameters of 187 elements"),
+    ("rate", "DistributedOptimizer: lr of group 0 of SGD is 0.1 on rank 0 and 0.2 on rank 1"),
     ("clip", "average_gradients: 0.weight differs: its elements add up to"),
 ])  # fmt: skip
 def test_ranks_that_average_apart_are_named(how: str, start: str) -> None:

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
-from phalanx.comm.comm import Ranks
+from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.attach import at_end, attach, check_end
@@ -51,20 +54,80 @@ def average_gradients(model: nn.Module, count: int | None = None) -> None:
         ScriptError: the ranks began with other weights, average other models, or have drifted
             apart.
     """
+    comm = _comm()
     if model not in _averaging:
-        _averaging[model] = _Averaging(model, _ranks(attach({})))
+        tensors = [*model.parameters(), *model.buffers()]  # frozen ones too
+        _averaging[model] = _Averaging(
+            "average_gradients", comm, tensors, dict(model.named_parameters())
+        )
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     _averaging[model].average(parameters, count)
+
+
+def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Have each step of an optimizer average the gradients over the ranks first.
+
+    All ranks take its parameters from the first rank; what it does not step, frozen parts
+    and buffers, has to be alike before. The learning rate stays: a batch of N
+    ranks is N times as large, and its gradient a mean. A closure given to `step` is followed by the
+    average each time that it is called, and returns the mean of the ranks' losses.
+
+    Returns:
+        The optimizer itself.
+
+    Raises:
+        ScriptError: in a step: the ranks have drifted apart, or a GradScaler makes it.
+    """
+    comm = _comm()
+    parameters = _parameters_of(optimizer)
+    for parameter in parameters.values():
+        comm.broadcast(parameter, "job")
+    averaging = _Averaging("DistributedOptimizer", comm, [], parameters, [optimizer])
+
+    def before(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        _refuse_scaler()
+        if not any(callable(each) for each in (*args[1:], *kwargs.values())):
+            averaging.average(_parameters_of(own), None)
+            return None
+
+        def averaged(closure: Any) -> Any:
+            if not callable(closure):
+                return closure
+
+            def compute() -> Any:
+                loss = closure()
+                averaging.average(_parameters_of(own), None)
+                return _mean(loss, comm)
+
+            return compute
+
+        wrapped = {name: averaged(each) for name, each in kwargs.items()}
+        return (*args[:1], *map(averaged, args[1:])), wrapped
+
+    def after(*_: Any) -> None:
+        averaging.replicas.note_step()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return optimizer
 
 
 class _Averaging:
     """Averages gradients over ranks, and compares what must be alike on them."""
 
-    def __init__(self, model: nn.Module, comm: Ranks) -> None:
-        """Watch the parameters of a model, all tensors of which have to be alike at first."""
-        self._replicas = Replicas(comm, dict(model.named_parameters()), ())
+    def __init__(
+        self,
+        call: str,
+        comm: Ranks,
+        first: Sequence[Tensor],
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
+        """Watch parameters; `first` are tensors that have to be alike at the first call."""
+        self.replicas = Replicas(comm, parameters, optimizers)
+        self._call = call
         self._comm = comm
-        self._first = (*model.parameters(), *model.buffers())  # frozen ones too
+        self._first = first or None
         self._num_calls = 0
         self._name = f"average {next(_NUMBERS)}"
         check_end(f"{self._name} of the script begins")
@@ -95,13 +158,13 @@ class _Averaging:
         The words sent have one size whatever a rank averages, so that unlike models are named.
         """
         comm = self._comm
-        self._replicas.judge("average_gradients")
+        self.replicas.judge(self._call)
         form = repr([(tuple(p.shape), str(p.dtype)) for p in parameters.values()])
         words = words_of(form)
-        is_new = bool(self._first)
+        is_new = self._first is not None
         given = [own, is_new, *with_squares(words)]
         found = torch.tensor(given, dtype=torch.float64, device=comm.device)
-        found = torch.cat([found, self._replicas.words({STEPS: self._num_calls})])
+        found = torch.cat([found, self.replicas.words({STEPS: self._num_calls})])
         comm.all_reduce(found, "job")
         num_words = 2 * len(words)
         total, num_new = found[0], float(found[1])
@@ -115,25 +178,61 @@ class _Averaging:
             )
             odd = first_odd(forms) or 0
             raise ScriptError(
-                f"average_gradients: rank {odd} averages {forms[odd]} and rank 0 {forms[0]}; give "
-                "the same model on every rank, in the same order of calls"
+                f"{self._call}: rank {odd} averages {forms[odd]} and rank 0 {forms[0]}; give the "
+                "same model on every rank, in the same order of calls"
             )
-        self._replicas.take(found[2 + num_words :])
+        self.replicas.take(found[2 + num_words :])
         if num_new:
-            digests = gather_objects(digest_of(self._first))
+            digests = gather_objects(digest_of(self._first or ()))
             if (odd := first_odd(digests)) is not None:
                 raise ScriptError(
-                    f"average_gradients: rank {odd} has other weights than rank 0, and averaged "
+                    f"{self._call}: rank {odd} has other weights than rank 0, and averaged "
                     "gradients do not make them equal; call torch.manual_seed(0) before the model "
                     "is made"
                 )
-            self._first = ()
+            self._first = None
         return torch.where(total > 0, total, 1.0)
 
     def _check_end(self, where: str) -> None:
-        self._replicas.check_end(where, self._name, self._num_calls)
+        self.replicas.check_end(where, self._name, self._num_calls)
+
+
+def _mean(loss: Any, comm: Comm) -> Any:
+    """Return the mean of the ranks' losses, by which all take the same decisions."""
+    if loss is None:
+        return None
+    own = torch.as_tensor(loss, dtype=torch.float64, device=comm.device).detach().clone()
+    mean = comm.all_reduce(own, "job") / comm.size("job")
+    return mean.to(loss) if isinstance(loss, Tensor) else float(mean)
+
+
+def _refuse_scaler() -> None:
+    """Refuse a step that a GradScaler makes: each rank's would skip steps of its own."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_globals.get("__name__") == GradScaler.__module__:
+            raise ScriptError(
+                "DistributedOptimizer: a GradScaler makes this step, and would skip it on the "
+                "ranks whose own gradients overflow; call phalanx.average_gradients(model) after "
+                "backward and leave DistributedOptimizer out, or use run.prepare"
+            )
+        frame = frame.f_back
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer, by their group and their number in it."""
+    return {
+        f"parameter {number} of group {at}": parameter
+        for at, group in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(group["params"])
+    }
+
+
+def _comm() -> Ranks:
+    device = attach({})
+    return _ranks(dist.get_world_size(), device)
 
 
 @functools.cache
-def _ranks(device: str) -> Ranks:
-    return Ranks({"dp": dist.get_world_size()}, device)
+def _ranks(num_ranks: int, device: str) -> Ranks:
+    return Ranks({"dp": num_ranks}, device)
